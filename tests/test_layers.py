@@ -34,7 +34,10 @@ TIERS = [
 ]
 TIER_OF = {package: number for number, tier in enumerate(TIERS) for package in tier}
 # Packages whose __init__ re-exports names for users; elsewhere a name is imported from the module that defines it.
-PUBLIC_PACKAGES = {"zeroengine", "zeroengine.config", "zeroengine.ops"}
+FRAMEWORKS = ("accelerate", "deepspeed", "fsdp", "lightning", "transformers")
+PUBLIC_PACKAGES = {"zeroengine", "zeroengine.config", "zeroengine.ops"} | {
+    f"zeroengine.integrations.{framework}" for framework in FRAMEWORKS
+}
 
 
 def module_name(path: Path) -> str:

@@ -1,0 +1,139 @@
+"""One Python environment per framework, with the versions that the integration is tested with.
+
+``tests/integrations/requirements/NAME.txt`` names the packages. The environment sees the packages of the one that runs
+the tests, torch among them, after its own. It is made at its first use, in ``.venv-integrations/NAME`` of the checkout,
+and again when its requirements change. Nothing of a framework is imported in the process that runs the tests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = Path(__file__).parent / "requirements"
+ENVIRONMENTS = ROOT / ".venv-integrations"
+TIMEOUT_SECONDS = 240.0
+
+
+def python_of(name: str) -> Path:
+    """Return the Python of the environment with ``requirements/NAME.txt``, which is made if it is not there."""
+    requirements = (REQUIREMENTS / f"{name}.txt").read_text()
+    folder = ENVIRONMENTS / name
+    stamp, python = folder / "requirements", folder / "bin" / "python"
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        # Several processes may share the tests.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = hashlib.sha256(f"{sys.executable}\n{requirements}".encode()).hexdigest()
+        if not stamp.is_file() or stamp.read_text() != wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+            venv.create(folder, with_pip=True)
+            packages = subprocess.run(
+                [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
+            # The packages of the tests' own environment come last, so pinned versions win over them.
+            line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+            Path(packages, "zz_packages_of_the_tests.pth").write_text(line)
+            _install(python, requirements)
+            stamp.write_text(wanted)
+    return python
+
+
+def _install(python: Path, requirements: str) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        # Without this line pip might take another torch, with gigabytes of CUDA packages.
+        file.write(f"{requirements}\ntorch=={_torch_version()}\n")
+        file.flush()
+        command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q", "-r", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        raise RuntimeError(f"pip install failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__.partition("+")[0]
+
+
+def run_script(
+    environment: str,
+    script: str | Path,
+    arguments: Sequence[object] = (),
+    *,
+    ranks: int = 2,
+    variables: dict[str, str] | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> list[Any]:
+    """Run a script on some ranks in an environment, and return what each rank reported.
+
+    Args:
+        environment: The name of the environment.
+        script: The script. It reports by writing JSON to the file that the variable ``REPORT`` names, followed by a dot
+            and the rank (see ``report``).
+        arguments: Its arguments.
+        ranks: How many processes run it, started by torchrun.
+        variables: More environment variables.
+        timeout: Seconds after which the processes are ended and the test fails.
+
+    Raises:
+        AssertionError: The script failed. The message has its output.
+    """
+    python = python_of(environment)
+    with tempfile.TemporaryDirectory() as folder:
+        report_path = Path(folder, "report")
+        command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(script), *map(str, arguments)]
+        done = run_program(command, {"REPORT": str(report_path), **(variables or {})}, timeout)
+        assert done.returncode == 0, f"{script} failed ({done.returncode}):\n{done.stdout[-8000:]}"
+        return [json.loads(Path(f"{report_path}.{rank}").read_text()) for rank in range(ranks)]
+
+
+def run_program(
+    command: Sequence[str], variables: dict[str, str] | None = None, timeout: float = TIMEOUT_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without network and GPU, one thread a process, and return it with its output."""
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT),
+    }
+    # In a session of its own, so that a timeout ends the ranks with their launcher.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **settings, **(variables or {})},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def report(value: Any) -> None:
+    """Write what a rank of ``run_script`` found."""
+    Path(f"{os.environ['REPORT']}.{os.environ['RANK']}").write_text(json.dumps(value))
