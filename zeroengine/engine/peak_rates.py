@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from zeroengine.config import Config
-from zeroengine.plan.machine_presets import DATA_SHEETS
+from zeroengine.plan.machine_presets import DATA_SHEETS, presets_of_gpu, words_of_gpu
 
 # Variants with these words in their names have other peaks than the GPU of the data sheet.
 VARIANTS = {"pcie", "nvl", "laptop", "max"}
@@ -32,11 +30,8 @@ def peak_flops_by_name(gpu: str, dtype: str) -> float | None:
         gpu: The name that CUDA reports, such as "NVIDIA H100 80GB HBM3".
         dtype: "fp32", "bf16" or "fp16".
     """
-    words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
-    if words & VARIANTS:
+    presets = presets_of_gpu(gpu)
+    if not presets or words_of_gpu(gpu) & VARIANTS:
         return None
-    # The memory size of a preset's name, such as that of "a100-80gb", does not change the peak.
-    for name, sheet in DATA_SHEETS.items():
-        if {word for word in name.split("-") if not word.endswith("gb")} <= words:
-            return sheet.tflops[dtype] * 1e12
-    return None
+    # The size of the memory does not change the peak.
+    return DATA_SHEETS[presets[0]].tflops[dtype] * 1e12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -14,9 +13,9 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
-from zeroengine.offload.host_memory import available_memory
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.plan.free_memory import measure_free_memory
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -59,20 +58,13 @@ class Restoration:
         # Where all parameters are whole already, the ranks need not meet.
         if not nbytes:
             return
-        device = self._group.device
-        with self._group.collective_errors("to make the parameters whole"):
-            if device.type == "cpu":
-                # All ranks of this machine share its memory.
-                free = available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            else:
-                cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-                free = torch.cuda.mem_get_info(device)[0] + cached
-            if nbytes > free:
-                raise ZeroEngineError(
-                    f"whole parameters take {nbytes / 2**30:,.1f} GiB on this rank, and {free / 2**30:,.1f} GiB are "
-                    "left. Write them with engine.save_weights(directory), a part on each rank, and load them into a "
-                    "model elsewhere."
-                )
+        free = measure_free_memory(self._group, ())
+        if nbytes > free.device:
+            raise ZeroEngineError(
+                f"whole parameters take {nbytes / 2**30:,.1f} GiB on each rank, and {free.device / 2**30:,.1f} GiB are "
+                f"left on rank {free.scarcest_rank}. Write them with engine.save_weights(directory), a part on each "
+                "rank, and load them into a model elsewhere."
+            )
 
     def leave_partitioned(self, reason: str) -> None:
         """Restore only parameters that take no collective. The error of each use of the others states ``reason``."""

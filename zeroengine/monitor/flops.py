@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-# torch has no formula for the attention of CPUs, which computes the same products.
-FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop, **flop_registry}
+from zeroengine.utils.flop_formulas import flops_of
 
 
 class ForwardFlops(TorchDispatchMode):
@@ -40,9 +37,7 @@ class ForwardFlops(TorchDispatchMode):
         """Run ``func``, and count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = FORMULAS.get(getattr(func, "_overloadpacket", func))
-        if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=out)
+        self.total += flops_of(func, args, kwargs, out)
         return out
 
 

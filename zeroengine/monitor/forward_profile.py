@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zeroengine.config.sinks import FlopsProfile
 from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
 from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
+from zeroengine.utils.replaced_file import replace_file
 
 log = logging.getLogger("zeroengine")
 
@@ -159,7 +160,7 @@ class ForwardProfiler:
             return
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(table + "\n")
+            replace_file(path, table + "\n")
         except OSError as error:
             log.warning("flops_profiler.output_file %s cannot be written, so it is printed: %s", path, error)
             print(table, flush=True)

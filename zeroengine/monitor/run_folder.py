@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import FORMAT, RunEvent, StepRecord
+from zeroengine.utils.replaced_file import replace_file
 
 log = logging.getLogger("zeroengine")
 
@@ -45,11 +46,8 @@ class RunFolder:
             while not self._open():
                 number += 1
                 self.path = Path(path) / f"engine-{number}"
-            # A reader sees the old file or the new one, never a part of one.
-            partial = self.path / f".{RUN}.{os.getpid()}"
             content = {"format": FORMAT, **run, **_first_start(self.path / RUN)}
-            partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            partial.replace(self.path / RUN)
+            replace_file(self.path / RUN, json.dumps(content, indent=1, allow_nan=False) + "\n")
         except OSError as error:
             self.close()
             raise ZeroEngineError(

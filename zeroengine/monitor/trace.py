@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.monitor.timer import Interval
+from zeroengine.utils.replaced_file import replace_file
 
 # The lanes of a rank, and the kinds of work in each.
 LANES = {
@@ -94,9 +95,7 @@ def write_trace(
         events += _transfers(rank, timeline.transfers, offset - origin)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}, separators=(",", ":")))
-    partial.replace(target)
+    replace_file(target, json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}, separators=(",", ":")))
     return sum(event["ph"] != "e" for event in events)
 
 

@@ -50,7 +50,7 @@ def measure_free_memory(group: Group, nvme_paths: Collection[str]) -> FreeMemory
     """
     with group.collective_errors("to measure free memory"):
         host = int(min(available_memory(), UNKNOWN_BYTES))
-        own = (host_name() or platform.node(), host, _free_device_bytes(group.device), _free_disk_bytes(nvme_paths))
+        own = (host_name() or platform.node(), host, free_device_bytes(group.device), _free_disk_bytes(nvme_paths))
     rows = group.all_gather_object(own, "to measure free memory")
     # The fake backend has no peers, so this process has its machine alone.
     ranks_of = {row[0]: 1 if group.backend == "fake" else sum(row[0] == other[0] for other in rows) for row in rows}
@@ -65,7 +65,7 @@ def measure_free_memory(group: Group, nvme_paths: Collection[str]) -> FreeMemory
     )
 
 
-def _free_device_bytes(device: torch.device) -> int | None:
+def free_device_bytes(device: torch.device) -> int | None:
     """Return the bytes that this process may allocate on a GPU; None for the CPU."""
     if device.type != "cuda":
         return None

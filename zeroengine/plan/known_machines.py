@@ -13,8 +13,9 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
+from zeroengine.plan.free_memory import free_device_bytes
 from zeroengine.plan.machine import Machine, Rates, default_machine_file, read_machine
-from zeroengine.plan.machine_presets import PRESETS
+from zeroengine.plan.machine_presets import PRESETS, presets_of_gpu
 
 THIS = "this"
 # The side of the square matrices, and the bytes of the copy, of a quick estimate.
@@ -59,10 +60,11 @@ def this_machine() -> Machine:
         machine = _quick_estimate()
     host_bytes = int(available_memory())
     free = {"host_bytes": "free now, by Linux and the container's limit", "disk_bytes": "free in the current folder"}
-    if machine.device == "cuda" and torch.cuda.is_available():
-        device_bytes, free["device_bytes"] = torch.cuda.mem_get_info()[0], "free now, by CUDA"
-    else:
-        device_bytes, free["device_bytes"] = host_bytes // machine.ranks_per_node, "a rank's share of host_bytes"
+    has_gpu = machine.device == "cuda" and torch.cuda.is_available()
+    device_bytes = free_device_bytes(torch.device("cuda" if has_gpu else "cpu"))
+    free["device_bytes"] = "a rank's share of host_bytes" if device_bytes is None else "free now, by CUDA"
+    if device_bytes is None:
+        device_bytes = host_bytes // machine.ranks_per_node
     return dataclasses.replace(
         machine,
         device_bytes=device_bytes,
@@ -75,10 +77,9 @@ def this_machine() -> Machine:
 def _preset_of_gpu() -> Machine:
     """Return the preset with the name of this GPU, or else the one with the nearest memory."""
     properties = torch.cuda.get_device_properties(0)
-    model = properties.name.lower().replace("nvidia", "").replace("geforce", "").strip()
-    by_memory = sorted(PRESETS, key=lambda name: abs(PRESETS[name].device_bytes - properties.total_memory))
-    words = [name for name in by_memory if name.split("-")[0 if name[0] != "r" else 1] in model]
-    preset = PRESETS[(words or by_memory)[0]]
+    candidates = presets_of_gpu(properties.name) or list(PRESETS)
+    name = min(candidates, key=lambda name: abs(PRESETS[name].device_bytes - properties.total_memory))
+    preset = PRESETS[name]
     note = f"preset {preset.name} for {properties.name}; `zero-plan --measure` measures it"
     rates = {field.name: note for field in dataclasses.fields(Rates)}
     return dataclasses.replace(preset, ranks_per_node=torch.cuda.device_count(), sources=rates | {"preset": note})

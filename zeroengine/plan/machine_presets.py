@@ -6,6 +6,7 @@ assumption by measurements.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -147,3 +148,18 @@ def _preset(name: str, sheet: DataSheet) -> Machine:
 
 
 PRESETS: dict[str, Machine] = {name: _preset(name, sheet) for name, sheet in DATA_SHEETS.items()}
+
+
+def presets_of_gpu(gpu: str) -> list[str]:
+    """Return the presets of a GPU, which differ in the size of the memory; none: the GPU is unknown.
+
+    Args:
+        gpu: The name that CUDA reports, such as "NVIDIA H100 80GB HBM3".
+    """
+    words = words_of_gpu(gpu)
+    return [name for name in PRESETS if {word for word in name.split("-") if not word.endswith("gb")} <= words]
+
+
+def words_of_gpu(gpu: str) -> set[str]:
+    """Return the words of a GPU's name in lower case."""
+    return set(re.split(r"[^a-z0-9]+", gpu.lower()))

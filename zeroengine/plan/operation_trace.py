@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.flop_formulas import flops_of
 
 _aten = torch.ops.aten
 # The names of dtypes that matrix products are timed in.
@@ -30,17 +30,6 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 # Operations that read as many bytes of a table as they write, and not the whole table.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Return the arithmetic of attention as ``torch.utils.flop_counter`` counts it: without regard to causality."""
-    batch, heads, length, width = query.shape
-    return int(2 * batch * heads * length * key.shape[2] * (width + value.shape[3]))
-
-
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    # Two products are repeated, and each of them has two gradients. One of the repeated products has no use there.
-    return _attention_flops(query, key, value) * 5 // 2
 
 
 def _attention_output(output: torch.Tensor) -> torch.Tensor:
@@ -57,18 +46,6 @@ def _grouped_output(a: Any, b: Any, offs: Any = None, *_: Any, **__: Any) -> tor
     output: torch.Tensor = a.new_empty((*groups, a.shape[-2], b.shape[-1]))
     return output
 
-
-def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    # Each row meets the matrix of one group, or the groups divide the sum.
-    return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
-
-
-# Formulas that torch lacks.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    _ATTENTION: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    _aten._grouped_mm: _grouped_flops,
-}
 
 # Elements up to which tensors of integers are computed.
 MAX_REAL_NUMEL = 1 << 20
@@ -118,13 +95,7 @@ class OperationTrace(TorchDispatchMode):
         packet = func.overloadpacket
         outputs = _tensors((result,))
         new_bytes = max((self._track(output) for output in outputs), default=0)
-        formula = _FLOPS.get(packet)
-        if formula is not None:
-            flops = formula(*args, **kwargs)
-        elif packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        else:
-            flops = 0
+        flops = flops_of(func, args, kwargs, result)
         written = sum(map(_nbytes, outputs))
         read = written if packet in _LOOKUPS else sum(map(_nbytes, inputs))
         dtype = outputs[0].dtype if outputs else torch.float32
