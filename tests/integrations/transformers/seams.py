@@ -1,0 +1,74 @@
+"""Reports which methods and attributes of the frameworks, on which the integration relies, are missing or changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+
+from tests.integrations.environments import report
+
+# The parameters by name, in order, of the methods that the integration overrides or calls.
+METHODS: dict[type, dict[str, str]] = {
+    Trainer: {
+        "_build_accelerator_args": "self, kwargs",
+        "create_accelerator_and_postprocess": "self",
+        "_move_model_to_device": "self, model, device",
+        "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
+        "create_optimizer": "self, model",
+        "create_scheduler": "self, num_training_steps, optimizer",
+        "save_model": "self, output_dir, _internal_call",
+        "_save": "self, output_dir, state_dict",
+    },
+    Accelerator: {
+        "prepare": "self, args, device_placement",
+        "prepare_model": "self, model, device_placement, evaluation_mode",
+        "unwrap_model": "self, model, keep_fp32_wrapper, keep_torch_compile",
+        "backward": "self, loss, kwargs",
+        "no_sync": "self, model",
+        "clip_grad_norm_": "self, parameters, max_norm, norm_type",
+        "get_state_dict": "self, model, unwrap",
+        "gather_for_metrics": "self, input_data, use_gather_object",
+    },
+    AcceleratedOptimizer: {
+        "__init__": "self, optimizer, device_placement, scaler",
+        "step": "self, closure",
+    },
+}
+# Names that the source of a method has to contain: what it does around our overrides.
+USES: dict[Any, list[str]] = {
+    Trainer._prepare_for_training: ["create_optimizer()", "self.accelerator.prepare(self.model, self.optimizer)"],
+    Trainer._run_epoch: ["_set_sync_gradients(do_sync_step)", "self.accelerator.no_sync", "optimizer_step_was_skipped"],
+    Trainer._clip_grad_norm: ["self.accelerator.clip_grad_norm_("],
+    Trainer.training_step: ["self.accelerator.backward(loss"],
+    AcceleratedOptimizer.step_was_skipped.fget: ["_is_overflow"],
+}
+FIELDS = (
+    "deepspeed fsdp fp16_full_eval bf16_full_eval n_gpu per_device_train_batch_size gradient_accumulation_steps "
+    "world_size bf16 fp16 learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
+    "save_on_each_node push_to_hub hub_revision eval_use_gather_object get_warmup_steps should_save"
+)
+
+
+def main() -> None:
+    changed = []
+    for owner, methods in METHODS.items():
+        for name, expected in methods.items():
+            method = getattr(owner, name, None)
+            found = ", ".join(inspect.signature(method).parameters) if method else "absent"
+            if found != expected:
+                changed.append(f"{owner.__name__}.{name}: ({found}), and not ({expected})")
+    for function, texts in USES.items():
+        source = inspect.getsource(function)
+        changed += [f"{function.__qualname__} does not contain {text!r}" for text in texts if text not in source]
+    arguments = TrainingArguments("unused", report_to=[], use_cpu=True)
+    changed += [f"TrainingArguments has no {name}" for name in FIELDS.split() if not hasattr(arguments, name)]
+    assert issubclass(Seq2SeqTrainer, Trainer)
+    report(changed)
+
+
+if __name__ == "__main__":
+    main()

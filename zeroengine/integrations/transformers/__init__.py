@@ -1,0 +1,10 @@
+"""The trainers of transformers, and those of TRL, on the engine: `ZeroTrainer` and `ZeroTrainerMixin`."""
+
+from zeroengine.integrations.transformers.versions import check_versions
+
+check_versions()
+
+from zeroengine.integrations.transformers.mixin import ZeroTrainerMixin  # noqa: E402
+from zeroengine.integrations.transformers.trainer import ZeroTrainer  # noqa: E402
+
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin"]

@@ -1,0 +1,152 @@
+"""The Accelerator that a trainer of transformers works with: it prepares a model by making an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from zeroengine.config import Config
+from zeroengine.engine.engine import Engine
+from zeroengine.engine.initialize import engine_of, initialize
+from zeroengine.errors import ZeroEngineError
+
+
+class EngineOptimizer(AcceleratedOptimizer):
+    """An optimizer whose `step` is the engine's, and which tells whether the engine skipped the last step.
+
+    Args:
+        optimizer: The optimizer that was passed to `initialize`.
+        engine: The engine.
+
+    Attributes:
+        last_rates: The learning rates of the last update, by param group.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        # Hyperparameters stay on the CPU, and the states are the engine's.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._engine = engine
+        self.last_rates = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        """End the step of the engine."""
+        skipped_before = self._engine.skipped_steps
+        # The engine steps the schedule of its configuration after the update.
+        self.last_rates = [group["lr"] for group in self.param_groups]
+        super().step(closure)
+        self._is_overflow = self._engine.skipped_steps > skipped_before
+
+
+class EngineSchedule:
+    """What a trainer takes for its schedule where the configuration names one, which the engine steps and saves.
+
+    Args:
+        optimizer: The optimizer of the trainer.
+    """
+
+    def __init__(self, optimizer: EngineOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, *args: Any) -> None:
+        """Do nothing: the engine has stepped its schedule after the update."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the last update, by param group."""
+        return self._optimizer.last_rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the state of the schedule is part of the engine's checkpoint."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing, as in `state_dict`."""
+
+
+class TrainerAccelerator(Accelerator):
+    """An Accelerator that partitions the models that it prepares.
+
+    Args:
+        arguments: The arguments of `Accelerator`.
+
+    Attributes:
+        zero_config: The configuration of the next engine.
+        engine: The engine of the model that is trained; None before `prepare`.
+    """
+
+    def __init__(self, zero_config: Config, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.zero_config = zero_config
+        self.engine: Engine | None = None
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Make an engine of a model and its optimizer; prepare data loaders as usual."""
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        if not models:
+            return super().prepare(*args, device_placement=device_placement)
+        if len(models) > 1 or len(optimizers) > 1:
+            raise ZeroEngineError(
+                f"prepare() was given {len(models)} models and {len(optimizers)} optimizers; prepare one model with "
+                "its optimizer at a time"
+            )
+        if not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        model, optimizer = models[0], optimizers[0]
+        engine = self._training_engine(model, optimizer)
+        if not isinstance(optimizer, EngineOptimizer):
+            optimizer = EngineOptimizer(optimizer, engine)
+        optimizer._is_accelerate_prepared = True
+        self._optimizers.append(optimizer)
+        prepared = {models[0]: super().prepare_model(model, device_placement=False, evaluation_mode=True)}
+        return tuple(
+            optimizer if arg is optimizers[0] else prepared.get(arg, arg) if isinstance(arg, nn.Module) else arg
+            for arg in args
+        )
+
+    def _training_engine(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+        """Return the engine that trains `model`. A second call of `train` goes on with the engine of the first."""
+        module = self.unwrap_model(model, keep_torch_compile=False)
+        self.engine = engine_of(module)
+        if self.engine is None:
+            self.engine = initialize(module, optimizer, self.zero_config)
+        # An earlier run of the loop may have ended in the middle of a step.
+        self.engine.zero_grad()
+        return self.engine
+
+    def _require_engine(self, call: str) -> Engine:
+        if self.engine is None:
+            raise ZeroEngineError(f"{call} before prepare(): no model is trained yet")
+        return self.engine
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients, and reduce them where this backward ends the step."""
+        engine = self._require_engine("backward()")
+        if engine.config.manual_accumulation:
+            engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        engine.backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Return a context without effect: the engine learns in `backward` which gradients are the last of a step."""
+        yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradient of the step, and return its global norm before clipping."""
+        if norm_type != 2:
+            raise ZeroEngineError(f"clip_grad_norm_(): the engine computes the 2-norm, found norm_type={norm_type}")
+        return self._require_engine("clip_grad_norm_()").clip_grad_norm_(max_norm or math.inf)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Return the whole model's state dict, on the CPU of rank 0. Call it on every rank."""
+        engine = engine_of(model)
+        if engine is None:
+            state_dict: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+            return state_dict
+        return engine.full_state_dict(rank0_only=True)
