@@ -76,6 +76,18 @@ def _comparable(micro: MicroStep) -> dict[str, Any]:
     return vars(micro) | {"forward": set(micro.forward), "backward": set(micro.backward)}
 
 
+def test_attention_with_dropout_can_be_checkpointed_on_a_gpu() -> None:
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.1, batch_first=True)
+        model = nn.Sequential(block, nn.Linear(64, 1))
+    facts = from_module(model, None, lambda samples: torch.zeros(samples, 512, 64, device="meta"))
+    whole, checkpointed = (trace_micro_step(facts, CONFIG, 1, choice, "cuda") for choice in (False, True))
+    assert checkpointed.saved_bytes < whole.saved_bytes
+    assert checkpointed.backward_flops > whole.backward_flops
+    # Fused attention keeps no matrix of all pairs of tokens.
+    assert whole.saved_bytes < 4 * 2 * 512 * 512 * 4
+
+
 def test_blocks_that_differ_are_traced() -> None:
     model = copy.deepcopy(from_numbers(60e6, layers=10, width=512, vocab=1000, sequence=64).model)
     blocks = model.get_submodule("blocks")

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
+from zeroengine.plan.activations import trace_micro_step
 from zeroengine.plan.model_facts import from_function, from_huggingface, from_module, from_numbers
 
 MODELS = "tests.plan.models_without_memory"
@@ -92,3 +93,14 @@ def test_a_lazy_model_and_numbers_that_are_no_numbers_are_refused() -> None:
         from_module(nn.Sequential(nn.LazyLinear(4)))
     with pytest.raises(ZeroEngineError, match="params is inf"):
         from_numbers(params=math.inf, layers=2, width=64, vocab=100, sequence=16)
+
+
+def test_an_encoder_decoder_needs_no_first_token(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.T5Config(num_layers=2, d_model=64, d_ff=128, num_heads=2, vocab_size=200)
+    content = settings.to_dict() | {"architectures": ["T5ForConditionalGeneration"]}
+    content.pop("decoder_start_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    facts = from_huggingface(tmp_path, sequence=16)
+    micro = trace_micro_step(facts, load({}).resolve(world_size=1), 1, checkpointing=True, device="cuda")
+    assert micro.forward_flops > 0

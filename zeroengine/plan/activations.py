@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -114,7 +115,7 @@ def _trace(
     model: ModelFacts, config: Config, micro_batch: int, checkpointing: bool, device: str, *, omits_blocks: bool
 ) -> MicroStep:
     trace = OperationTrace()
-    attention = AttentionWithoutDropout() if device == "cuda" else contextlib.nullcontext()
+    attention = AttentionWithoutDropout if device == "cuda" else contextlib.nullcontext
     plans = model.plans(config)
     replica = _copy(model.model)
     modules = dict(zip(model.model.modules(), replica.modules(), strict=True))
@@ -129,11 +130,11 @@ def _trace(
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
         flops_by_unit = _watch_units(units, trace, undo)
         if checkpointing:
-            _checkpoint_blocks(units)
+            _checkpoint_blocks(units, attention)
         for run in runs:
             count_omitted_blocks(run, trace, undo)
         trace.ignore([*replica.parameters(), *replica.buffers()])
-        undo.enter_context(attention)
+        undo.enter_context(attention())
         undo.enter_context(trace)
         try:
             micro = _run(model, replica, trace, flops_by_unit, micro_batch, checkpointing)
@@ -258,9 +259,22 @@ def _watch_units(
     return flops_by_unit
 
 
-def _checkpoint_blocks(units: Sequence[tuple[str, Sequence[nn.Module]]]) -> None:
-    """Run the forward of each unit's module that has child modules under ``torch.utils.checkpoint``."""
+def _checkpoint_blocks(
+    units: Sequence[tuple[str, Sequence[nn.Module]]], attention: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run the forward of each unit's module that has child modules under ``torch.utils.checkpoint``.
+
+    Args:
+        units: The names and the modules of units.
+        attention: The context of forwards. A backward leaves it, and its recomputations enter it again.
+    """
     blocks = {module: None for _, modules in units for module in modules if next(module.children(), None) is not None}
     for block in blocks:
         # Fake tensors draw no random numbers.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), attention()),
+        )

@@ -252,7 +252,8 @@ def _huggingface_class(transformers: Any, settings: Any) -> Any:
 def _huggingface_batches(model: nn.Module, settings: Any, sequence: int) -> Callable[[int], Batch] | None:
     """Return a function that makes batches for ``model``, or None where its inputs are neither tokens nor images."""
     source = getattr(model, "main_input_name", None)
-    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    takes_labels = "labels" in parameters
     labels_of_samples = "Classification" in type(model).__name__ and "Token" not in type(model).__name__
     # A model of images and of text keeps the sizes of its inputs in configurations of its parts.
     if source not in ("input_ids", "pixel_values") or (
@@ -272,6 +273,9 @@ def _huggingface_batches(model: nn.Module, settings: Any, sequence: int) -> Call
         if takes_labels:
             shape = (samples,) if labels_of_samples or source == "pixel_values" else (samples, sequence)
             batch["labels"] = torch.zeros(shape, dtype=torch.int64, device="meta")
+        # An encoder-decoder would make these of the labels, for which its configuration must name the first token.
+        if takes_labels and source == "input_ids" and "decoder_input_ids" in parameters:
+            batch["decoder_input_ids"] = batch["input_ids"]
         return (), batch
 
     return make_batch
