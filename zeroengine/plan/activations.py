@@ -126,6 +126,8 @@ def _trace(
     with contextlib.ExitStack() as undo:
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _give_fake_tensors(replica, dtypes)
+        if device == "cuda":
+            _leave_out_dropout_of_attention(replica)
         mixed_precision.prepare_buffers(replica, config, torch.device("cpu"), lambda buffer: None, undo)
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
         flops_by_unit = _watch_units(units, trace, undo)
@@ -257,6 +259,16 @@ def _watch_units(
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(partial(leave, name)).remove)
     return flops_by_unit
+
+
+def _leave_out_dropout_of_attention(model: nn.Module) -> None:
+    """Do as ``AttentionWithoutDropout`` does, for modules whose attention no function mode sees.
+
+    ``torch.nn.functional.multi_head_attention_forward`` is the function that the mode sees there.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
 
 
 def _checkpoint_blocks(
