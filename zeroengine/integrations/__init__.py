@@ -1,1 +1,1 @@
-"""Other libraries: `deepspeed` imports its checkpoints."""
+"""Other libraries: `deepspeed` imports its checkpoints, `fsdp` turns its policies into a configuration."""

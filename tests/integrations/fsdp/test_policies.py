@@ -1,0 +1,196 @@
+"""The configuration of each policy, the errors of settings without a counterpart, and the seams in torch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import zeroengine
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+from tests.emulated import cpu_alone
+from tests.integrations.fsdp.scripts import BF16, mesh_of_ranks, sharded, untied
+from zeroengine.config import load
+from zeroengine.integrations.fsdp import config_of_module, config_of_policies
+
+LOW = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"zero_optimization": {"stage": 3}}),
+        ({"reshard_after_forward": True}, {"zero_optimization": {"stage": 3}}),
+        ({"reshard_after_forward": False}, {"zero_optimization": {"stage": 2}}),
+        ({"reshard_after_forward": 1}, {"zero_optimization": {"stage": 2}}),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=LOW)}, {"bf16": {"enabled": True}}),
+        ({"mp_policy": BF16}, {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
+        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=LOW)}, {"communication_data_type": "bf16"}),
+        (
+            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+            {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}},
+        ),
+        (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu", "pin_memory": False},
+                    "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                }
+            },
+        ),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": "manual"}),
+        ({"gradient_accumulation_steps": "manual"}, {"gradient_accumulation_steps": "manual"}),
+    ],
+)
+def test_policies_become_keys(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = config_of_policies(**arguments)
+    load(config).resolve(world_size=2)
+    assert {key: config.get(key) for key in expected} == expected
+
+
+def test_a_model_in_low_precision_is_updated_in_it_as_by_fsdp2() -> None:
+    config = config_of_policies(untied().to(LOW), mp_policy=MixedPrecisionPolicy(param_dtype=LOW))
+    assert "bf16" not in config
+
+
+def mixed_model() -> nn.Module:
+    model = untied()
+    model.norm.to(LOW)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4 .* write True, which is stage 3"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward: found 'no'; write True"),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)}, "found param_dtype=torch.float64; write"),
+        ({"mp_policy": MixedPrecisionPolicy(LOW, output_dtype=torch.float32)}, r"engine\(batch\).to\(torch.float32\)"),
+        ({"mp_policy": MixedPrecisionPolicy(LOW, cast_forward_inputs=False)}, "leave cast_forward_inputs out"),
+        ({"mp_policy": LOW}, "mp_policy: found dtype; write a MixedPrecisionPolicy of torch.distributed.fsdp"),
+        ({"offload_policy": "cpu"}, r"offload_policy: found str; write a OffloadPolicy .* CPUOffloadPolicy\(\)"),
+        (
+            {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": False},
+            "Write reshard_after_forward=True, or leave offload_policy out",
+        ),
+        ({"offload_policy": type("Other", (OffloadPolicy,), {})()}, "found Other, which is neither"),
+        ({"shard_placement_fn": lambda param: None}, "Leave shard_placement_fn out"),
+        ({"ignored_params": {nn.Parameter(torch.zeros(1))}}, r"param.requires_grad_\(False\)"),
+        ({"dp_mesh_dims": object()}, r'process_group=mesh\["dp"\]'),
+        ({"gradient_accumulation_steps": 0}, 'found 0; write the number of backwards before an update, or "manual"'),
+        ({"model": 3}, "takes a torch.nn.Module, found int"),
+        ({"model": mixed_model()}, "several dtypes: torch.bfloat16, torch.float32"),
+        ({"model": untied().to(LOW), "mp_policy": MixedPrecisionPolicy(torch.float16)}, r"write model.float\(\)"),
+    ],
+)
+def test_a_setting_without_a_counterpart_says_what_to_write(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(zeroengine.ZeroEngineError, match=words):
+        config_of_policies(**arguments)
+
+
+def errors_of_modules() -> dict[str, str]:
+    """On two ranks: return the configuration of a mixed model, and the error of each module without a counterpart."""
+    start()
+    line = mesh_of_ranks()
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = untied()
+    for block in model.blocks:
+        fully_shard(block, mesh=line, mp_policy=BF16)
+    fully_shard(model.norm, mesh=line, mp_policy=MixedPrecisionPolicy(output_dtype=LOW))
+    fully_shard(model, mesh=line, mp_policy=BF16, reshard_after_forward=False)
+    results = {"config": repr(config_of_module(model))}
+
+    def note(name: str, build: Any) -> None:
+        try:
+            build()
+        except zeroengine.ZeroEngineError as error:
+            results[name] = str(error)
+
+    def one_block(**arguments: Any) -> dict[str, Any]:
+        model = untied()
+        fully_shard(model.blocks[0], mesh=line, **arguments)
+        fully_shard(model, mesh=line)
+        return config_of_module(model)
+
+    results["equal number"] = repr(one_block(reshard_after_forward=2)["zero_optimization"])
+    note("plain", lambda: config_of_module(untied()))
+    note("engine", lambda: config_of_module(zeroengine))
+    note("square", lambda: config_of_module(fully_shard(untied(), mesh=square)))
+    note("mesh", lambda: config_of_policies(mesh=square))
+    note("offload", lambda: one_block(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    note("precision", lambda: one_block(mp_policy=BF16))
+    note("policies", lambda: config_of_policies(sharded()))
+    note("initialize", lambda: zeroengine.initialize(sharded(), config={}))
+    return results
+
+
+@cpu_alone("FSDP2 over Gloo")
+def test_a_module_tells_its_configuration_or_what_to_write() -> None:
+    results = run_ranks(2, errors_of_modules)[0]
+    assert results.pop("config") == repr(
+        {
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": True},
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "keep_fp32_modules": ["norm"],
+            "units": ["blocks.*", "norm"],
+            "gradient_accumulation_steps": 1,
+        }
+    )
+    assert results.pop("equal number") == repr({"stage": 3})
+    words = {
+        "plain": "fully_shard was not applied to this model",
+        "engine": "takes a torch.nn.Module, found module",
+        "square": "apply fully_shard without mesh",
+        "mesh": "mesh: found 2 dimensions",
+        "offload": "the model has OffloadPolicy(), and blocks.0 has CPUOffloadPolicy(pin_memory=False)",
+        "precision": "give all modules one policy",
+        "policies": "Write config_of_module(model)",
+        "initialize": "leave fully_shard(...) out",
+    }
+    assert results.keys() == words.keys()
+    for name, text in words.items():
+        assert text in results[name], name
+
+
+def names_in_torch() -> list[str]:
+    """On one rank: return what ``config_of_module`` reads and torch lacks."""
+    start()
+    model = sharded({"mp_policy": BF16})
+    assert isinstance(model, FSDPModule)
+    state: Any = model._get_fsdp_state()
+    found = {"state": state, "group": state._fsdp_param_groups[0]}
+    found["mesh_info"] = found["group"].mesh_info
+    names = {
+        "state": ["_mp_policy", "_auto_reshard_after_forward", "_fsdp_param_groups"],
+        "group": ["offload_policy", "mesh_info", "post_forward_mesh_info"],
+        "mesh_info": ["replicate_mesh_dim", "shard_mesh_size"],
+    }
+    return [f"{owner}.{name}" for owner, wanted in names.items() for name in wanted if not hasattr(found[owner], name)]
+
+
+@cpu_alone("FSDP2 over Gloo")
+def test_torch_has_what_is_read() -> None:
+    """The one test of what the integration takes from torch, beside public classes."""
+    parameters = list(inspect.signature(inspect.unwrap(fully_shard)).parameters)
+    own = list(inspect.signature(config_of_policies).parameters)
+    # Another argument of fully_shard needs a counterpart or an error.
+    assert parameters == ["module", *own[1:-1]]
+    assert set(inspect.signature(MixedPrecisionPolicy).parameters) == {
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        "cast_forward_inputs",
+    }
+    assert set(inspect.signature(CPUOffloadPolicy).parameters) == {"pin_memory"}
+    assert run_ranks(1, names_in_torch) == [[]]

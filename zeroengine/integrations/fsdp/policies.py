@@ -1,0 +1,252 @@
+"""From the arguments of ``fully_shard`` to a configuration."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from zeroengine.errors import ZeroEngineError
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# The loss scale of torch.amp.GradScaler, which FSDP2 scripts use in fp16: it starts at 65536, each overflow halves it,
+# and 2000 steps without one double it.
+GRAD_SCALER = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+
+Accumulation = int | Literal["manual"]
+
+
+def config_of_policies(
+    model: nn.Module | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: object = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: object = None,
+    dp_mesh_dims: object = None,
+    gradient_accumulation_steps: Accumulation = 1,
+) -> dict[str, Any]:
+    """Return the configuration that trains as ``fully_shard`` with these arguments does.
+
+    The arguments are those of ``fully_shard``, with the same defaults, and ``gradient_accumulation_steps``. Pass those
+    of the root module. Where ``fully_shard`` gives its submodules other policies, use ``config_of_module``.
+
+    Args:
+        model: The plain model. Its dtype tells whether low precision has fp32 master weights. None: it is fp32.
+        mesh: A mesh of one dimension, which ``initialize`` takes as ``process_group=mesh``.
+        reshard_after_forward: None and True give stage 3, False gives stage 2. A number of ranks has no counterpart
+            unless it means one of these.
+        shard_placement_fn: Has no counterpart.
+        mp_policy: The dtypes of parameters and of gradient reduction.
+        offload_policy: ``CPUOffloadPolicy`` offloads parameters and optimizer state to CPU memory.
+        ignored_params: Has no counterpart.
+        dp_mesh_dims: Has no counterpart.
+        gradient_accumulation_steps: The number of backwards before each ``optimizer.step()`` of the script, or
+            ``"manual"`` where it varies. Above 1 the configuration says ``"manual"``: the script divides its loss
+            already, as FSDP2 does not.
+
+    Returns:
+        The configuration as JSON types, for ``initialize`` or a file. It names no optimizer and no batch size.
+
+    Raises:
+        ZeroEngineError: A setting has no counterpart. The message says what to write instead.
+    """
+    if isinstance(model, FSDPModule):
+        raise ZeroEngineError(
+            "config_of_policies(): fully_shard was applied to this model. Write config_of_module(model), which reads "
+            "its policies, or pass the plain model"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise ZeroEngineError(f"config_of_policies() takes a torch.nn.Module, found {type(model).__name__}")
+    check_policy_types(mp_policy, offload_policy)
+    if shard_placement_fn is not None:
+        raise ZeroEngineError(
+            "shard_placement_fn: each rank owns a slice of a unit's flat buffer here, whatever the parameters' "
+            "shapes. Leave shard_placement_fn out"
+        )
+    if ignored_params:
+        raise ZeroEngineError(
+            "ignored_params: the engine partitions every parameter of the model that it gets. Freeze them with "
+            "param.requires_grad_(False), or pass initialize() a module without them; then leave ignored_params out"
+        )
+    if dp_mesh_dims is not None:
+        raise ZeroEngineError(
+            "dp_mesh_dims: there is data parallelism alone, without tensor, pipeline or sequence parallelism. Leave "
+            'dp_mesh_dims out, and pass the data-parallel dimension: initialize(..., process_group=mesh["dp"])'
+        )
+    check_mesh(mesh)
+    world_size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else None
+    stage = stage_of(reshard_after_forward, world_size)
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    config["zero_optimization"] |= offload_keys(offload_policy or OffloadPolicy(), stage)
+    config |= precision_keys(mp_policy or MixedPrecisionPolicy(), dtype_of(model))
+    return config | accumulation_keys(gradient_accumulation_steps)
+
+
+def check_policy_types(mp_policy: object, offload_policy: object) -> None:
+    """Check that both policies are FSDP2's.
+
+    Raises:
+        ZeroEngineError: One is of another class, such as FSDP1's ``MixedPrecision`` and ``CPUOffload``.
+    """
+    for name, value, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ZeroEngineError(
+                f"{name}: found {type(value).__name__}; write a {kind.__name__} of torch.distributed.fsdp, such as "
+                f"{'MixedPrecisionPolicy(param_dtype=torch.bfloat16)' if name == 'mp_policy' else 'CPUOffloadPolicy()'}"
+            )
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """Check that a mesh has one dimension.
+
+    Raises:
+        ZeroEngineError: It has two, as for hybrid sharding (HSDP), or more.
+    """
+    if mesh is not None and mesh.ndim != 1:
+        raise ZeroEngineError(
+            f"mesh: found {mesh.ndim} dimensions. States are partitioned over all data-parallel ranks, and hybrid "
+            "sharding (HSDP), over part of them, is not available. Leave mesh out, for all ranks, or pass one "
+            'dimension: initialize(..., process_group=mesh["dp"])'
+        )
+
+
+def stage_of(reshard_after_forward: bool | int | None, world_size: int | None) -> int:
+    """Return the stage that releases parameters as ``reshard_after_forward`` says.
+
+    Args:
+        reshard_after_forward: As of ``fully_shard``. A number is the number of ranks that parameters are partitioned
+            over between forward and backward.
+        world_size: The number of ranks, or None if it is unknown.
+
+    Raises:
+        ZeroEngineError: Parameters would be partitioned over a part of the ranks.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return 2 if reshard_after_forward is False else 3
+    if not isinstance(reshard_after_forward, int):
+        raise ZeroEngineError(
+            f"reshard_after_forward: found {reshard_after_forward!r}; write True, which is stage 3, or False, stage 2"
+        )
+    # FSDP2 treats these two numbers as False and True.
+    if reshard_after_forward == 1:
+        return 2
+    if reshard_after_forward == world_size:
+        return 3
+    raise ZeroEngineError(
+        f"reshard_after_forward={reshard_after_forward} partitions parameters over {reshard_after_forward} ranks "
+        "between forward and backward. Such a secondary partition is not available: write True, which is stage 3 "
+        "(least memory), or False, which is stage 2 (least communication)"
+    )
+
+
+def offload_keys(policy: OffloadPolicy, stage: int) -> dict[str, Any]:
+    """Return the keys of ``zero_optimization`` that keep states where the policy says.
+
+    Raises:
+        ZeroEngineError: Parameters would be offloaded at stage 2, or the policy is of an unknown class.
+    """
+    if isinstance(policy, CPUOffloadPolicy):
+        if stage != 3:
+            raise ZeroEngineError(
+                "CPUOffloadPolicy offloads parameters, and with reshard_after_forward=False (stage 2) they stay "
+                "gathered. Write reshard_after_forward=True, or leave offload_policy out and offload the optimizer's "
+                'state alone: {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
+            )
+        place = {"device": "cpu", "pin_memory": policy.pin_memory}
+        return {"offload_param": place, "offload_optimizer": dict(place)}
+    if type(policy) is not OffloadPolicy:
+        raise ZeroEngineError(
+            f"offload_policy: found {type(policy).__name__}, which is neither OffloadPolicy nor CPUOffloadPolicy. "
+            'Write one of these, or the place yourself: {"zero_optimization": {"offload_optimizer": {"device": "nvme", '
+            '"nvme_path": "/local_nvme"}}}'
+        )
+    return {}
+
+
+def precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return the keys of a configuration that compute and reduce in the dtypes of the policy.
+
+    Args:
+        policy: The policy of the whole model.
+        model_dtype: The dtype of the model's parameters, in which FSDP2 updates them.
+
+    Raises:
+        ZeroEngineError: The policy has no counterpart.
+    """
+    compute_dtype = policy.param_dtype or model_dtype
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in NAMES:
+            raise ZeroEngineError(
+                f"MixedPrecisionPolicy: found {name}={dtype}; write torch.float32, torch.bfloat16 or torch.float16"
+            )
+    if policy.output_dtype not in (None, compute_dtype):
+        raise ZeroEngineError(
+            f"MixedPrecisionPolicy: found output_dtype={policy.output_dtype}. The engine returns the model's outputs "
+            "as they are: leave output_dtype out, and cast them in the loop, such as "
+            f"engine(batch).to({policy.output_dtype})"
+        )
+    is_mixed = compute_dtype != model_dtype
+    if is_mixed and not policy.cast_forward_inputs:
+        raise ZeroEngineError(
+            "MixedPrecisionPolicy: found cast_forward_inputs=False. The engine casts floating-point inputs of the "
+            f"model to {compute_dtype}: leave cast_forward_inputs out. Inputs inside an object of your own class stay "
+            "as they are"
+        )
+    if is_mixed and model_dtype is not torch.float32:
+        raise ZeroEngineError(
+            f"MixedPrecisionPolicy: found param_dtype={policy.param_dtype} for parameters of {model_dtype}. Mixed "
+            "precision starts from an fp32 model: write model.float(), or leave param_dtype out"
+        )
+    keys: dict[str, Any] = {}
+    # A model that has this dtype already is updated in it by FSDP2, without fp32 master weights. So is it here where
+    # mixed precision is not enabled.
+    if is_mixed:
+        section = {"enabled": True} | (GRAD_SCALER if compute_dtype is torch.float16 else {})
+        keys[NAMES[compute_dtype]] = section
+    if policy.reduce_dtype not in (None, compute_dtype):
+        keys["communication_data_type"] = NAMES[policy.reduce_dtype]
+    # FSDP2 keeps the reduced gradient in the dtype of the parameters, without rounding it to the compute dtype.
+    if is_mixed and policy.reduce_dtype is torch.float32:
+        keys["data_types"] = {"grad_accum_dtype": "fp32"}
+    return keys
+
+
+def accumulation_keys(steps: Accumulation) -> dict[str, Any]:
+    """Return the keys for a loop that runs ``steps`` backwards before an update and divides the loss itself.
+
+    Raises:
+        ZeroEngineError: ``steps`` is neither a positive integer nor ``"manual"``.
+    """
+    if steps != "manual" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ZeroEngineError(
+            f'gradient_accumulation_steps: found {steps!r}; write the number of backwards before an update, or "manual"'
+        )
+    return {"gradient_accumulation_steps": 1 if steps == 1 else "manual"}
+
+
+def dtype_of(model: nn.Module | None) -> torch.dtype:
+    """Return the dtype of the model's trainable parameters, or fp32 without a model.
+
+    Raises:
+        ZeroEngineError: They have several.
+    """
+    params = list(model.parameters()) if model is not None else []
+    trainable = {param.dtype for param in params if param.requires_grad and param.is_floating_point()}
+    if len(trainable) > 1:
+        found = ", ".join(sorted(map(str, trainable)))
+        raise ZeroEngineError(
+            f"the model's trainable parameters have several dtypes: {found}. Give them one, such as model.float(), and "
+            'name the modules that compute in fp32: {"keep_fp32_modules": ["*norm*"]}'
+        )
+    return trainable.pop() if trainable else torch.float32
