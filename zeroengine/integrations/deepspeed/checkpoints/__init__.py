@@ -1,1 +1,0 @@
-"""Checkpoints of DeepSpeed: read them and import them."""
