@@ -320,3 +320,23 @@ def disk_full_on_rank_1(root: Path, background: bool) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_fills_up_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
     run_ranks(2, disk_full_on_rank_1, tmp_path, background)
+
+
+def two_engines_in_one_folder(root: Path) -> None:
+    first, second = engine_at(1), engine_at(2)
+    take_steps(first, range(1))
+    first.save_checkpoint(root, tag="first")
+    with pytest.raises(CheckpointError, match="another job saves into"):
+        second.save_checkpoint(root, tag="second")
+    first.wait_for_checkpoint()
+    take_steps(second, range(1))
+    second.save_checkpoint(root, tag="second")
+    second.wait_for_checkpoint()
+    first.save_checkpoint(root, tag="third")
+    assert CheckpointFolder(root).tags() == ["first", "second", "third"]
+    first.close()
+    second.close()
+
+
+def test_after_waiting_another_engine_may_save_into_the_folder(tmp_path: Path) -> None:
+    run_ranks(2, two_engines_in_one_folder, tmp_path)

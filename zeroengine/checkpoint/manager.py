@@ -227,13 +227,14 @@ class CheckpointManager:
             )
 
     def close(self) -> None:
-        """Wait for the save that is under way, and unlock the folders."""
+        """Wait for the save that is under way, and unlock the folders. The next save locks its folder again."""
         # The folders are unlocked even if the last save failed, so that the next job may use them.
         try:
             self.wait()
         finally:
             for directory in self._directories.values():
                 directory.close()
+            self._directories.clear()
 
 
 def _write(

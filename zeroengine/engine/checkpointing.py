@@ -137,7 +137,8 @@ class EngineCheckpoints:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""
         if self._manager is not None:
             with self._parts.timer.span("checkpoint"):
-                self._manager.wait()
+                # Nothing of this job is written from here on, so another one may save into the folder.
+                self._manager.close()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being saved, and give back what saving holds."""

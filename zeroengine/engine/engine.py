@@ -646,7 +646,9 @@ class Engine:
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until no checkpoint is being saved in the background. Call it on every rank.
+        """Wait until no checkpoint is being saved in the background, and unlock the folders. Call it on every rank.
+
+        Until the next save another job, or another engine, may save into them.
 
         Raises:
             CheckpointError: On every rank, if the save failed.

@@ -30,7 +30,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": labels}
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     set_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -40,6 +40,7 @@ def tiny_llama() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32,
+        **changes,
     )
     return LlamaForCausalLM(config)
 

@@ -29,6 +29,27 @@ def test_training_equals_ddp_at_stages_0_2_and_3() -> None:
         check_like_ddp(found)
 
 
+def test_evaluation_resumption_and_weights(tmp_path: Path) -> None:
+    for found in run_script("transformers", HERE / "life_of_a_run.py", [tmp_path]):
+        assert found["evaluation"]["stage 3"] == pytest.approx(found["evaluation"]["ddp"], abs=2e-6)
+        for name, runs in found["resumption"].items():
+            first, resumed, elsewhere = (runs[key] for key in ("3 from None", "3 from 3", "1 from 3"))
+            assert resumed == first, f"{name}: resumed at the same stage, the run is the same to the last bit"
+            assert len(first["losses"]) == 6 and len(set(first["losses"])) == 6
+            assert elsewhere["losses"] == pytest.approx(first["losses"], rel=0, abs=TOLERANCE), name
+            assert elsewhere["rates"] == first["rates"], name
+        assert found["again"] == 9
+        weights = found["weights"]
+        assert weights["from best"] == 0 and weights["number"] == 30
+        # The last epoch is not the best one, so another one was loaded.
+        assert weights["loaded"] == pytest.approx(weights["best"], abs=1e-6) and weights["last"] > weights["best"]
+    # Another number of ranks has other batches, and continues from the same model.
+    alone = run_script("transformers", HERE / "resume_alone.py", [tmp_path / "run-own" / "first"], ranks=1)
+    assert alone[0]["steps"] == [4, 5, 6] and alone[0]["eval_loss"] == pytest.approx(
+        alone[0]["expected"], abs=TOLERANCE
+    )
+
+
 def test_the_docs_page_runs(tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] >= 2

@@ -16,6 +16,12 @@ from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import engine_of, initialize
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.transformers.settings import config_of_evaluation, config_of_frozen_model
+
+
+def _make_trainable(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.requires_grad_()
 
 
 class EngineOptimizer(AcceleratedOptimizer):
@@ -84,6 +90,10 @@ class TrainerAccelerator(Accelerator):
         super().__init__(**arguments)
         self.zero_config = zero_config
         self.engine: Engine | None = None
+        # The engine of a model that is evaluated before it is trained, and the parameters that training needs.
+        self._evaluation: tuple[Engine, list[nn.Parameter]] | None = None
+        # Engines of frozen models, such as a reference model. The models may outlive this object.
+        self._frozen_engines: list[Engine] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Make an engine of a model and its optimizer; prepare data loaders as usual."""
@@ -104,11 +114,67 @@ class TrainerAccelerator(Accelerator):
             optimizer = EngineOptimizer(optimizer, engine)
         optimizer._is_accelerate_prepared = True
         self._optimizers.append(optimizer)
-        prepared = {models[0]: super().prepare_model(model, device_placement=False, evaluation_mode=True)}
+        prepared = {models[0]: self._without_wrapping(model)}
         return tuple(
             optimizer if arg is optimizers[0] else prepared.get(arg, arg) if isinstance(arg, nn.Module) else arg
             for arg in args
         )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Partition a model that is evaluated alone, such as a reference or a reward model. It is frozen for good."""
+        if not evaluation_mode:
+            raise ZeroEngineError(
+                "prepare_model() of a model that is trained: pass it to prepare() with its optimizer. For a model that "
+                "is evaluated alone write evaluation_mode=True."
+            )
+        if engine_of(model) is None:
+            model.requires_grad_(False)
+            self._frozen_engines.append(initialize(model, None, config_of_frozen_model(self.zero_config)))
+        return self._without_wrapping(model)
+
+    def _without_wrapping(self, model: nn.Module) -> nn.Module:
+        """Let accelerate note and compile a model that an engine has, and return it."""
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def prepare_evaluation(self, model: nn.Module) -> None:
+        """Partition a model that is evaluated before it is trained, until `end_evaluation`."""
+        if engine_of(model) is not None:
+            return
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        model.requires_grad_(False)
+        try:
+            self._evaluation = initialize(model, None, config_of_evaluation(self.zero_config)), trainable
+        except BaseException:
+            _make_trainable(trainable)
+            raise
+        # The trainer prepares the model itself if there is none here.
+        self._models.append(model)
+
+    def end_evaluation(self) -> None:
+        """Make a model that was evaluated an ordinary one, which an optimizer can be built for."""
+        if self._evaluation is not None:
+            (engine, trainable), self._evaluation = self._evaluation, None
+            engine.release()
+            _make_trainable(trainable)
+
+    def close_engine(self) -> None:
+        """End the engine of a model that is replaced by another one."""
+        self.end_evaluation()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def end_training(self) -> None:
+        """End all engines, then the trackers and the process group."""
+        for engine in (self.engine, *(self._evaluation or ())[:1], *self._frozen_engines):
+            if engine is not None:
+                engine.close()
+        self.engine = self._evaluation = None
+        self._frozen_engines.clear()
+        super().end_training()
 
     def _training_engine(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
         """Return the engine that trains `model`. A second call of `train` goes on with the engine of the first."""

@@ -9,22 +9,27 @@ would do by itself for a model that is whole on every rank, such as writing its 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.utils import is_peft_available
 
 from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
+from zeroengine.engine.gathered import gathered
+from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.transformers.accelerator import EngineSchedule, TrainerAccelerator
 from zeroengine.integrations.transformers.settings import load_settings, with_manual_accumulation, with_number_of_steps
 from zeroengine.optim.factory import build_optimizer
 
-# The name that the trainer gives to the file of its schedule.
-SCHEDULER_NAME = "scheduler.pt"
+# The names that the trainer gives to the files of its schedule and its optimizer.
+SCHEDULER_NAME, OPTIMIZER_NAME = "scheduler.pt", "optimizer.pt"
 # The folder of the engine's checkpoint within a checkpoint of the trainer.
 FOLDER = "zeroengine"
 
@@ -33,6 +38,11 @@ if TYPE_CHECKING:
 else:
     # The trainer comes after the mixin among the bases of a class, and may be any subclass of Trainer.
     Trainer = object
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model has adapters of peft, which need not be installed."""
+    return is_peft_available() and isinstance(model, importlib.import_module("peft").PeftModel)
 
 
 class ZeroTrainerMixin(Trainer):
@@ -60,9 +70,9 @@ class ZeroTrainerMixin(Trainer):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the model that is trained; None before the training has begun."""
+        """The engine of the model; None before it is first evaluated or trained."""
         accelerator: TrainerAccelerator = self.accelerator
-        return accelerator.engine
+        return accelerator.engine or engine_of(self.model)
 
     # -- the accelerator ------------------------------------------------------------------------------
 
@@ -91,12 +101,24 @@ class ZeroTrainerMixin(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the engine moves one unit at a time, so no device holds the whole model."""
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make another model, after the engine of the one before has ended."""
+        self.accelerator.close_engine()
+        model: nn.Module = super().call_model_init(trial)
+        return model
+
     # -- training -------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        # The optimizer is built over parameters that are trainable and ordinary.
+        self.accelerator.end_evaluation()
         settings = with_number_of_steps(self._settings, self.args, max_steps)
         self.accelerator.zero_config = with_manual_accumulation(settings, self.args)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """Return False: no parameter is a DTensor. The trainer would read `grad` of every parameter, which is None."""
+        return False
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of the configuration, or the trainer's own if it names none."""
@@ -130,16 +152,86 @@ class ZeroTrainerMixin(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    # -- evaluation and generation ---------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. A model that is not trained yet is partitioned for it."""
+        self.accelerator.prepare_evaluation(self.model)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **generation: Any
+    ) -> Any:
+        """Predict one batch. All ranks generate for as long as one of them does, if parameters are partitioned."""
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only and self._is_partitioned():
+            generation = {"synced_gpus": True} | (generation or getattr(self, "_gen_kwargs", {}))
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate completions for GRPO. Each rank may run another number of forwards, so parameters are gathered."""
+        with gathered(self.model) if self._is_partitioned() else nullcontext():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the reference's log probabilities for DPO before training, with the model to be trained."""
+        if self.ref_model is None:
+            self.accelerator.prepare_evaluation(self.model)
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _is_partitioned(self) -> bool:
+        """Return whether parameters have values only while they are used, on some rank of the model's engine."""
+        engine = self.engine
+        return engine is not None and engine.config.zero_optimization.stage == 3 and engine.world_size > 1
+
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._require_engine("_save_optimizer_and_scheduler()").save_checkpoint(Path(output_dir, FOLDER))
+        engine = self._require_engine("a checkpoint")
+        # The base of an adapter is loaded from its own files.
+        engine.save_checkpoint(Path(output_dir, FOLDER), frozen=not is_peft_model(self.model))
+        if not engine.config.checkpoint.async_save:
+            # The folder is this checkpoint's own, and no later save needs its lock.
+            engine.wait_for_checkpoint()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
-    def _require_engine(self, call: str) -> Engine:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Put off loading until there is an engine, which reads only the part of each rank."""
+        folder = Path(resume_from_checkpoint)
+        if not (folder / FOLDER).is_dir() and (folder / OPTIMIZER_NAME).is_file():
+            raise ZeroEngineError(
+                f"{folder} is a checkpoint of a trainer without the engine, whose {OPTIMIZER_NAME} cannot be "
+                "partitioned. Start from its weights: load the model with from_pretrained() from there, and leave "
+                "resume_from_checkpoint out."
+            )
+        # Without the engine's checkpoint (save_only_model) there are weights alone.
+        if not (folder / FOLDER).is_dir() and is_peft_model(self.model) and self.engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        engine = self._require_engine("resume_from_checkpoint")
+        if Path(checkpoint, FOLDER).is_dir():
+            engine.load_checkpoint(Path(checkpoint, FOLDER))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        elif not is_peft_model(self.model):
+            engine.load_weights(checkpoint, strict=False)
+
+    def _load_best_model(self) -> None:
+        engine, best = self._require_engine("load_best_model_at_end"), Path(self.state.best_model_checkpoint)
+        if (best / FOLDER).is_dir():
+            # These values are fp32, those of the weights beside them may be rounded.
+            engine.load_checkpoint(best / FOLDER, weights_only=True)
+        elif is_peft_model(self.model):
+            with gathered(self.model):
+                super()._load_best_model()
+        else:
+            engine.load_weights(best, strict=False)
+
+    def _require_engine(self, purpose: str) -> Engine:
         if self.engine is None:
-            raise ZeroEngineError(f"{call} before train(): there is no engine yet")
+            raise ZeroEngineError(f"{purpose} needs an engine, which train() makes")
         return self.engine
 
     # -- weights --------------------------------------------------------------------------------------
@@ -150,8 +242,11 @@ class ZeroTrainerMixin(Trainer):
             super().save_model(output_dir, _internal_call=_internal_call)
             return
         output_dir = self.args.output_dir if output_dir is None else output_dir
+        # The base of an adapter is not written, so it is not gathered either.
+        adapter_only = is_peft_model(self.model) and len(self.model.peft_config) == 1
+        rank0_only = not self.args.save_on_each_node
         # With save_on_each_node one rank of every node writes, otherwise rank 0 alone.
-        state_dict = self.engine.full_state_dict(rank0_only=not self.args.save_on_each_node)
+        state_dict = self.engine.full_state_dict(trainable_only=adapter_only, rank0_only=rank0_only)
         self._save(output_dir, state_dict=state_dict)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

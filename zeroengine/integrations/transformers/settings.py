@@ -11,6 +11,17 @@ from zeroengine.errors import ZeroEngineError
 
 FRAMEWORK = "TrainingArguments"
 MANUAL = "manual"
+# The keys that matter to a model without an optimizer. Patterns of units are those of the trained model.
+FROZEN_KEYS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "keep_fp32_modules",
+    "comm",
+    "aio",
+    "memory_check",
+)
 
 
 def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: Any) -> Config:
@@ -34,20 +45,19 @@ def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: 
         settings = load(config, [f"{precision}.enabled=auto"])
     return settings.fill_auto(
         {**_batch_sizes(settings, args), **_precision(settings, args), **_optimizer(args)}
-        | {"gradient_clipping": args.max_grad_norm},
+        | {"gradient_clipping": args.max_grad_norm, "scheduler.params.warmup_max_lr": args.learning_rate},
         framework=FRAMEWORK,
     )
 
 
 def with_number_of_steps(settings: Config, args: Any, num_steps: int) -> Config:
     """Return `settings` with the parameters of its schedule that depend on the number of updates, if it has one."""
-    rate = {"scheduler.params.warmup_max_lr": args.learning_rate}
     steps = {
         "scheduler.params.warmup_num_steps": args.get_warmup_steps(num_steps),
         "scheduler.params.total_num_steps": num_steps,
     }
     # A schedule may end at another step than the run, so a number in the file stays.
-    return settings.fill_auto(rate, framework=FRAMEWORK).fill_auto(steps, framework=FRAMEWORK, must_match=False)
+    return settings.fill_auto(steps, framework=FRAMEWORK, must_match=False)
 
 
 def with_manual_accumulation(settings: Config, args: Any) -> Config:
@@ -59,6 +69,22 @@ def with_manual_accumulation(settings: Config, args: Any) -> Config:
     if args.gradient_accumulation_steps == 1 and not settings.manual_accumulation:
         return settings
     return settings.model_copy(update={"gradient_accumulation_steps": MANUAL, "train_batch_size": None})
+
+
+def config_of_frozen_model(settings: Config) -> Config:
+    """Return the configuration of a model that is never trained, such as a reference model beside the trained one."""
+    values = settings.to_dict()
+    return load({key: values[key] for key in FROZEN_KEYS})
+
+
+def config_of_evaluation(settings: Config) -> Config:
+    """Return the configuration of a model that is evaluated before it is trained, whose values must not be rounded."""
+    values = config_of_frozen_model(settings).to_dict()
+    for name in ("bf16", "fp16"):
+        if values[name]["enabled"]:
+            values[name]["enabled"] = False
+            values["torch_autocast"] |= {"enabled": True, "dtype": name}
+    return load(values)
 
 
 def check_arguments(args: Any) -> None:
