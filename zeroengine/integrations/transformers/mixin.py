@@ -141,6 +141,7 @@ class ZeroTrainerMixin(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the trainer's own schedule, or a stand-in if the configuration names one, which the engine steps."""
         if self._settings.scheduler is None:
+            self._check_schedule()
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
             raise ZeroEngineError(
@@ -151,6 +152,20 @@ class ZeroTrainerMixin(Trainer):
         # The next call of `train` makes another one.
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def _check_schedule(self) -> None:
+        """Check that a schedule that was given to the trainer changes the rates of its optimizer.
+
+        Raises:
+            ZeroEngineError: It belongs to another optimizer.
+        """
+        owner = getattr(self.lr_scheduler, "optimizer", None)
+        if owner is not None and owner not in (self.optimizer, self.optimizer.optimizer):
+            raise ZeroEngineError(
+                f"the trainer was given a {type(self.lr_scheduler).__name__} over an optimizer that is not the one "
+                "that it trains with, so it would change nothing. Pass both, optimizers=(optimizer, scheduler), with "
+                "the scheduler made from this optimizer."
+            )
 
     # -- evaluation and generation ---------------------------------------------------------------------
 
