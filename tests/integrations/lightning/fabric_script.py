@@ -144,11 +144,13 @@ def errors(folder: Path) -> dict[str, str]:
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.blocks, net.head)]
     several = error(lambda: fabric.setup(net, *optimizers))
     counting = made(ZeroFabricStrategy(config(2, gradient_accumulation_steps=4)))
+    scheduled = made(ZeroFabricStrategy(config(2, scheduler={"type": "WarmupLR", "params": {}})))
     model, optimizer = set_up(fabric)
     state = {"model": model}
     return {
         "two optimizers": several,
         "steps": error(lambda: set_up(counting)),
+        "schedule": error(lambda: set_up(scheduled)),
         "values": error(lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0)),
         "norm": error(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)),
         "optimizer": error(lambda: fabric.setup_optimizers(optimizers[0])),

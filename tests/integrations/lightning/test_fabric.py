@@ -48,6 +48,7 @@ def test_checkpoints_and_files_are_loaded_for_evaluation(loops: list[Any]) -> No
     [
         ("two optimizers", "Set up each part with its own"),
         ("steps", "Leave the key out of the configuration"),
+        ("schedule", "Remove the section"),
         ("values", "Write max_norm="),
         ("norm", "the engine clips the 2-norm"),
         ("optimizer", "belongs to no engine|waits for this SGD"),

@@ -210,6 +210,11 @@ class ZeroFabricStrategy(DDPStrategy):
     def _make_engine(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
         count = "the loop under Fabric counts by itself"
         settings = with_manual_accumulation(self._settings, 1, self.world_size, count)
+        if optimizer is not None and settings.scheduler is not None:
+            raise ZeroEngineError(
+                "the configuration has a scheduler, which the engine would step beside one of the loop. Remove the "
+                "section, and make the schedule from the optimizer: the loop steps it."
+            )
         if optimizer is None:
             # The model is evaluated. An optimizer without state, that never steps, keeps the fp32 values exact.
             update = {"optimizer": None, "scheduler": None}
