@@ -61,10 +61,13 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, zero_config: str | Path | Mapping[str, Any] | Config | None = None, **arguments: Any) -> None:
         settings.check_not_distributed_otherwise(arguments)
-        config = settings.fill_precision(load(zero_config), arguments.pop("mixed_precision", None))
+        config, self._requested_precision = load(zero_config), arguments.pop("mixed_precision", None)
         for handler in arguments.get("kwargs_handlers") or ():
             if isinstance(handler, GradScalerKwargs):
                 config = settings.fill_loss_scale(config, handler)
+        # Values that "auto" stands for are filled into what was written, which this keeps.
+        self._written_config = config
+        config = settings.fill_precision(config, self._requested_precision)
         num_steps = settings.choose_accumulation(config, arguments)
         if arguments.get("gradient_accumulation_plugin") is None:
             arguments["gradient_accumulation_steps"] = num_steps
@@ -147,7 +150,7 @@ class ZeroAccelerator(Accelerator):
             engine = None
         if engine is None and inner not in self._waiting:
             if evaluation_mode or not trainable_parameters(inner):
-                self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine()))
+                self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine({})))
             else:
                 self._waiting.append(inner)
         if self.state.dynamo_plugin.backend != DynamoBackend.NO and model is inner:
@@ -180,7 +183,7 @@ class ZeroAccelerator(Accelerator):
         self._check_has_no_optimizer(model)
         # accelerate counts the batches of all ranks, and the engine counts updates.
         batches_per_update = 1 if self.split_batches else self.num_processes
-        prepared = make_training_engine(model, optimizer, schedule, self._config_of_engine(), batches_per_update)
+        prepared = make_training_engine(model, optimizer, schedule, self._config_of_engine, batches_per_update)
         self._waiting = [waiting for waiting in self._waiting if waiting is not model]
         setattr(prepared, PREPARED, True)
         self._optimizers.append(prepared)
@@ -200,10 +203,17 @@ class ZeroAccelerator(Accelerator):
         self._evaluation_engines = [known for known in self._evaluation_engines if known is not engine]
         engine.release()
 
-    def _config_of_engine(self) -> Config:
-        return settings.fill_batch_size(
-            self.zero_config, self._batch_sizes, self.gradient_accumulation_steps, self.num_processes
-        )
+    def _config_of_engine(self, values: Mapping[str, Any]) -> Config:
+        """Return the configuration of the next engine.
+
+        Args:
+            values: What accelerate knows of its optimizer and schedule, by dotted key.
+        """
+        config = self._written_config
+        if values:
+            config = config.fill_auto(values, framework="accelerate", must_match=False)
+        config = settings.fill_precision(config, self._requested_precision)
+        return settings.fill_batch_size(config, self._batch_sizes, self.gradient_accumulation_steps, self.num_processes)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule as accelerate does.

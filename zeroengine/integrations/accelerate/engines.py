@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def make_training_engine(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | DummyOptim,
     schedule: DummyScheduler | None,
-    config: Config,
+    configure: Callable[[Mapping[str, Any]], Config],
     batches_per_update: int,
 ) -> ZeroAcceleratedOptimizer:
     """Partition a model with its optimizer.
@@ -42,7 +43,7 @@ def make_training_engine(
         model: The model.
         optimizer: An optimizer over it, or a `DummyOptim`, which stands for the one of the configuration.
         schedule: A `DummyScheduler`, which stands for the schedule of the configuration.
-        config: The configuration before `resolve`.
+        configure: Returns the configuration with values by dotted key in the place of "auto".
         batches_per_update: By how much accelerate's count of steps in a `DummyScheduler` exceeds the updates.
 
     Returns:
@@ -51,6 +52,7 @@ def make_training_engine(
     Raises:
         ZeroEngineError: There are two optimizers, or none.
     """
+    config = configure({})
     is_dummy = isinstance(optimizer, DummyOptim)
     if is_dummy and config.optimizer is None:
         raise ZeroEngineError(
@@ -70,10 +72,9 @@ def make_training_engine(
         total = schedule.total_num_steps
         values["scheduler.params.total_num_steps"] = None if total is None else math.ceil(total / batches_per_update)
         values["scheduler.params.warmup_num_steps"] = schedule.warmup_num_steps
-    filled = config.fill_auto(values, framework="accelerate", must_match=False) if values else config
     base = None if is_dummy else optimizer
     make_schedule = None if schedule is None else schedule.lr_scheduler_callable
-    engine = initialize(model, base, filled, lr_scheduler=make_schedule)
+    engine = initialize(model, base, configure(values), lr_scheduler=make_schedule)
     _convert_outputs(engine)
     return ZeroAcceleratedOptimizer(engine, engine.optimizer if base is None else base)
 

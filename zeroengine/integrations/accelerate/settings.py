@@ -94,21 +94,18 @@ def fill_precision(config: Config, requested: str | None) -> Config:
     configured = precision_of(config)
     if configured == wanted or (wanted == "no" and requested is None):
         return config
-    if configured != "no" or (
-        wanted != "no" and getattr(config, wanted).enabled is False and _is_written(config, wanted)
-    ):
+    section = getattr(config, wanted) if wanted != "no" else None
+    is_off = section is not None and section.enabled is False and "enabled" in section.model_fields_set
+    if configured != "no" or is_off:
         remedy = f'"{wanted}": {{"enabled": true}}' if wanted != "no" else "no precision"
         raise ZeroEngineError(
-            f"{origin}, and the configuration has {describe_precision(config, wanted)}. Write {remedy} in the "
+            f"{origin}, and the configuration has {_describe_precision(config, wanted)}. Write {remedy} in the "
             f'configuration, or mixed_precision="{configured}".'
         )
     # With an argument of "no", "auto" stays open: a model in bf16 trains in bf16 under accelerate, too.
-    return config if wanted == "no" else config.fill_auto({f"{wanted}.enabled": True}, framework=origin)
-
-
-def _is_written(config: Config, section: str) -> bool:
-    """Return whether the file switches a precision off, rather than saying nothing of it."""
-    return section in config.model_fields_set
+    if section is None:
+        return config
+    return config.model_copy(update={wanted: section.model_copy(update={"enabled": True})})
 
 
 def precision_of(config: Config) -> str:
@@ -118,7 +115,7 @@ def precision_of(config: Config) -> str:
     return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "no"
 
 
-def describe_precision(config: Config, wanted: str) -> str:
+def _describe_precision(config: Config, wanted: str) -> str:
     """Return the keys that set the precision, as they stand in a configuration."""
     if config.torch_autocast.enabled:
         return f'"torch_autocast": {{"enabled": true, "dtype": "{config.torch_autocast.dtype}"}}'
