@@ -104,6 +104,8 @@ class Accumulation(BackwardListener):
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
             self._backward.is_last_microbatch = self._boundary is True
+        elif self._boundary is not None:
+            self._backward.is_last_microbatch = self._boundary
         elif self._last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
             self._backward.is_last_microbatch = self.backwards + 1 >= self._per_step
@@ -180,6 +182,8 @@ class Accumulation(BackwardListener):
         """Return whether the micro-step in progress ends with an update."""
         if self._per_step is None:
             return self._boundary is not False
+        if self._boundary is not None:
+            return self._boundary
         if self._ended_micro_steps + 1 == self._per_step:
             return True
         if self._ended_micro_steps or self._last_update_by == ENGINE_STEP:
@@ -200,6 +204,14 @@ class Accumulation(BackwardListener):
                 f"set_gradient_accumulation_boundary(): gradient_accumulation_steps is {self._per_step}, and the "
                 f"engine counts. Write {MANUAL_MODE} in the configuration to set boundaries yourself."
             )
+        self._boundary = bool(boundary)
+
+    def override_boundary(self, boundary: bool) -> None:
+        """Let `boundary`, and not the count of micro-steps, decide whether the next `engine.step()` updates.
+
+        The mean is still over `gradient_accumulation_steps` micro-steps. This is what DeepSpeed's
+        `set_gradient_accumulation_boundary` means, and it holds until an update.
+        """
         self._boundary = bool(boundary)
 
     def check_boundary(self, call: str) -> None:
@@ -233,6 +245,8 @@ class Accumulation(BackwardListener):
         if self._per_step is None:
             # If set_gradient_accumulation_boundary was not called, every step() updates, as in plain PyTorch.
             return self._boundary is not False
+        if self._boundary is not None:
+            return self._boundary
         return self._ended_micro_steps + 1 >= self._per_step
 
     def check_optimizer_step(self) -> None:

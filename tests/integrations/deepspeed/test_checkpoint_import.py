@@ -44,7 +44,7 @@ from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed import checkpoint_import, converted_state, pickled_files
+from zeroengine.integrations.deepspeed.checkpoints import checkpoint_import, converted_state, pickled_files
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,62 @@
-"""Import DeepSpeed checkpoints, with neither DeepSpeed nor a GPU.
+"""DeepSpeed's names over zeroengine: ``import zeroengine.integrations.deepspeed as deepspeed`` serves its scripts.
 
-- `checkpoint_import`: the import as a whole, and where it is written to.
-- `checkpoint_files`: which files make up a checkpoint. `pickled_files`: reads one of them safely.
-- `optimizer_states`: the optimizer state of every rank, and where each parameter lies in it.
-- `converted_state`: from DeepSpeed's names and values to zeroengine's.
+- ``initialize``: ``deepspeed.initialize``. ``settings``: its configuration. ``engine``, ``optimizer``: what it returns.
+- ``zero``, ``comm``, ``ops``, ``checkpointing``, ``utils``, ``accelerator``: DeepSpeed's modules of these names.
+- ``module_paths``: DeepSpeed's other modules, each a row of a table.
+- ``checkpoints``: imports checkpoints that DeepSpeed wrote.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroengine.integrations.deepspeed import accelerator as accelerator
+from zeroengine.integrations.deepspeed import checkpointing as checkpointing
+from zeroengine.integrations.deepspeed import comm as comm
+from zeroengine.integrations.deepspeed import ops as ops
+from zeroengine.integrations.deepspeed import utils as utils
+from zeroengine.integrations.deepspeed import zero as zero
+from zeroengine.integrations.deepspeed.accelerator import get_accelerator
+from zeroengine.integrations.deepspeed.comm import init_distributed
+from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroengine.integrations.deepspeed.initialize import add_config_arguments, initialize
+from zeroengine.integrations.deepspeed.module_paths import install_modules
+from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
+from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
+from zeroengine.integrations.deepspeed.unavailable import CLASSES, FUNCTIONS
+from zeroengine.integrations.deepspeed.utils import OnDevice, log_dist, logger
+
+# The version of DeepSpeed whose names these are.
+__version__ = version = "0.19.8"
+dist = comm
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "OnDevice",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in CLASSES:
+        return CLASSES[name]
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    raise AttributeError(f"deepspeed.{name} is not served by zeroengine; docs/integrations/deepspeed.md lists what is")
+
+
+install_modules()

@@ -17,8 +17,8 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.snapshot import storable, versions
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
-from zeroengine.integrations.deepspeed.optimizer_states import (
+from zeroengine.integrations.deepspeed.checkpoints.checkpoint_files import DeepSpeedFiles
+from zeroengine.integrations.deepspeed.checkpoints.optimizer_states import (
     NOT_DEEPSPEED,
     ParameterSlice,
     RankState,
@@ -27,7 +27,7 @@ from zeroengine.integrations.deepspeed.optimizer_states import (
     read_states,
     states_of_parameter,
 )
-from zeroengine.integrations.deepspeed.pickled_files import load_pickled_file
+from zeroengine.integrations.deepspeed.checkpoints.pickled_files import load_pickled_file
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name

@@ -1,0 +1,256 @@
+"""``deepspeed.accelerator``: what scripts ask of ``get_accelerator()``, answered by torch for CPUs and CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+
+
+class Accelerator:
+    """The device that this process computes on: CUDA where there is any, otherwise the CPU."""
+
+    def __init__(self) -> None:
+        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._is_cuda = self._name == "cuda"
+        self._compile_backend = "inductor"
+
+    # DeepSpeed's accelerator has a hundred methods, many of which are torch.cuda's by name.
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self._is_cuda and hasattr(torch.cuda, name):
+            return getattr(torch.cuda, name)
+        raise AttributeError(
+            f"get_accelerator().{name} is not served by zeroengine on {self._name}; "
+            f"use torch.{self._name} or torch.accelerator"
+        )
+
+    # -- the device -------------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """Return whether there is such a device. A CPU is one."""
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return "cpu", "cuda", or "cuda:0" for an index."""
+        return self._name if device_index is None or not self._is_cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Return a context in which the device is the current one."""
+        return torch.cuda.device(device_index) if self._is_cuda else contextlib.nullcontext()
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one."""
+        if self._is_cuda:
+            torch.cuda.set_device(device_index)
+
+    def current_device(self) -> int:
+        """Return the index of the current device; on CPU the local rank."""
+        return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
+
+    def current_device_name(self) -> str:
+        """Return the name that tensors take: "cpu" or "cuda:0"."""
+        return f"cuda:{torch.cuda.current_device()}" if self._is_cuda else "cpu"
+
+    def device_count(self) -> int:
+        """Return the number of devices; on CPU the number of ranks that the launcher started here, or of cores."""
+        if self._is_cuda:
+            return torch.cuda.device_count()
+        launched = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+        return int(launched) if launched else os.cpu_count() or 1
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies on this kind of device."""
+        return tensor.device.type == self._name
+
+    def is_synchronized_device(self) -> bool:
+        """Return whether operations have ended when they return."""
+        return not self._is_cuda
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """Return "nccl" or "gloo"."""
+        return "nccl" if self._is_cuda else "gloo"
+
+    def visible_devices_envs(self) -> list[str]:
+        """Return the variables that choose devices."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    # -- random numbers ---------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        """Return torch's module of generators."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seed the device's generator; on CPU torch's own."""
+        return torch.cuda.manual_seed(seed) if self._is_cuda else torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seed the generators of all devices."""
+        return torch.cuda.manual_seed_all(seed) if self._is_cuda else torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """Return the seed of the generator."""
+        return torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
+
+    def default_generator(self, device_index: int = 0) -> Any:
+        """Return the generator of a device."""
+        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Return the state of the generator."""
+        if self._is_cuda:
+            return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set the state of the generator."""
+        if self._is_cuda:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+        else:
+            torch.set_rng_state(new_state)
+
+    # -- streams and memory -----------------------------------------------------------------------
+
+    @property
+    def Stream(self) -> Any:
+        """The class of streams; None on CPU."""
+        return torch.cuda.Stream if self._is_cuda else None
+
+    @property
+    def Event(self) -> Any:
+        """The class of events; None on CPU."""
+        return torch.cuda.Event if self._is_cuda else None
+
+    def stream(self, stream: Any) -> Any:
+        """Return a context in which operations go to a stream."""
+        return torch.cuda.stream(stream) if self._is_cuda else contextlib.nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """Return the current stream; None on CPU."""
+        return torch.cuda.current_stream(device_index) if self._is_cuda else None
+
+    default_stream = current_stream
+
+    def empty_cache(self) -> None:
+        """Give back cached memory."""
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the bytes of tensors on the device; 0 on CPU, where nothing counts them."""
+        return torch.cuda.memory_allocated(device_index) if self._is_cuda else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the largest value of ``memory_allocated``."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else 0
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the bytes that torch holds on the device; 0 on CPU."""
+        return torch.cuda.memory_reserved(device_index) if self._is_cuda else 0
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the largest value of ``memory_reserved``."""
+        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else 0
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Return torch.cuda's statistics; nothing on CPU."""
+        return dict(torch.cuda.memory_stats(device_index)) if self._is_cuda else {}
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forget the largest values."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the device's memory, or of the machine's."""
+        if self._is_cuda:
+            return int(torch.cuda.get_device_properties(self.current_device()).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes that are free."""
+        if self._is_cuda:
+            return int(torch.cuda.mem_get_info(device_index)[0])
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def pin_memory(self, tensor: torch.Tensor, **options: object) -> torch.Tensor:
+        """Return the tensor in pinned memory; on CPU as it is."""
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in pinned memory."""
+        return bool(tensor.is_pinned()) if self._is_cuda else False
+
+    # -- dtypes -----------------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        """Return whether the device computes in bf16."""
+        return bool(torch.cuda.is_bf16_supported()) if self._is_cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """Return whether the device computes in fp16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the floating dtypes that the device computes in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def is_triton_supported(self) -> bool:
+        """Return whether Triton's kernels run: nothing here needs them."""
+        return False
+
+    def get_compile_backend(self) -> str:
+        """Return torch.compile's backend."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose torch.compile's backend."""
+        self._compile_backend = backend
+
+    # -- DeepSpeed's own kernels ------------------------------------------------------------------
+
+    def range_push(self, msg: str, **options: object) -> None:
+        """Begin a range of the profiler; nothing on CPU."""
+        if self._is_cuda:
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self, **options: object) -> None:
+        """End a range of the profiler."""
+        if self._is_cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Raise: there are no builders of DeepSpeed's kernels."""
+        raise ZeroEngineError(
+            f"{class_name}: zeroengine builds none of DeepSpeed's kernels; its own are compiled at installation. "
+            "Use torch.optim's optimizers, which run on the fused update."
+        )
+
+    get_op_builder = create_op_builder
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """Return the device that this process computes on, as DeepSpeed describes it."""
+    return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return whether the device is one that training runs on."""
+    return True

@@ -1,0 +1,439 @@
+"""``DeepSpeedEngine``: zeroengine's engine under the names of DeepSpeed's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zeroengine.engine.engine import Engine
+from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.deepspeed.engine_checkpoints import EngineFiles
+from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
+from zeroengine.integrations.deepspeed.parameters import annotate_parameters
+from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
+from zeroengine.migration.messages import engine_attribute
+
+log = logging.getLogger("zeroengine")
+
+
+class DeepSpeedEngine(nn.Module):
+    """Trains a partitioned model. ``initialize`` makes one.
+
+    Attributes:
+        module: The model.
+        engine: The engine of zeroengine.
+        optimizer: The optimizer under DeepSpeed's names; None if the model is not trained.
+        lr_scheduler: The LR schedule, or None.
+        training_dataloader: The loader of ``training_data``, or None.
+        device: The device that the model computes on.
+        global_steps: The number of steps, skipped ones included, as DeepSpeed counts.
+        skipped_steps: The number of steps that were skipped because the gradient was not finite.
+        micro_steps: The number of calls of ``step``.
+        global_samples: The samples of all steps.
+
+    Args:
+        engine: The engine.
+        optimizer: The optimizer, or None.
+        config: The configuration under DeepSpeed's names.
+        training_dataloader: The loader of ``training_data``, or None.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self, engine: Engine, optimizer: DeepSpeedOptimizer | None, config: DeepSpeedConfig, training_dataloader: Any
+    ) -> None:
+        super().__init__()
+        self.engine, self.module, self.optimizer = engine, engine.module, optimizer
+        self._config, self.training_dataloader = config, training_dataloader
+        self.config = config._param_dict
+        self._files = EngineFiles(engine)
+        self._boundary: bool | None = None
+        self._step_applied = False
+        self._is_destroyed = False
+        self.is_compiled = False
+        self.device = engine.device
+        self.global_rank, self.local_rank = engine.rank, engine.device.index or 0
+        self.world_size = self.dp_world_size = engine.world_size
+        self._data_iterator: Iterator[Any] | None = None
+        if self.zero_optimization_stage() == 3:
+            annotate_parameters(engine)
+
+    # These are hidden from type checkers, which then report unknown attributes.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the model. If there is none, say which name to use instead."""
+            modules = self.__dict__.get("_modules", {})
+            if name in modules:
+                return modules[name]
+            module = modules.get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(engine_attribute(name, self))
+
+    def __len__(self) -> int:
+        if self.training_dataloader is None:
+            raise TypeError("the engine has no training_data, and so no length")
+        return len(self.training_dataloader)
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self._apply_boundary()
+        return self.engine(*inputs, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
+    ) -> torch.Tensor:
+        """Compute gradients of the mean over ``gradient_accumulation_steps`` micro-steps.
+
+        Args:
+            loss: A scalar that depends on the parameters.
+            retain_graph: As of ``Tensor.backward``.
+            scale_wrt_gas: Whether the gradient is divided by ``gradient_accumulation_steps``.
+            options: Others of ``Tensor.backward``.
+
+        Returns:
+            The loss, divided likewise.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ZeroEngineError(
+                "backward() takes a scalar loss. For a tensor of several elements write "
+                "engine.scale(tensor).backward(gradient)"
+            )
+        self._apply_boundary()
+        steps = self.gradient_accumulation_steps()
+        # The update divides by the number of micro-steps, so a loss that is not to be divided is multiplied here.
+        factor = 1 if scale_wrt_gas else steps
+        options = {name: value for name, value in options.items() if name in ("create_graph", "inputs")}
+        self.engine.backward(loss if factor == 1 else loss * factor, retain_graph=retain_graph, **options)
+        return loss if factor != 1 or steps == 1 else loss / steps
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the loss scale, for a ``backward`` of its own."""
+        return self.engine.scale(loss)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-step; at the accumulation boundary update the parameters and step the schedule."""
+        if lr_kwargs:
+            raise ZeroEngineError("step(lr_kwargs=...): a schedule is stepped without arguments; leave it out")
+        self._apply_boundary()
+        is_boundary = self.is_gradient_accumulation_boundary()
+        updated = self.engine.step()
+        if is_boundary:
+            self._step_applied = bool(updated)
+            if self.optimizer is not None:
+                self.optimizer.note_step()
+        else:
+            self._step_applied = False
+
+    def _apply_boundary(self) -> None:
+        """Tell the engine of the boundary that the script has set, which an update ends there and not here."""
+        if self._boundary is not None:
+            self.engine._parts.backward.end_if_over()
+            self.engine._parts.accumulation.override_boundary(self._boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the micro-step in progress ends with an update."""
+        return self.engine.is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide whether the next ``step`` updates, from now on, instead of the count of micro-steps."""
+        self._boundary = bool(is_boundary)
+        self._apply_boundary()
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step`` updated the parameters."""
+        return self._step_applied
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of backwards inside on this rank, at any stage."""
+        with self.engine.no_sync():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+        self.engine.zero_grad()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are reduced in backward, or in ``step``."""
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Set training mode, of the model too."""
+        super().train(mode)
+        return self
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Run one whole step of ``training_data`` or ``data_iter``, and return the mean loss of its micro-steps."""
+        batches = data_iter if data_iter is not None else self._batches()
+        total: torch.Tensor | None = None
+        for _ in range(self.gradient_accumulation_steps()):
+            batch = next(batches)
+            loss = self(**batch) if isinstance(batch, dict) else self(*batch)
+            self.backward(loss)
+            self.step()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total / self.gradient_accumulation_steps()
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Let ``train_batch`` read from ``loader``."""
+        self.training_dataloader, self._data_iterator = loader, None
+
+    def _batches(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise ZeroEngineError("train_batch() without data: pass training_data to initialize(), or data_iter here")
+        if self._data_iterator is None:
+            self._data_iterator = iter(self.training_dataloader)
+        return self._data_iterator
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+        """Return a loader of this rank's share of a data set. See ``Engine.dataloader``."""
+        options = {name: value for name, value in options.items() if name in ("collate_fn", "num_workers", "shuffle")}
+        return self.engine.dataloader(dataset, **{name: value for name, value in options.items() if value is not None})
+
+    # -- counters ---------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """The number of steps, skipped ones included."""
+        return self.engine.global_steps + self.engine.skipped_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because the gradient was not finite."""
+        return self.engine.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """The number of calls of ``step``."""
+        return self.engine.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """The samples of all steps, skipped ones included."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The LR schedule that ``step`` steps, or None."""
+        return self.engine.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self.engine.lr_scheduler = schedule
+
+    client_lr_scheduler = lr_scheduler
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss."""
+        return self.engine.loss_scale
+
+    cur_scale = loss_scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient before clipping; None before the first step."""
+        return self.engine.grad_norm
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rate of each param group."""
+        return [group["lr"] for group in self.engine.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum, or the betas, of each param group."""
+        return [group.get("betas", group.get("momentum")) for group in self.engine.optimizer.param_groups]
+
+    # -- the configuration ------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step over all ranks."""
+        settings = self.engine.config
+        return int(settings.train_batch_size or 0)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-step on one rank."""
+        return int(self.engine.config.train_micro_batch_size_per_gpu)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of a step."""
+        return int(self.engine.config.gradient_accumulation_steps)
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of the gradient; 0 clips nothing."""
+        return self.engine.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """Return the steps between two lines of progress."""
+        return self.engine.config.steps_per_print
+
+    def zero_optimization(self) -> bool:
+        """Return whether states are partitioned."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage, 0 to 3."""
+        return int(self.engine.config.zero_optimization.stage)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are partitioned."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are partitioned."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_offload_optimizer(self) -> Any:
+        """Return the section "offload_optimizer"."""
+        return self.engine.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """Return the section "offload_param"."""
+        return self.engine.config.zero_optimization.offload_param
+
+    def fp16_enabled(self) -> bool:
+        """Return whether the model computes in fp16."""
+        return bool(self.engine.config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether the model computes in bf16."""
+        return bool(self.engine.config.bf16.enabled)
+
+    def torch_autocast_enabled(self) -> bool:
+        """Return whether forwards run under torch.autocast."""
+        return bool(self.engine.config.torch_autocast.enabled)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale adapts."""
+        return self.engine.config.scales_loss and self.engine._parts.scaler.dynamic
+
+    def optimizer_name(self) -> str | None:
+        """Return the optimizer's name in the configuration, in small letters."""
+        return self._config.optimizer_name
+
+    def optimizer_params(self) -> Any:
+        """Return the optimizer's parameters in the configuration."""
+        return self._config.optimizer_params
+
+    def scheduler_name(self) -> str | None:
+        """Return the schedule's name in the configuration."""
+        return self._config.scheduler_name
+
+    def get_sequence_parallel_group(self) -> None:
+        """Return None: ranks are data-parallel alone."""
+
+    # -- parameters and files ---------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: gathered parameters are released as they are used."""
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Free the device's memory until ``reload_states``. See ``Engine.offload_states``."""
+        self._files.offload_states(include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back the states that ``offload_states`` moved."""
+        self.engine.reload_states()
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the checkpoint ``save_dir/tag``, in zeroengine's format. Call it on every rank.
+
+        Args:
+            save_dir: The folder of checkpoints.
+            tag: The name of the checkpoint. None: ``global_step<global_steps>``.
+            client_state: More to save: tensors, numbers, strings, and containers of these. Rank 0's is saved.
+            save_latest: Whether the file ``latest`` names this checkpoint.
+            exclude_frozen_parameters: Whether frozen parameters are left out.
+
+        Returns:
+            True.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        return self._files.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint that was saved at any stage and world size. Call it on every rank.
+
+        Returns:
+            The path of the checkpoint and the ``client_state``; None twice, with a warning, where there is none.
+        """
+        if custom_load_fn is not None:
+            raise ZeroEngineError(
+                "load_checkpoint(custom_load_fn=...): write engine.engine.load_weights(state_dict) with a state dict "
+                "that you made"
+            )
+        return self._files.load(
+            load_dir,
+            None if tag is None else str(tag),
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            schedule=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole state dict with ``torch.save``, in the dtype that the model computes in.
+
+        Returns:
+            True.
+        """
+        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the whole state dict on rank 0, and None on the others. A collective."""
+        return self._files.consolidated_state_dict(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the model's ``state_dict()``; at stage 3 write ``_zero3_consolidated_16bit_state_dict()``."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        """Compile the model in place with torch.compile."""
+        kwargs = {**(compile_kwargs or {}), **({"backend": backend} if backend is not None else {})}
+        self.module.compile(**kwargs)
+        self.is_compiled = True
+
+    def destroy(self) -> None:
+        """End the engine, and leave an ordinary model. A second call does nothing."""
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self.engine.close()

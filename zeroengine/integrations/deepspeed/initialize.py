@@ -1,0 +1,182 @@
+"""``deepspeed.initialize`` and ``add_config_arguments``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.config import Config
+from zeroengine.engine.gathered import owner_of
+from zeroengine.engine.initialize import initialize as initialize_engine
+from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.deepspeed import comm
+from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
+from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
+from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError, load_settings
+from zeroengine.optim.factory import build_optimizer
+
+log = logging.getLogger("zeroengine")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Partition a model and its optimizer over all ranks.
+
+    Args:
+        args: An object whose attribute ``deepspeed_config`` names the configuration, where ``config`` does not.
+        model: The model.
+        optimizer: A torch optimizer over its parameters, or a callable that takes them; None for the configuration's.
+        model_parameters: The parameters, or groups of them, that the configuration's optimizer trains. None: all.
+        training_data: A data set, whose loader is the third result.
+        lr_scheduler: A schedule over the optimizer, or a callable that takes it; the configuration's wins over it.
+        distributed_port: The port of rank 0, where the launcher set none.
+        mpu: Must be None: ranks are data-parallel alone.
+        dist_init_required: As of ``init_distributed``.
+        collate_fn: As of ``torch.utils.data.DataLoader``, for ``training_data``.
+        config: A dict, or the name of a JSON file.
+        mesh_param: Must be None.
+        config_params: The same as ``config``.
+
+    Returns:
+        The engine, its optimizer (None without one), the loader of ``training_data`` (or None), and the LR schedule
+        (or None).
+
+    Raises:
+        ZeroEngineError: The input is wrong. The message says what to write instead.
+    """
+    if model is None:
+        # DeepSpeed asserts this, and scripts catch its class of error.
+        raise AssertionError("deepspeed.initialize() needs the model: write initialize(model=model, config=...)")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ZeroEngineError(f"initialize({name}=...): ranks are data-parallel alone; leave it out")
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    settings = _find_settings(args, config, config_params)
+    facts = DeepSpeedConfig(settings)
+    loaded = load_settings(settings)
+    _close_earlier_engine(model)
+    schedule = _schedule_of(loaded) or lr_scheduler
+    loaded = loaded.model_copy(update={"scheduler": None}) if loaded.scheduler is not None else loaded
+    undo = contextlib.ExitStack()
+    trains, made = _optimizer_of(model, optimizer, model_parameters, loaded, undo)
+    try:
+        engine = initialize_engine(model, made, loaded, lr_scheduler=schedule)
+    except BaseException:
+        undo.close()
+        raise
+    engine._parts.undo.push(undo.pop_all())
+    view = make_optimizer_view(engine) if trains else None
+    loader = None
+    if training_data is not None:
+        options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
+        loader = engine.dataloader(training_data, **options)
+    served = DeepSpeedEngine(engine, view, facts, loader)
+    return served, served.optimizer, loader, served.lr_scheduler
+
+
+def _find_settings(args: Any, config: Any, config_params: Any) -> Any:
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = config if config is not None else config_params
+    if given is None and named is None:
+        raise DeepSpeedConfigError(
+            "no configuration was given: write initialize(config=...) with a dict or the name of a JSON file, or pass "
+            "args with the attribute deepspeed_config"
+        )
+    # DeepSpeed refuses two configurations, one of which would be ignored.
+    assert given is None or named is None, (
+        "two configurations were given, config= and args.deepspeed_config; keep one of them"
+    )
+    return given if given is not None else named
+
+
+def _close_earlier_engine(model: nn.Module) -> None:
+    """End the engine that already trains the model, as DeepSpeed's scripts initialize a model again."""
+    owners = {owner for param in model.parameters() if (owner := owner_of(param)) is not None}
+    for owner in owners:
+        engine = owner.engine()
+        if engine is not None:
+            log.warning("the model is initialized again: its engine ends, and its optimizer state is dropped")
+            engine.close()
+
+
+def _schedule_of(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """Return a callable that makes the schedule of the configuration."""
+    if config.scheduler is None:
+        return None
+    kind, params = SCHEDULES[config.scheduler.type], dict(config.scheduler.params)
+    return lambda optimizer: kind(optimizer, **params)
+
+
+def _optimizer_of(
+    model: nn.Module, optimizer: Any, model_parameters: Any, config: Config, undo: contextlib.ExitStack
+) -> tuple[bool, Any]:
+    """Return whether the model is trained, and the optimizer for zeroengine's ``initialize``."""
+    groups = _groups(model_parameters, model)
+    if optimizer is not None:
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+            return True, optimizer
+        return True, lambda params: optimizer(groups if groups is not None else params)
+    if config.optimizer is not None:
+        section = config.optimizer
+        if groups is None:
+            return True, None
+        return True, lambda params: build_optimizer(section.type, groups, dict(section.params))
+    # A model that is only evaluated: frozen parameters need neither gradients nor master weights.
+    for param in model.parameters():
+        if param.requires_grad:
+            param.requires_grad_(False)
+            undo.callback(param.requires_grad_, True)
+    return False, None
+
+
+def _groups(model_parameters: Any, model: nn.Module) -> Any:
+    """Return ``model_parameters`` as a list for an optimizer; None where it says nothing."""
+    if model_parameters is None:
+        return None
+    if isinstance(model_parameters, nn.Module):
+        model_parameters = model_parameters.parameters()
+    if isinstance(model_parameters, dict):
+        model_parameters = [model_parameters]
+    if not isinstance(model_parameters, Iterable):
+        raise ZeroEngineError(f"model_parameters is a list of parameters or groups, found {model_parameters!r:.100}")
+    groups = list(model_parameters)
+    if not groups:
+        return None
+    if isinstance(groups[0], dict):
+        groups = [{**group, "params": list(_as_list(group["params"]))} for group in groups]
+        return [group for group in groups if group["params"]]
+    # Scripts pass model.parameters(), frozen ones included.
+    trainable = [param for param in groups if param.requires_grad]
+    return trainable or groups
+
+
+def _as_list(params: Any) -> Iterable[Any]:
+    return [params] if isinstance(params, torch.Tensor) else params
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's arguments to a parser, and return it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed's configuration, which zeroengine reads")
+    group.add_argument("--deepspeed", action="store_true", help="use the configuration; for the script to read")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
+    return parser

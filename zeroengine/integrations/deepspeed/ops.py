@@ -1,0 +1,159 @@
+"""``deepspeed.ops``: DeepSpeed's optimizers as torch's, which the engine runs on its fused update."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.lion import Lion
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay unless ``adam_w_mode`` is False.
+
+    Args:
+        params: Parameters or groups.
+        lr: The learning rate.
+        bias_correction: Must be True.
+        betas: The decay rates of the moments.
+        eps: Added to the root of the second moment.
+        adam_w_mode: Whether weight decay is decoupled.
+        weight_decay: The weight decay.
+        amsgrad: Must be False.
+        set_grad_none: Not used.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction or amsgrad:
+            raise ZeroEngineError(f"{type(self).__name__}: write bias_correction=True and amsgrad=False")
+        super().__init__(
+            params,
+            lr=lr,
+            betas=tuple(betas),  # type: ignore[arg-type]
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=adam_w_mode,
+        )
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """Adam. Where its states live is "offload_optimizer" of the configuration.
+
+    Args:
+        model_params: Parameters or groups.
+        lr: The learning rate.
+        bias_correction: Must be True.
+        betas: The decay rates of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: The weight decay.
+        amsgrad: Must be False.
+        adamw_mode: Whether weight decay is decoupled.
+        fp32_optimizer_states: Must be True: "optimizer_state_dtype" of the configuration is the dtype of the states.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not fp32_optimizer_states:
+            raise ZeroEngineError(
+                'DeepSpeedCPUAdam(fp32_optimizer_states=False): write "optimizer_state_dtype": "bf16" in the '
+                "configuration"
+            )
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+class FusedLion(Lion):
+    """Lion."""
+
+    def __init__(self, params: Any, *args: Any, set_grad_none: bool = True, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+
+
+class DeepSpeedCPULion(FusedLion):
+    """Lion."""
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad."""
+
+    def __init__(
+        self, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False
+    ) -> None:
+        if amsgrad:
+            raise ZeroEngineError("DeepSpeedCPUAdagrad: write amsgrad=False")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class OpBuilder:
+    """Stands for one of DeepSpeed's kernels. zeroengine's own are compiled when it is installed."""
+
+    NAME: ClassVar[str] = "op"
+    SERVED: ClassVar[bool] = False
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return whether zeroengine does what this kernel does."""
+        return self.SERVED
+
+    def load(self, verbose: bool = True) -> Any:
+        """Raise: there is no kernel of DeepSpeed's to load."""
+        raise ZeroEngineError(
+            f"{type(self).__name__}.load(): zeroengine has none of DeepSpeed's kernels. Use torch.optim's optimizers "
+            "and the configuration's offload, which run on its own."
+        )
+
+    jit_load = builder = load
+
+
+def _builder(class_name: str, name: str, served: bool) -> type[OpBuilder]:
+    return type(class_name, (OpBuilder,), {"NAME": name, "SERVED": served, "__doc__": OpBuilder.__doc__})
+
+
+BUILDERS = {
+    class_name: _builder(class_name, name, served)
+    for class_name, name, served in (
+        ("AsyncIOBuilder", "async_io", True),
+        ("CPUAdagradBuilder", "cpu_adagrad", True),
+        ("CPUAdamBuilder", "cpu_adam", True),
+        ("CPULionBuilder", "cpu_lion", True),
+        ("FusedAdamBuilder", "fused_adam", True),
+        ("FusedLionBuilder", "fused_lion", True),
+        ("UtilsBuilder", "utils", False),
+        ("EvoformerAttnBuilder", "evoformer_attn", False),
+        ("FPQuantizerBuilder", "fp_quantizer", False),
+        ("FusedLambBuilder", "fused_lamb", False),
+        ("GDSBuilder", "gds", False),
+        ("InferenceBuilder", "transformer_inference", False),
+        ("QuantizerBuilder", "quantizer", False),
+        ("RandomLTDBuilder", "random_ltd", False),
+        ("SpatialInferenceBuilder", "spatial_inference", False),
+        ("StochasticTransformerBuilder", "stochastic_transformer", False),
+        ("TransformerBuilder", "transformer", False),
+    )
+}
+# Whether zeroengine does what each kernel of DeepSpeed does.
+__compatible_ops__ = {builder.NAME: builder.SERVED for builder in BUILDERS.values()}

@@ -1,0 +1,183 @@
+"""``engine.optimizer`` under DeepSpeed's names: hyperparameters, this rank's states, and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zeroengine.engine.engine import Engine
+from zeroengine.optim.caller_optimizer import load_hyperparameters
+
+
+class LocalStateOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine, whose ``state`` holds this rank's elements of each parameter's states, flat.
+
+    Args:
+        engine: The engine.
+    """
+
+    # The groups are those of the engine's optimizer, so torch's constructor, which would make others, is not called.
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.defaults = engine.optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups, shared with the engine and its schedule."""
+        groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        """This rank's part of each state, by parameter. Parameters without an element on this rank are left out."""
+        optimizer = self._engine.optimizer
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for shard in optimizer.shards:
+            for index, param in enumerate(shard.unit.params):
+                shapes = optimizer.state_shapes(shard, index)
+                values = {key: optimizer.state_values(shard, index, key) for key in shapes}
+                if values:
+                    states[param] = {
+                        key: parts[0][1] if shapes[key] is not None else torch.cat([value for _, value in parts])
+                        for key, parts in values.items()
+                    }
+        return states
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """End the step, as ``engine.optimizer.step()`` does."""
+        self._engine.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: groups belong to the model before ``initialize``."""
+        self._engine.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hyperparameters, and this rank's states by the number of the parameter."""
+        numbers: dict[torch.Tensor, int] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                numbers.setdefault(param, len(numbers))
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in params]}
+            for group in self.param_groups
+            for params in [group["params"]]
+        ]
+        return {"state": {numbers[param]: state for param, state in self.state.items()}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the hyperparameters.
+
+        Raises:
+            ZeroEngineError: The dict has states, which ``load_checkpoint`` loads.
+        """
+        load_hyperparameters(self, state_dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._engine.optimizer!r}"
+
+
+class ScaleOfLoss:
+    """The loss scale of an engine as DeepSpeed's ``loss_scaler``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def cur_scale(self) -> float:
+        """The present scale."""
+        return self._engine.loss_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts."""
+        return self._engine.config.scales_loss and self._engine._parts.scaler.dynamic
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """The number of overflows until the scale halves."""
+        return self._engine._parts.scaler.hysteresis_left
+
+    @property
+    def cur_iter(self) -> int:
+        """The number of steps, skipped ones included."""
+        return self._engine._parts.scaler.steps
+
+
+class DeepSpeedOptimizer(LocalStateOptimizer):
+    """What ``initialize`` returns as the optimizer, at stage 0."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.optimizer = LocalStateOptimizer(engine)
+        self.loss_scaler = ScaleOfLoss(engine)
+        self._skipped_before = 0
+        self.overflow = False
+
+    def note_step(self) -> None:
+        """Record whether the last step was skipped."""
+        skipped = self._engine.skipped_steps
+        self.overflow, self._skipped_before = skipped > self._skipped_before, skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss."""
+        return self._engine.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._engine.loss_scale = scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._engine.grad_norm
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradient; 0 clips nothing."""
+        return self._engine.gradient_clipping
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Compute gradients, as ``engine.backward``."""
+        self._engine.backward(loss, retain_graph=retain_graph)
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        """This rank's shards of the fp32 master weights, one of each unit."""
+        return [shard.master for shard in self._engine.optimizer.shards]
+
+    # The names of these lists in DeepSpeed's optimizers; what is in them is zeroengine's partition.
+    fp32_groups_flat = fp32_groups = _masters
+
+
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """What ``initialize`` returns as the optimizer, at stages 1 and 2."""
+
+    single_partition_of_fp32_groups = DeepSpeedOptimizer._masters
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+    """What ``initialize`` returns as the optimizer, at stage 3."""
+
+    fp32_partitioned_groups_flat = DeepSpeedOptimizer._masters
+
+
+def make_optimizer_view(engine: Engine) -> DeepSpeedOptimizer:
+    """Return the optimizer of an engine under DeepSpeed's names."""
+    stage = int(engine.config.zero_optimization.stage)
+    kind = DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer if stage else DeepSpeedOptimizer
+    return kind(engine)

@@ -1,0 +1,245 @@
+"""Values of one parameter: DeepSpeed's ``safe_get_*`` and ``safe_set_*``, and its attributes of partitioned parameters.
+
+The functions with ``full`` in their name are collectives, as in DeepSpeed. Those with ``local`` work on the elements
+that this rank owns, flat; how many these are is zeroengine's choice, and may be none.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.engine.engine import Engine
+from zeroengine.engine.gathered import owner_of
+from zeroengine.engine.parameter_access import (
+    LocatedParameter,
+    full_gradient,
+    full_master,
+    full_optimizer_state,
+    set_full_gradient,
+    set_full_master,
+    set_full_optimizer_state,
+)
+from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.released_parameter import is_released_parameter
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter has its values on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is partitioned."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class StatusOfParameter:
+    """Equals the ``ZeroParamStatus`` that a parameter has at the time of the comparison."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    @property
+    def current(self) -> ZeroParamStatus:
+        """The present status."""
+        param = self._param()
+        is_released = param is not None and is_released_parameter(param)
+        return ZeroParamStatus.NOT_AVAILABLE if is_released else ZeroParamStatus.AVAILABLE
+
+    def __eq__(self, other: object) -> bool:
+        return self.current is (other.current if isinstance(other, StatusOfParameter) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.current)
+
+
+class OwnedElements:
+    """The size of this rank's part of a parameter: ``shape``, ``numel()`` and ``ds_numel``."""
+
+    def __init__(self, numel: int) -> None:
+        self.shape, self.ds_numel = torch.Size([numel]), numel
+
+    def numel(self) -> int:
+        """Return the number of elements that this rank owns."""
+        return self.ds_numel
+
+
+def annotate_parameters(engine: Engine) -> None:
+    """Give the parameters of a stage-3 engine the attributes that scripts read of DeepSpeed's, while it lives."""
+    parts = engine._parts
+    numbers = {param: number for number, param in enumerate(parts.model.parameters())}
+    for unit in parts.units:
+        spans = list(unit.layout.spans(unit.rank, unit.degrees.optimizer))
+        for index, param in enumerate(unit.params):
+            owned = sum(span.numel for span in spans if span.param_index == index)
+            attributes = {
+                "ds_id": numbers.get(param, -1),
+                "ds_shape": torch.Size(param.shape),
+                "ds_numel": param.numel(),
+                "ds_status": StatusOfParameter(param),
+                "ds_persist": unit.degrees.parameters == 1,
+                "ds_param_type": ZeroParamType.PARTITIONED,
+                "ds_tensor": OwnedElements(owned),
+            }
+            for name, value in attributes.items():
+                setattr(param, name, value)
+                parts.undo.callback(param.__dict__.pop, name, None)
+
+
+def is_trainable_here(param: nn.Parameter) -> bool:
+    """Return whether a parameter belongs to an engine and has an optimizer's state."""
+    if not isinstance(param, nn.Parameter) or owner_of(param) is None:
+        return False
+    return LocatedParameter(param).shard is not None
+
+
+# -- whole values ---------------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the fp32 master weights; None for a frozen parameter. A collective."""
+    return full_master(param) if is_trainable_here(param) else None
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the fp32 master weights by rank 0's ``value``. A collective."""
+    set_full_master(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the mean gradient, between backward and step; None where there is none. A collective."""
+    if not is_trainable_here(param):
+        return param.grad if isinstance(param, nn.Parameter) else None
+    gradient = full_gradient(param)
+    return gradient
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the mean gradient by rank 0's ``value``. A collective."""
+    set_full_gradient(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor | None, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter by ``update_func(gradient, param)``. A collective."""
+    for param in param_list:
+        safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return the optimizer's state of that name; None where it keeps none yet. A collective."""
+    if not is_trainable_here(param):
+        return None
+    try:
+        return full_optimizer_state(param, optim_state_key)
+    except ZeroEngineError as error:
+        if "keeps no state" in str(error):
+            return None
+        raise
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace the optimizer's state of that name by rank 0's ``value``. A collective."""
+    set_full_optimizer_state(param, optim_state_key, value)
+
+
+# -- this rank's elements -------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's elements of the master weights, 1-D; None for a frozen parameter."""
+    return _local(param, lambda located, shard: shard.master)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the master weights. The next update starts from them."""
+    _set_local(param, value, lambda located, shard: shard.master)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's elements of the mean gradient, 1-D, between backward and step."""
+    gradient = _local(param, _reduced_gradient)
+    if gradient is None:
+        return None
+    return gradient / LocatedParameter(param).parts.step_runner.divisor()
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the mean gradient."""
+    divisor = LocatedParameter(param).parts.step_runner.divisor()
+    _set_local(param, value * divisor, _reduced_gradient)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's elements of the optimizer's state of that name, 1-D; None where it keeps none yet."""
+    if not is_trainable_here(param):
+        return None
+    located = LocatedParameter(param)
+    assert located.shard is not None
+    values = located.parts.optimizer.state_values(located.shard, located.index, optim_state_key)
+    return torch.cat([value.flatten() for _, value in values]) if values else None
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's elements of the optimizer's state of that name."""
+    located = LocatedParameter(param)
+    shard = located.trainable_shard()
+    start = 0
+    for _, state in located.parts.optimizer.state_values(shard, located.index, optim_state_key):
+        state.copy_(value.flatten()[start : start + state.numel()])
+        start += state.numel()
+    _check_size(param, value, start)
+
+
+def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
+    located.parts.reducer.wait_reduces()
+    if not shard.unit_grads.launched_in_step:
+        raise ZeroEngineError(
+            f"the local gradient of {located.slot.name}: it is not reduced yet; call this at stages 2 and 3, "
+            "between backward and step, or use safe_get_full_grad"
+        )
+    gradient: torch.Tensor = shard.gradient
+    return gradient
+
+
+def _local(param: nn.Parameter, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]) -> torch.Tensor | None:
+    if not is_trainable_here(param):
+        return None
+    located = LocatedParameter(param)
+    parts = [values for _, values in located.owned_parts(shard_of(located, located.trainable_shard()))]
+    flat = torch.cat(parts) if parts else located.zeros((0,))
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def _set_local(
+    param: nn.Parameter, value: torch.Tensor, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]
+) -> None:
+    located = LocatedParameter(param)
+    start = 0
+    for span, target in located.owned_parts(shard_of(located, located.trainable_shard()), write=True):
+        target.copy_(value.flatten()[start : start + span.numel])
+        start += span.numel
+    _check_size(param, value, start)
+
+
+def _check_size(param: nn.Parameter, value: torch.Tensor, owned: int) -> None:
+    if value.numel() != owned:
+        raise ZeroEngineError(
+            f"this rank owns {owned} elements of the parameter of shape {tuple(param.shape)}, and the value has "
+            f"{value.numel()}; read the number from param.ds_tensor.shape"
+        )

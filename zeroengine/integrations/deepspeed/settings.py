@@ -1,0 +1,134 @@
+"""DeepSpeed's configuration as it is written, turned into zeroengine's."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroengine.config import Config, load
+from zeroengine.config.source import read_file
+from zeroengine.errors import ConfigError
+
+# The value of DeepSpeed 0.19 where the file names none.
+DEFAULT_GRADIENT_CLIPPING = 1.0
+
+
+class DeepSpeedConfigError(ConfigError):
+    """A configuration that cannot be honored, under DeepSpeed's name for it."""
+
+
+def read_settings(config: Any) -> dict[str, Any]:
+    """Return the keys of a configuration as a new dict.
+
+    Args:
+        config: A dict, the name of a JSON, YAML or HJSON file, or a JSON text in base64, as DeepSpeed takes it.
+
+    Raises:
+        DeepSpeedConfigError: It is something else, or cannot be read.
+    """
+    if isinstance(config, Config):
+        return config.to_dict()
+    if isinstance(config, Mapping):
+        tree = _plain(config)
+    elif isinstance(config, (str, Path)):
+        tree = _decoded(config) or read_file(Path(config)).tree
+    else:
+        raise DeepSpeedConfigError(
+            f"the configuration is a dict or the name of a JSON file, found {config!r:.100}. Pass config=..., or "
+            "args with the attribute deepspeed_config"
+        )
+    return dict(tree)
+
+
+def _decoded(text: str | Path) -> dict[str, Any] | None:
+    """Return the dict of a JSON text in base64; None if ``text`` is no such text."""
+    if Path(text).exists():
+        return None
+    with contextlib.suppress(ValueError):
+        tree = json.loads(base64.urlsafe_b64decode(str(text)))
+        return tree if isinstance(tree, dict) else None
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy in which enums are their values, so that the dict is JSON."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else copy.copy(value)
+
+
+def load_settings(config: Any) -> Config:
+    """Return zeroengine's configuration of a DeepSpeed one, with DeepSpeed's own defaults.
+
+    Raises:
+        ConfigError: A key is unknown, or asks for what zeroengine does not do. The message lists all of them.
+    """
+    tree = read_settings(config)
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, dict):
+        # The booleans of earlier versions became sections.
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+            value = zero.pop(old, None)
+            if value is True:
+                zero.setdefault(new, {"device": "cpu"})
+        if zero.pop("cpu_offload_param", None) is True:
+            zero.setdefault("offload_param", {"device": "cpu"})
+    if tree.get("gradient_clipping") is None:
+        tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
+    return load(tree)
+
+
+class DeepSpeedConfig:
+    """What scripts read of DeepSpeed's parsed configuration.
+
+    Args:
+        config: A dict or the name of a file.
+        mpu: Not used.
+        mesh_device: Not used.
+
+    Attributes:
+        config: The resolved configuration of zeroengine.
+
+    Raises:
+        DeepSpeedConfigError: The batch sizes contradict one another.
+    """
+
+    def __init__(self, config: Any, mpu: object = None, mesh_device: object = None) -> None:
+        self._param_dict = read_settings(config)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = world_size
+        self.config = load_settings(config).resolve(world_size=world_size)
+        settings = self.config
+        self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
+        self.gradient_accumulation_steps = settings.gradient_accumulation_steps
+        self.train_batch_size = settings.train_batch_size
+        self.gradient_clipping = settings.gradient_clipping
+        self.zero_config = settings.zero_optimization
+        self.zero_optimization_stage = int(settings.zero_optimization.stage)
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
+        self.fp16_enabled, self.bfloat16_enabled = bool(settings.fp16.enabled), bool(settings.bf16.enabled)
+        self.steps_per_print = settings.steps_per_print
+        self.wall_clock_breakdown = settings.wall_clock_breakdown
+        self.communication_data_type = settings.communication_data_type
+        optimizer, scheduler = settings.optimizer, settings.scheduler
+        self.optimizer_name = None if optimizer is None else optimizer.type.lower()
+        self.optimizer_params = None if optimizer is None else optimizer.params
+        self.scheduler_name = None if scheduler is None else scheduler.type
+        self.scheduler_params = None if scheduler is None else scheduler.params
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Return the value of "gradient_clipping", or DeepSpeed's default."""
+    value = param_dict.get("gradient_clipping")
+    return DEFAULT_GRADIENT_CLIPPING if value is None else float(value)
