@@ -88,6 +88,7 @@ class StepRunner(BackwardListener):
         num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
         gradient_clipping: The largest norm of the gradient; 0 for no clipping.
+        base_optimizer: The optimizer that was passed to ``initialize``.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class StepRunner(BackwardListener):
         self._clip_once: float | None = None
         self._guard = ScheduleGuard(schedule)
         self._warned_of_hooks = False
-        self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
+        self._config, self._optimizer, self.base_optimizer = config, optimizer, base_optimizer
         self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
         # The result of the step that is not counted yet, and the function that reverts the schedule, if it was stepped.
         self._issued: tuple[StepResult, Callable[[], None] | None] | None = None
@@ -153,12 +154,12 @@ class StepRunner(BackwardListener):
         self._guard.release()
         # A schedule that the configuration made drives the engine's optimizer, which would keep all states in memory.
         if getattr(self.schedule, "optimizer", None) is self._optimizer:
-            self.schedule.optimizer = self._base_optimizer
+            self.schedule.optimizer = self.base_optimizer
 
     def warn_of_unused_hooks(self) -> None:
         """Warn once that ``engine.step()`` does not call the step hooks of the optimizer that was passed in."""
         # Hooks may be registered after initialize(), so every step checks until the first warning.
-        if not self._warned_of_hooks and has_own_step_hooks(self._base_optimizer):
+        if not self._warned_of_hooks and has_own_step_hooks(self.base_optimizer):
             self._warned_of_hooks = True
             if self._transport.rank == 0:
                 log.warning(
@@ -357,7 +358,7 @@ class StepRunner(BackwardListener):
 
     def _step_schedule(self) -> None:
         # torch's schedulers warn unless they see that their optimizer has stepped.
-        for optimizer in (self._optimizer, self._base_optimizer):
+        for optimizer in (self._optimizer, self.base_optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._guard.step()
 

@@ -14,7 +14,6 @@ from zeroengine.integrations.deepspeed import accelerator as accelerator
 from zeroengine.integrations.deepspeed import checkpointing as checkpointing
 from zeroengine.integrations.deepspeed import comm as comm
 from zeroengine.integrations.deepspeed import ops as ops
-from zeroengine.integrations.deepspeed import utils as utils
 from zeroengine.integrations.deepspeed import zero as zero
 from zeroengine.integrations.deepspeed.accelerator import get_accelerator
 from zeroengine.integrations.deepspeed.comm import init_distributed
@@ -22,12 +21,14 @@ from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroengine.integrations.deepspeed.initialize import add_config_arguments, initialize
 from zeroengine.integrations.deepspeed.module_paths import install_modules
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
+from zeroengine.integrations.deepspeed.script_utils import OnDevice, log_dist, logger
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
 from zeroengine.integrations.deepspeed.unavailable import CLASSES, FUNCTIONS
-from zeroengine.integrations.deepspeed.utils import OnDevice, log_dist, logger
 
 # The version of DeepSpeed whose names these are.
 __version__ = version = "0.19.8"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
 dist = comm
 
 __all__ = [
@@ -46,7 +47,6 @@ __all__ = [
     "log_dist",
     "logger",
     "ops",
-    "utils",
     "zero",
 ]
 

@@ -48,9 +48,9 @@ class Accelerator:
         if self._is_cuda:
             torch.cuda.set_device(device_index)
 
-    def current_device(self) -> int:
-        """Return the index of the current device; on CPU the local rank."""
-        return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
+    def current_device(self) -> int | str:
+        """Return what ``device=`` takes: the index of the current device, or "cpu"."""
+        return torch.cuda.current_device() if self._is_cuda else "cpu"
 
     def current_device_name(self) -> str:
         """Return the name that tensors take: "cpu" or "cuda:0"."""
@@ -180,7 +180,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device's memory, or of the machine's."""
         if self._is_cuda:
-            return int(torch.cuda.get_device_properties(self.current_device()).total_memory)
+            return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | None = None) -> int:

@@ -121,12 +121,20 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return dist.device_mesh.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **options: Any
+) -> Any:
+    """Gather the tensors of all ranks into one. Gloo takes none without a dimension, so such a one gets one."""
+    value = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    return dist.all_gather_into_tensor(output_tensor, value, group=group, async_op=async_op)
+
+
 def all_gather_coalesced(
     output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], group: Any = None
 ) -> None:
     """Gather each input of all ranks into the output of the same index."""
     for output, value in zip(output_tensors, input_tensors, strict=True):
-        dist.all_gather_into_tensor(output, value, group=group)
+        all_gather_into_tensor(output, value, group=group)
 
 
 def all_reduce_coalesced(tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
@@ -138,7 +146,7 @@ def all_reduce_coalesced(tensors: Sequence[torch.Tensor], op: Any = dist.ReduceO
 def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
     """Gather the inputs of all ranks into one tensor."""
     options.pop("debug", None)
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, **options)
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, **options)
 
 
 def reduce_scatter_fn(output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:

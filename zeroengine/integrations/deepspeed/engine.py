@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ class DeepSpeedEngine(nn.Module):
     module: nn.Module
 
     def __init__(
-        self, engine: Engine, optimizer: DeepSpeedOptimizer | None, config: DeepSpeedConfig, training_dataloader: Any
+        self, engine: Engine, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, training_dataloader: Any
     ) -> None:
         super().__init__()
         self.engine, self.module, self.optimizer = engine, engine.module, optimizer
@@ -61,6 +62,8 @@ class DeepSpeedEngine(nn.Module):
         self.global_rank, self.local_rank = engine.rank, engine.device.index or 0
         self.world_size = self.dp_world_size = engine.world_size
         self._data_iterator: Iterator[Any] | None = None
+        # Gradients are reduced dense.
+        self.sparse_tensor_module_names: set[str] = set()
         if self.zero_optimization_stage() == 3:
             annotate_parameters(engine)
 
@@ -129,7 +132,7 @@ class DeepSpeedEngine(nn.Module):
         updated = self.engine.step()
         if is_boundary:
             self._step_applied = bool(updated)
-            if self.optimizer is not None:
+            if isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.optimizer.note_step()
         else:
             self._step_applied = False
@@ -421,6 +424,10 @@ class DeepSpeedEngine(nn.Module):
         return self._files.consolidated_state_dict(exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, *ranks: int) -> str:
+        """Return the directory that holds the optimizer's state: that of the checkpoint."""
+        return str(Path(checkpoints_path) / tag)
 
     def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's ``state_dict()``; at stage 3 write ``_zero3_consolidated_16bit_state_dict()``."""

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from zeroengine.config import Config
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.initialize import initialize as initialize_engine
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
+from zeroengine.integrations.deepspeed.ops import FusedAdam
 from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError, load_settings
 from zeroengine.optim.factory import build_optimizer
@@ -85,13 +88,27 @@ def initialize(
         undo.close()
         raise
     engine._parts.undo.push(undo.pop_all())
-    view = make_optimizer_view(engine) if trains else None
+    round_masters(engine)
+    view = make_optimizer_view(engine, engine._parts.step_runner.base_optimizer) if trains else None
     loader = None
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         loader = engine.dataloader(training_data, **options)
     served = DeepSpeedEngine(engine, view, facts, loader)
     return served, served.optimizer, loader, served.lr_scheduler
+
+
+def round_masters(engine: Engine) -> None:
+    """Start the master weights from the rounded values that the model computes with.
+
+    DeepSpeed casts the model first, so the run of a script begins with the same numbers here.
+    """
+    for shard in engine.optimizer.shards:
+        if shard.unit.is_mixed_precision:
+            populate(shard.param)
+            populate(shard.master, write=True)
+            shard.master.copy_(shard.param)
+            engine._parts.placement.evict(shard.param, shard.master)
 
 
 def _find_settings(args: Any, config: Any, config_params: Any) -> Any:
@@ -138,15 +155,22 @@ def _optimizer_of(
         return True, lambda params: optimizer(groups if groups is not None else params)
     if config.optimizer is not None:
         section = config.optimizer
-        if groups is None:
-            return True, None
-        return True, lambda params: build_optimizer(section.type, groups, dict(section.params))
+        return True, lambda params: _configured_optimizer(section.type, groups or params, dict(section.params))
     # A model that is only evaluated: frozen parameters need neither gradients nor master weights.
     for param in model.parameters():
         if param.requires_grad:
             param.requires_grad_(False)
             undo.callback(param.requires_grad_, True)
     return False, None
+
+
+def _configured_optimizer(kind: str, params: Any, hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of the configuration; for Adam of the class that DeepSpeed makes."""
+    # The configuration's Adam is one with L2 decay; where its decay is decoupled, it is AdamW already.
+    if kind in ("Adam", "AdamW"):
+        names = ("lr", "betas", "eps", "weight_decay")
+        return FusedAdam(params, adam_w_mode=kind == "AdamW", **{name: hyperparameters[name] for name in names})
+    return build_optimizer(kind, params, hyperparameters)
 
 
 def _groups(model_parameters: Any, model: nn.Module) -> Any:

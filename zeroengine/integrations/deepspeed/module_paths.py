@@ -23,9 +23,9 @@ from zeroengine.integrations.deepspeed import (
     ops,
     optimizer,
     parameters,
+    script_utils,
     settings,
     unavailable,
-    utils,
     zero,
     zero_to_fp32,
 )
@@ -91,7 +91,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 _CLASSES, _FUNCTIONS = unavailable.CLASSES, unavailable.FUNCTIONS
 _PARAMETER_FUNCTIONS = {name: value for name, value in vars(parameters).items() if name.startswith("safe_")}
-_LEAF_FUNCTIONS = {name: value for name, value in vars(utils).items() if "z3_leaf" in name}
+_LEAF_FUNCTIONS = {name: value for name, value in vars(script_utils).items() if "z3_leaf" in name}
 _SCHEDULE_KEYS = {
     key.upper(): key
     for key in (
@@ -110,13 +110,17 @@ _PARTITION_PARAMETERS = {
     "register_external_parameter": zero.register_external_parameter,
     "unregister_external_parameter": zero.unregister_external_parameter,
 }
+_SECTIONS = {name: kind for name, kind in _CLASSES.items() if name.startswith("DeepSpeedZero")}
 _PIPE = {name: _CLASSES[name] for name in ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
 _ADAMS = {"DeepSpeedCPUAdam": ops.DeepSpeedCPUAdam, "FusedAdam": ops.FusedAdam}
 
 # The names of each module, by its path below ``deepspeed``.
 MODULES: dict[str, dict[str, Any]] = {
     "checkpoint": {},
-    "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
+    "checkpoint.utils": {
+        "clone_tensors_for_torch_save": clone_tensors_for_torch_save,
+        "get_model_ckpt_name_for_rank": _FUNCTIONS["get_model_ckpt_name_for_rank"],
+    },
     "comm.comm": {"init_distributed": comm.init_distributed},
     "git_version_info": {
         "torch_info": {"version": "0.0", "bf16_support": True, "cuda_version": "0.0", "nccl_version": "0.0"}
@@ -153,7 +157,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "get_gradient_clipping": settings.get_gradient_clipping,
     },
     "runtime.constants": {"GRADIENT_CLIPPING_DEFAULT": settings.DEFAULT_GRADIENT_CLIPPING},
-    "runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},
+    "runtime.dataloader": {"RepeatingLoader": script_utils.RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": engine.DeepSpeedEngine},
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {"FP16_Optimizer": _CLASSES["FP16_Optimizer"]},
@@ -174,13 +178,15 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.pipe": _PIPE,
     "runtime.pipe.module": _PIPE,
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
-    "runtime.utils": {"see_memory_usage": utils.see_memory_usage},
+    "runtime.utils": {"see_memory_usage": script_utils.see_memory_usage},
     "runtime.zero": {**_PARTITION_PARAMETERS, "unwrap_model_for_generation": zero.unwrap_model_for_generation},
     "runtime.zero.config": {
+        **_SECTIONS,
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "ZeroStageEnum": ZeroStageEnum,
     },
     "runtime.zero.offload_config": {
+        **_SECTIONS,
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
@@ -190,15 +196,26 @@ MODULES: dict[str, dict[str, Any]] = {
         "unwrap_model_for_generation": zero.unwrap_model_for_generation,
     },
     "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": optimizer.DeepSpeedZeroOptimizer},
+    "runtime.zero.tiling": {name: _CLASSES[name] for name in ("TiledLinear", "TiledLinearReturnBias")},
     "runtime.zero.utils": {"ZeRORuntimeException": ZeRORuntimeException, "is_zero_param": zero.is_zero_param},
+    "utils": {
+        "OnDevice": script_utils.OnDevice,
+        "RepeatingLoader": script_utils.RepeatingLoader,
+        "instrument_w_nvtx": script_utils.instrument_w_nvtx,
+        "log_dist": script_utils.log_dist,
+        "logger": script_utils.logger,
+        "set_log_level_from_string": script_utils.set_log_level_from_string,
+        **_LEAF_FUNCTIONS,
+        **_PARAMETER_FUNCTIONS,
+    },
     "utils.groups": {
         "_get_data_parallel_group": comm.get_world_group,
         "_get_data_parallel_rank": comm.get_rank,
         "_get_data_parallel_world_size": comm.get_world_size,
     },
-    "utils.logging": {"log_dist": utils.log_dist, "logger": utils.logger},
+    "utils.logging": {"log_dist": script_utils.log_dist, "logger": script_utils.logger},
     "utils.tensor_fragment": _PARAMETER_FUNCTIONS,
-    "utils.torch": {"required_torch_version": utils.required_torch_version},
+    "utils.torch": {"required_torch_version": script_utils.required_torch_version},
     "utils.z3_leaf_module": _LEAF_FUNCTIONS,
 }
 # Modules of this package that have a second path in DeepSpeed.
@@ -209,7 +226,6 @@ ALIASES: dict[str, ModuleType] = {
     "comm": comm,
     "ops": ops,
     "runtime.activation_checkpointing.checkpointing": checkpointing,
-    "utils": utils,
     "utils.zero_to_fp32": zero_to_fp32,
     "zero": zero,
 }
@@ -217,16 +233,17 @@ ALIASES: dict[str, ModuleType] = {
 
 def install_modules() -> None:
     """Make the modules of the tables importable below this package."""
-    # The functions of single parameters are part of deepspeed.utils as well.
-    for name, function in _PARAMETER_FUNCTIONS.items():
-        setattr(utils, name, function)
     installed: dict[str, ModuleType] = dict(ALIASES)
     for path, names in MODULES.items():
         module = ServedModule(f"{PACKAGE}.{path}", "Names of DeepSpeed's module of this path.")
-        # Python then looks for its submodules, all of which are in sys.modules.
-        vars(module).update(names, __path__=[])
+        vars(module).update(names)
         installed[path] = module
     for path, served in installed.items():
+        # With this attribute a module counts as a package, whose submodules Python then finds in sys.modules.
+        vars(served).setdefault("__path__", [])
         sys.modules[f"{PACKAGE}.{path}"] = served
         above, _, name = path.rpartition(".")
-        setattr(installed[above] if above else sys.modules[PACKAGE], name, served)
+        parent = installed[above] if above else sys.modules[PACKAGE]
+        # deepspeed.utils has a function with the name of one of its modules, and the function is what scripts mean.
+        if not callable(vars(parent).get(name)):
+            setattr(parent, name, served)

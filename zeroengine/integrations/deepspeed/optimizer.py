@@ -101,6 +101,11 @@ class ScaleOfLoss:
         return self._engine.config.scales_loss and self._engine._parts.scaler.dynamic
 
     @property
+    def scale_window(self) -> int:
+        """The number of steps without overflow after which the scale doubles."""
+        return int(self._engine.config.fp16.loss_scale_window)
+
+    @property
     def cur_hysteresis(self) -> int:
         """The number of overflows until the scale halves."""
         return self._engine._parts.scaler.hysteresis_left
@@ -176,8 +181,16 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     fp32_partitioned_groups_flat = DeepSpeedOptimizer._masters
 
 
-def make_optimizer_view(engine: Engine) -> DeepSpeedOptimizer:
-    """Return the optimizer of an engine under DeepSpeed's names."""
+def make_optimizer_view(engine: Engine, base_optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """Return the optimizer of an engine under DeepSpeed's names.
+
+    Args:
+        engine: The engine.
+        base_optimizer: The optimizer that was passed to ``initialize``. At stage 0 in fp32 it is returned itself, as in
+            DeepSpeed: its ``step`` and ``zero_grad`` call the engine.
+    """
     stage = int(engine.config.zero_optimization.stage)
+    if stage == 0 and engine.config.low_precision is None and base_optimizer is not None:
+        return base_optimizer
     kind = DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer if stage else DeepSpeedOptimizer
     return kind(engine)

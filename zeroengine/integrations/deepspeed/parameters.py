@@ -199,11 +199,11 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Replace this rank's elements of the optimizer's state of that name."""
     located = LocatedParameter(param)
     shard = located.trainable_shard()
+    _check_size(param, value, located)
     start = 0
     for _, state in located.parts.optimizer.state_values(shard, located.index, optim_state_key):
         state.copy_(value.flatten()[start : start + state.numel()])
         start += state.numel()
-    _check_size(param, value, start)
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
@@ -230,14 +230,15 @@ def _set_local(
     param: nn.Parameter, value: torch.Tensor, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]
 ) -> None:
     located = LocatedParameter(param)
+    _check_size(param, value, located)
     start = 0
     for span, target in located.owned_parts(shard_of(located, located.trainable_shard()), write=True):
         target.copy_(value.flatten()[start : start + span.numel])
         start += span.numel
-    _check_size(param, value, start)
 
 
-def _check_size(param: nn.Parameter, value: torch.Tensor, owned: int) -> None:
+def _check_size(param: nn.Parameter, value: torch.Tensor, located: LocatedParameter) -> None:
+    owned = sum(values.numel() for _, values in located.owned_parts(located.trainable_shard().master))
     if value.numel() != owned:
         raise ZeroEngineError(
             f"this rank owns {owned} elements of the parameter of shape {tuple(param.shape)}, and the value has "

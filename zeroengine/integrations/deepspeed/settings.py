@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zeroengine.config import Config, load
@@ -85,7 +86,17 @@ def load_settings(config: Any) -> Config:
             zero.setdefault("offload_param", {"device": "cpu"})
     if tree.get("gradient_clipping") is None:
         tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
-    return load(tree)
+    config = load(tree)
+    if (
+        config.low_precision is not None
+        and config.data_types.grad_accum_dtype is None
+        and config.zero_optimization.stage
+    ):
+        # Under ZeRO, DeepSpeed adds micro-steps in the dtype that the model computes in.
+        name = "bf16" if config.low_precision is torch.bfloat16 else "fp16"
+        tree["data_types"] = {**(tree.get("data_types") or {}), "grad_accum_dtype": name}
+        config = load(tree)
+    return config
 
 
 class DeepSpeedConfig:

@@ -43,6 +43,10 @@ CLASSES = {
         name: unavailable_class(name, "there is no inference engine; evaluate inside zeroengine.gathered(model)")
         for name in ("DeepSpeedHybridEngine", "InferenceEngine")
     },
+    **{
+        name: unavailable_class(name, "pass the section as a dict to initialize(config=...)")
+        for name in ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
+    },
     "BF16_Optimizer": unavailable_class("BF16_Optimizer", "initialize() makes the optimizer of every precision"),
     "FP16_Optimizer": unavailable_class("FP16_Optimizer", "initialize() makes the optimizer of every precision"),
     "FP16_UnfusedOptimizer": unavailable_class(
@@ -58,6 +62,11 @@ CLASSES = {
     "ZeroOneAdam": unavailable_class("ZeroOneAdam", "it compresses its communication, which changes results; use Adam"),
 }
 FUNCTIONS = {
+    "get_model_ckpt_name_for_rank": unavailable_function(
+        "get_model_ckpt_name_for_rank",
+        "a checkpoint is one directory of torch Distributed Checkpoint; read its weights with zero_to_fp32, or export "
+        "them with zero-export",
+    ),
     "init_inference": unavailable_function(
         "init_inference", "evaluate inside `with torch.no_grad(), zeroengine.gathered(model):`"
     ),

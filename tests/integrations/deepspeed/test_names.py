@@ -1,0 +1,64 @@
+"""DeepSpeed's names: what scripts import, and what they read of the objects."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import zeroengine.integrations.deepspeed as deepspeed
+from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.integrations.deepspeed import module_paths, settings
+
+PACKAGE = "zeroengine.integrations.deepspeed"
+
+
+@pytest.mark.parametrize("path", [*module_paths.MODULES, *module_paths.ALIASES])
+def test_every_module_path_can_be_imported_and_reached_by_attributes(path: str) -> None:
+    module = importlib.import_module(f"{PACKAGE}.{path}")
+    reached = deepspeed
+    for name in path.split("."):
+        reached = getattr(reached, name)
+    # One name of deepspeed.utils is a function and a module, and attributes reach the function.
+    assert reached is module or path == "utils.z3_leaf_module"
+    for name, value in module_paths.MODULES.get(path, {}).items():
+        assert getattr(module, name) is value
+
+
+def test_a_name_that_is_not_served_says_what_is() -> None:
+    module = importlib.import_module(f"{PACKAGE}.runtime.zero.stage3")
+    with pytest.raises(
+        AttributeError, match=r"deepspeed\.runtime\.zero\.stage3\.partition.*DeepSpeedZeroOptimizer_Stage3"
+    ):
+        _ = module.partition
+    with pytest.raises(AttributeError, match=r"docs/integrations/deepspeed\.md"):
+        _ = deepspeed.replace_transformer_layer
+
+
+def test_classes_that_are_not_served_can_be_subclassed_and_not_made() -> None:
+    class Pipeline(deepspeed.PipelineModule):
+        pass
+
+    with pytest.raises(ZeroEngineError, match="PipelineModule is not served by zeroengine: ranks are data-parallel"):
+        Pipeline(layers=[])
+
+
+def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> None:
+    config = settings.load_settings({"train_batch_size": 2, "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert config.gradient_clipping == 1.0
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    assert settings.load_settings({"train_batch_size": 2, "gradient_clipping": 0.0}).gradient_clipping == 0.0
+
+
+def test_batch_sizes_that_contradict_one_another_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        deepspeed.DeepSpeedConfig(
+            {"train_batch_size": 33, "train_micro_batch_size_per_gpu": 17, "gradient_accumulation_steps": 2}
+        )
+
+
+def test_without_a_configuration_the_error_says_how_to_pass_one() -> None:
+    import torch
+
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"initialize\(config=\.\.\.\)"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2))

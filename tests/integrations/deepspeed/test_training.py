@@ -1,0 +1,231 @@
+"""Scripts of DeepSpeed on two ranks: the losses of DDP, and checkpoints, boundaries, values and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroengine.integrations.deepspeed as deepspeed
+from tests.distributed.ranks import run_ranks
+from tests.integrations.environments import ROOT, run_program
+from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.deepspeed import parameters
+
+WIDTH, STEPS, WINDOW = 8, 4, 2
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2 * number + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": WINDOW,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def losses_of_ddp() -> list[float]:
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        for micro_step in range(WINDOW):
+            inputs, targets = batch(step * WINDOW + micro_step)
+            with contextlib.nullcontext() if micro_step == WINDOW - 1 else model.no_sync():
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                (loss / WINDOW).backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def run_steps(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for number in range(first * WINDOW, last * WINDOW):
+        inputs, targets = batch(number)
+        loss = nn.functional.mse_loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
+    deepspeed.init_distributed()
+    expected = losses_of_ddp()
+    with deepspeed.zero.Init(enabled=stage == 3):
+        model = build()
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings(stage)
+    )
+    assert (loader, schedule) == (None, None)
+    losses = run_steps(engine, 0, 2)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    losses += run_steps(engine, 2, STEPS)
+    facts = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.train_batch_size())
+    state = engine._zero3_consolidated_16bit_state_dict()
+    engine.save_16bit_model(folder)
+    assert engine.get_global_grad_norm() > 0 and optimizer.param_groups[0]["lr"] == engine.get_lr()[0]
+    engine.destroy()
+    # Another model continues with the losses that the first one had, bit for bit.
+    engine, *_ = deepspeed.initialize(model=build(), config=settings(stage))
+    path, client_state = engine.load_checkpoint(folder)
+    resumed = run_steps(engine, 2, STEPS)
+    engine.destroy()
+    if state is not None:
+        written = torch.load(Path(folder) / "pytorch_model.bin")
+        assert all(torch.equal(written[name], state[name]) for name in state)
+        fp32 = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "other")
+        assert {name: value.shape for name, value in fp32.items()} == {
+            n: v.shape for n, v in build().state_dict().items()
+        }
+    return {
+        "expected": expected,
+        "losses": losses,
+        "resumed": resumed,
+        "facts": facts,
+        "path": path,
+        "client_state": client_state,
+        "has_state": state is not None,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_script_trains_as_under_ddp_and_resumes_exactly(stage: int, tmp_path: Path) -> None:
+    results = run_ranks(2, train_and_resume, stage, str(tmp_path))
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-6)
+        assert result["resumed"] == result["losses"][2 * WINDOW :]
+        assert result["facts"] == (STEPS, STEPS * WINDOW, STEPS * 16, 16)
+        # `latest` names the checkpoint that was saved before the one with save_latest=False.
+        assert (result["path"], result["client_state"]) == (str(tmp_path / "global_step2"), {"epoch": 3})
+        assert result["has_state"] == (rank == 0)
+
+
+def boundaries(stage: int) -> None:
+    deepspeed.init_distributed()
+    engine, *_ = deepspeed.initialize(model=build(), config=settings(stage, gradient_accumulation_steps=4))
+    before = engine._zero3_consolidated_16bit_state_dict()
+
+    def micro_step(number: int, is_last: bool, scale: bool = True) -> None:
+        engine.set_gradient_accumulation_boundary(is_last)
+        inputs, targets = batch(number)
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets), scale_wrt_gas=scale)
+
+    micro_step(0, False)
+    engine.step()
+    assert not engine.was_step_applied() and engine.global_steps == 0
+    scaled = deepspeed.utils.safe_get_full_grad(engine.module[0].bias)
+    micro_step(1, True)
+    assert engine.is_gradient_accumulation_boundary()
+    engine.step()
+    # The script's boundary ends the step after two micro-steps, and not the count of four.
+    assert engine.was_step_applied() and engine.global_steps == 1
+    after = engine._zero3_consolidated_16bit_state_dict()
+    assert before is None or not torch.equal(before["0.weight"], after["0.weight"])
+    micro_step(0, True, scale=False)
+    unscaled = deepspeed.utils.safe_get_full_grad(engine.module[0].bias)
+    assert 2 < float(unscaled.norm() / scaled.norm()) < 8
+    engine.step()
+    engine.destroy()
+
+
+def test_the_scripts_boundary_decides_which_step_updates() -> None:
+    for stage in (1, 3):
+        run_ranks(2, boundaries, stage)
+
+
+def values() -> None:
+    deepspeed.init_distributed()
+    rank = dist.get_rank()
+    engine, optimizer, *_ = deepspeed.initialize(model=build(), config=settings(3, gradient_accumulation_steps=1))
+    weight = engine.module[0].weight
+    assert weight.ds_status == deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == (16, WIDTH)
+    # Rank 1's values count, although both ranks write; what is written without a modifier rank by nobody stays.
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
+        assert weight.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE
+        weight.data.fill_(float(rank + 1))
+    with deepspeed.zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full_like(weight, 2.0))
+    inputs, targets = batch(0)
+    engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+    gradient = deepspeed.utils.safe_get_full_grad(weight)
+    assert gradient.shape == weight.shape and gradient.norm() > 0
+    # The parts of the ranks are the whole.
+    parts = [None, None]
+    dist.all_gather_object(parts, deepspeed.utils.safe_get_local_grad(weight))
+    torch.testing.assert_close(torch.cat(parts).view(weight.shape), gradient)
+    local = torch.full(weight.ds_tensor.shape, float(rank))
+    deepspeed.utils.safe_set_local_fp32_param(weight, local)
+    assert torch.equal(deepspeed.utils.safe_get_local_fp32_param(weight), local)
+    deepspeed.utils.safe_set_full_fp32_param(weight, torch.ones(16, WIDTH))
+    engine.step()
+    assert deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg").shape == weight.shape
+    assert deepspeed.utils.safe_get_full_optimizer_state(weight, "no such state") is None
+    owned = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    sizes = [0, 0]
+    dist.all_gather_object(sizes, owned)
+    assert sum(sizes) == sum(param.numel() for param in engine.module.parameters())
+    with pytest.raises(ZeroEngineError, match="this rank owns"):
+        deepspeed.utils.safe_set_local_fp32_param(weight, torch.ones(3))
+    engine.destroy()
+    # The attributes are those of a partitioned parameter, and leave with the engine.
+    assert not any(name.startswith("ds_") for name in vars(weight))
+    frozen, nothing, *_ = deepspeed.initialize(model=build(), config={"train_batch_size": 2})
+    assert nothing is None and not frozen(inputs).requires_grad
+    frozen.destroy()
+    assert all(param.requires_grad for param in frozen.module.parameters())
+
+
+def test_single_parameters_can_be_read_and_written() -> None:
+    run_ranks(2, values)
+
+
+def test_a_status_equals_the_status_of_the_moment() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    status = parameters.StatusOfParameter(param)
+    assert status == deepspeed.zero.ZeroParamStatus.AVAILABLE and status == parameters.StatusOfParameter(param)
+    assert not status == deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
+    assert deepspeed.zero.ZeroParamStatus.AVAILABLE == status
+
+
+def test_the_example_trains_and_continues(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "deepspeed_script.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+
+    def run(steps: int) -> dict[str, Any]:
+        done: subprocess.CompletedProcess[str] = run_program(
+            [*command, f"--steps={steps}", "--width=32", f"--save={tmp_path}"]
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        report: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        return report
+
+    first = run(6)
+    assert first["steps"] == 6 and len(first["losses"]) == 12 and first["losses"][-1] < first["losses"][0]
+    second = run(8)
+    assert second["steps"] == 8 and len(second["losses"]) == 4
