@@ -109,7 +109,7 @@ class DeepSpeedEngine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ZeroEngineError(
                 "backward() takes a scalar loss. For a tensor of several elements write "
-                "engine.scale(tensor).backward(gradient)"
+                "engine.engine.scale(tensor).backward(gradient)"
             )
         self._apply_boundary()
         steps = self.gradient_accumulation_steps()
@@ -120,7 +120,11 @@ class DeepSpeedEngine(nn.Module):
         return loss if factor != 1 or steps == 1 else loss / steps
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale, for a ``backward`` of its own."""
+        """Return the scalar loss times the loss scale, for a ``backward`` of its own."""
+        # DeepSpeed asserts this, and scripts catch its class of error.
+        assert isinstance(loss, torch.Tensor) and loss.numel() == 1, (
+            f"scale() takes a scalar tensor, found {loss!r:.100}"
+        )
         return self.engine.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

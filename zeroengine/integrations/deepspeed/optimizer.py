@@ -142,6 +142,10 @@ class DeepSpeedOptimizer(LocalStateOptimizer):
 
     cur_scale = loss_scale
 
+    def needs_scaler(self) -> bool:
+        """Return whether a loss is to be scaled before a backward of the script's own."""
+        return self._engine.config.scales_loss
+
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
