@@ -72,12 +72,30 @@ class EngineCheckpoints:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool) -> None:
-        """Write a checkpoint. See ``Engine.save_checkpoint``."""
-        with self._parts.timer.span("checkpoint"):
-            self._save(directory, tag, client_state, frozen)
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Any,
+        frozen: bool,
+        *,
+        inside_step: bool = False,
+    ) -> None:
+        """Write a checkpoint. See ``Engine.save_checkpoint``.
 
-    def _save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool) -> None:
+        Args:
+            directory: The folder of checkpoints.
+            tag: The checkpoint's name.
+            client_state: Anything else to save.
+            frozen: Whether frozen parameters are saved.
+            inside_step: Whether this may come between the micro-steps of a step. Their gradients are not saved.
+        """
+        with self._parts.timer.span("checkpoint"):
+            self._save(directory, tag, client_state, frozen, inside_step)
+
+    def _save(
+        self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool, inside_step: bool
+    ) -> None:
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
         parts.backward.end_if_over()
@@ -86,7 +104,7 @@ class EngineCheckpoints:
             parts.state_offloader.check_resident("save_checkpoint()")
             parts.placement.check_intact()
             parts.foreign_parameters.check()
-            if parts.accumulation.has_gradients:
+            if parts.accumulation.has_gradients and not inside_step:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that updated. Where the last step of an epoch has fewer micro-steps, write "

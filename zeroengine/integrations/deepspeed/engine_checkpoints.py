@@ -41,7 +41,14 @@ class EngineFiles:
         """Write a checkpoint. See ``DeepSpeedEngine.save_checkpoint``."""
         latest = Path(folder) / LATEST
         named = latest.read_text() if not save_latest and latest.is_file() else None
-        self._engine.save_checkpoint(folder, tag, client_state or {}, frozen=not exclude_frozen)
+        parts = self._engine._parts
+        parts.backward.end_if_over()
+        if parts.accumulation.has_gradients and parts.group.rank == 0:
+            log.warning(
+                "save_checkpoint() between the micro-steps of a step: their gradients are not saved, so a run that "
+                "continues from this checkpoint repeats the step"
+            )
+        self._engine._checkpoints.save(folder, tag, client_state or {}, not exclude_frozen, inside_step=True)
         if not save_latest:
             # A save in the background writes the file at its end.
             self._engine.wait_for_checkpoint()
