@@ -50,7 +50,7 @@ class FusedAdam(torch.optim.Adam):
         )
 
     # torch's own imports its compiler, which takes 70 MB and a second.
-    add_param_group = add_param_group  # type: ignore[assignment]
+    add_param_group = add_param_group
 
 
 class DeepSpeedCPUAdam(FusedAdam):

@@ -86,7 +86,7 @@ def load_settings(config: Any) -> Config:
             zero.setdefault("offload_param", {"device": "cpu"})
     if tree.get("gradient_clipping") is None:
         tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
-    config = load(tree)
+    config: Config = load(tree)
     if (
         config.low_precision is not None
         and config.data_types.grad_accum_dtype is None
