@@ -86,17 +86,14 @@ def load_settings(config: Any) -> Config:
             zero.setdefault("offload_param", {"device": "cpu"})
     if tree.get("gradient_clipping") is None:
         tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
-    config: Config = load(tree)
-    if (
-        config.low_precision is not None
-        and config.data_types.grad_accum_dtype is None
-        and config.zero_optimization.stage
-    ):
+    loaded = load(tree)
+    precision, stage = loaded.low_precision, loaded.zero_optimization.stage
+    if precision is not None and loaded.data_types.grad_accum_dtype is None and stage:
         # Under ZeRO, DeepSpeed adds micro-steps in the dtype that the model computes in.
-        name = "bf16" if config.low_precision is torch.bfloat16 else "fp16"
+        name = "bf16" if precision is torch.bfloat16 else "fp16"
         tree["data_types"] = {**(tree.get("data_types") or {}), "grad_accum_dtype": name}
-        config = load(tree)
-    return config
+        loaded = load(tree)
+    return loaded
 
 
 class DeepSpeedConfig:
