@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import zeroengine
@@ -162,3 +164,50 @@ def wrong() -> None:
 
 def test_wrong_dataloader_arguments_are_refused() -> None:
     run_ranks(2, wrong)
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.layers(numbers.float()[:, None]).square().mean()
+
+
+def losses_with_dropout(folder: Path, resumes: bool) -> list[float]:
+    """Save after the third of ten batches and go on, or resume from there, and return the losses since then."""
+    engine = make_engine(Task(factory=WithDropout), 2)
+    loader = engine.dataloader(Numbers(40))
+    if resumes:
+        engine.load_checkpoint(folder)
+    losses = []
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps > 3:
+            losses.append(loss.item())
+        elif engine.global_steps == 3:
+            engine.save_checkpoint(folder)
+    return losses
+
+
+def test_dropout_goes_on_in_the_middle_of_an_epoch_as_without_the_interruption(tmp_path: Path) -> None:
+    whole = run_ranks(2, losses_with_dropout, tmp_path, False)
+    assert len(whole[0]) == 7
+    assert run_ranks(2, losses_with_dropout, tmp_path, True) == whole
+
+
+class Random(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 30, ()).item())
+
+
+def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch() -> None:
+    torch.manual_seed(0)
+    ranks = [
+        ResumableLoader(Random(8), rank, 2, 2, shuffle=True, seed=3, options={"num_workers": 1}) for rank in (0, 1)
+    ]
+    drawn = [number for loader in ranks for _ in range(2) for number in taken(loader)]
+    assert len(set(drawn)) == len(drawn) == 16

@@ -108,8 +108,16 @@ class ResumableLoader:
                 "train_micro_batch_size_per_gpu"
             )
         self._sampler = RankSampler(len(dataset), rank, world_size, shuffle, seed)
+        # DataLoader draws a number for its workers whenever an iteration begins. From the global generator the number
+        # would be missing in a run that is resumed within an epoch, whose dropout would then differ.
+        self._worker_seeds = torch.Generator()
+        self._worker_seed = (torch.initial_seed(), seed, rank)
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=self._sampler, drop_last=True, **options
+            dataset,
+            batch_size=batch_size,
+            sampler=self._sampler,
+            drop_last=True,
+            **{"generator": self._worker_seeds, **options},
         )
         self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
         # Whether the next epoch starts at the position that load_state_dict set.
@@ -133,6 +141,8 @@ class ResumableLoader:
             self._consumed = 0
         self._resumes = False
         self._sampler.start = self._consumed
+        # The hash of integers is the same in every process. The workers of other ranks and epochs get other seeds.
+        self._worker_seeds.manual_seed(hash((*self._worker_seed, self._sampler.epoch, self._consumed)) % 2**63)
         for batch in self._loader:
             # This comes before the yield, because a checkpoint saved while this batch is used must not repeat it.
             self._consumed += self._samples_per_step
