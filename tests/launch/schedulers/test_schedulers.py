@@ -299,7 +299,10 @@ def test_kubernetes_manifests(capfd: pytest.CaptureFixture[str]) -> None:
     tree = manifest(capfd, "--nnodes", "2:3", "--nproc", "2", "--cpu", "--max-restarts", "4")
     assert tree["spec"]["elasticPolicy"]["minReplicas"] == 2  # type: ignore[index]
     tree = manifest(capfd, "--nnodes", "2", "--nproc", "2", "--kind", "TrainJob")
-    assert tree["spec"]["trainer"]["numNodes"] == 2 and tree["spec"]["trainer"]["command"] == command  # type: ignore[index]
+    trainer = tree["spec"]["trainer"]  # type: ignore[index]
+    assert trainer["numNodes"] == 2 and trainer["command"] == command
+    # With limits alone, Trainer starts one process in each pod.
+    assert trainer["resourcesPerNode"] == {kind: {"nvidia.com/gpu": 2} for kind in ("requests", "limits")}
 
 
 def test_the_configuration_may_be_in_the_image_alone(capfd: pytest.CaptureFixture[str]) -> None:

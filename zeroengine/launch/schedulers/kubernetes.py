@@ -77,6 +77,8 @@ def build_manifest(
                 "the TrainingRuntime's JobSet). Leave --max-restarts out, or write --kind PyTorchJob"
             )
         trainer = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
+        # Versions of Trainer start one process in a pod that has limits and no requests, whatever numProcPerNode says.
+        resources = {"requests": dict(resources["limits"]), **resources} if resources else {}
         trainer |= {"env": variables, "resourcesPerNode": resources}
         trainer = {key: value for key, value in trainer.items() if value}
         body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
