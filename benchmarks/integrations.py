@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,56 @@ def lightning(strategy: str, options: argparse.Namespace) -> tuple[list[float], 
     return [after - before for before, after in zip(module.times, module.times[1:], strict=False)], float(module.loss)
 
 
-FRAMEWORKS: dict[str, Callable[[str, argparse.Namespace], tuple[list[float], float]]] = {"lightning": lightning}
+def transformers(strategy: str, options: argparse.Namespace) -> tuple[list[float], float]:
+    """Train with the Trainer of transformers. The loss is the mean over the steps, which is what it logs."""
+    import transformers as framework
+
+    from zeroengine.integrations.transformers import ZeroTrainer
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build(options)
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.model(ids, labels)}
+
+    class Clock(framework.TrainerCallback):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.times.append(time.perf_counter())
+
+    steps, model, clock = options.steps + WARM_UP + 1, Model(), Clock()
+    sequences = next(batches(options.size, 0, options.batch * options.ranks * steps, options.context))
+    data = [{"ids": ids, "labels": labels} for ids, labels in zip(*sequences, strict=True)]
+    arguments = framework.TrainingArguments(
+        tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=options.batch,
+        max_grad_norm=CLIP,
+        lr_scheduler_type="constant",
+        ddp_find_unused_parameters=False,
+        logging_steps=steps,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    kind = framework.Trainer if strategy == "ddp" else ZeroTrainer
+    keys = {} if strategy == "ddp" else {"zero_config": {"zero_optimization": {"stage": 0}}}
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    trainer = kind(model, arguments, train_dataset=data, callbacks=[clock], optimizers=(optimizer, None), **keys)
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)], float(loss)
+
+
+FRAMEWORKS: dict[str, Callable[[str, argparse.Namespace], tuple[list[float], float]]] = {
+    "lightning": lightning,
+    "transformers": transformers,
+}
 
 
 def run(strategy: str, options: argparse.Namespace, arguments: list[str]) -> dict[str, float]:

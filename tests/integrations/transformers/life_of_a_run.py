@@ -83,6 +83,12 @@ def again_in_the_same_folder() -> int:
     second.train(resume_from_checkpoint=True)
     second.train()  # once more, from the beginning of the data
     assert first.engine is not second.engine
+    before = second.engine.full_state_dict()
+    third = ZeroTrainer(second.model, training_arguments(), train_dataset=TRAIN, zero_config=zero(1))
+    third.train()
+    after = third.engine.full_state_dict()
+    assert third.engine.config.zero_optimization.stage == 1
+    assert not any(torch.equal(before[name], after[name]) for name in before), "another trainer trains the same model"
     return len(losses(second))
 
 

@@ -60,6 +60,7 @@ CASES: dict[str, Callable[[], None]] = {
     "two schedules": lambda: train(
         {"scheduler": WARMUP}, (None, torch.optim.lr_scheduler.ConstantLR(other_optimizer()))
     ),
+    "no checkpoint": lambda: train(resume="/nowhere/checkpoint-7"),
     "old version": old_version,
 }
 

@@ -18,6 +18,7 @@ EXPECTED = {
     "optimizer of another model": ["is not a parameter of the model"],
     "schedule of another optimizer": ["ConstantLR", "optimizers=(optimizer, scheduler)"],
     "two schedules": ["given a ConstantLR", 'the configuration names "scheduler"'],
+    "no checkpoint": ["there is no folder /nowhere/checkpoint-7", "True for the newest one"],
     "old version": ["found transformers 4.57.1", "pip install 'transformers>=5.23'"],
 }
 

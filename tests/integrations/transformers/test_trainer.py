@@ -52,7 +52,7 @@ def test_evaluation_resumption_and_weights(tmp_path: Path) -> None:
 
 def test_the_docs_page_runs(tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
-    assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] >= 2
+    assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] == 5
 
 
 def test_the_seams_of_transformers_and_accelerate_are_as_they_were() -> None:

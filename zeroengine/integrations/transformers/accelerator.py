@@ -179,8 +179,11 @@ class TrainerAccelerator(Accelerator):
     def _training_engine(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
         """Return the engine that trains `model`. A second call of `train` goes on with the engine of the first."""
         module = self.unwrap_model(model, keep_torch_compile=False)
-        self.engine = engine_of(module)
-        if self.engine is None:
+        present = engine_of(module)
+        if present is None or present is not self.engine:
+            if present is not None:
+                # Another trainer has trained this model, with an optimizer of its own.
+                present.release()
             self.engine = initialize(module, optimizer, self.zero_config)
         # An earlier run of the loop may have ended in the middle of a step.
         self.engine.zero_grad()

@@ -213,6 +213,11 @@ class ZeroTrainerMixin(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Put off loading until there is an engine, which reads only the part of each rank."""
         folder = Path(resume_from_checkpoint)
+        if not folder.is_dir():
+            raise ZeroEngineError(
+                f"resume_from_checkpoint: there is no folder {folder}. Write the folder of a checkpoint, such as "
+                f"{self.args.output_dir}/checkpoint-500, or True for the newest one in {self.args.output_dir}."
+            )
         if not (folder / FOLDER).is_dir() and (folder / OPTIMIZER_NAME).is_file():
             raise ZeroEngineError(
                 f"{folder} is a checkpoint of a trainer without the engine, whose {OPTIMIZER_NAME} cannot be "
