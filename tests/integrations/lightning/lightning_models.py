@@ -86,10 +86,9 @@ def config(stage: int, **sections: Any) -> dict[str, Any]:
 
 
 def trainer(strategy: Any, folder: Any = None, **options: Any) -> lightning.Trainer:
-    settings = {"max_epochs": 2, "enable_checkpointing": False, "logger": False} | options
+    settings = {"max_epochs": 2, "devices": 2, "enable_checkpointing": False, "logger": False} | options
     return lightning.Trainer(
         accelerator="cpu",
-        devices=2,
         strategy=strategy,
         default_root_dir=folder,
         enable_progress_bar=False,
