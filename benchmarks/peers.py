@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
     parser.add_argument("--context", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--only", nargs="*", help="engines as name:stage")
+    parser.add_argument("--json", type=Path, help="also write the figures into this file")
     args = parser.parse_args()
     engines = args.only or OURS + ENGINES
     ratios: dict[str, list[float]] = {engine: [] for engine in engines}
@@ -72,6 +73,32 @@ def main() -> None:
     for engine, values in sorted(ratios.items(), key=lambda item: item[0].partition(":")[2]):
         figures = f"{statistics.median(values):>5.2f} {min(values):>6.2f} {max(values):>6.2f}"
         print(f"{engine.replace(':', ' stage '):<20} {figures} {statistics.median(peaks[engine]):>9.0f}")
+    if args.json:
+        args.json.write_text(json.dumps(figures_of(args, ratios, peaks), indent=1) + "\n")
+
+
+def figures_of(
+    args: argparse.Namespace, ratios: dict[str, list[float]], peaks: dict[str, list[float]]
+) -> dict[str, object]:
+    """Return the medians and the ranges, with the settings, the machine and the versions."""
+    rows = [
+        {
+            "engine": engine.partition(":")[0],
+            "stage": int(engine.partition(":")[2]),
+            "speed": round(statistics.median(values), 3),
+            "lowest": round(min(values), 3),
+            "highest": round(max(values), 3),
+            "peak_mib": round(statistics.median(peaks[engine])),
+        }
+        for engine, values in ratios.items()
+    ]
+    settings = {key: getattr(args, key) for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context")}
+    return {
+        "machine": machine(),
+        **settings,
+        "floor_peak_mib": round(statistics.median(peaks["floor"])),
+        "engines": rows,
+    }
 
 
 def machine() -> str:

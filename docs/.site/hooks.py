@@ -1,0 +1,82 @@
+"""Adapt the pages of docs/, which are written for GitHub as well, to MkDocs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+REASON = re.compile(r"^(\s*```\w+) no-run: .*$", re.MULTILINE)
+ROWS = "<!-- one row for each page of this folder -->\n"
+PACKAGES = "<!-- the packages of zeroengine.integrations -->\n"
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages of integrations/ to the navigation, so that a new page needs no line in mkdocs.yml."""
+    for section in config.nav:
+        if "Integrations" in section:
+            pages = integration_pages(Path(config.docs_dir))
+            section["Integrations"] += [f"integrations/{page.name}" for page in pages]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Return a page with its generated parts, and without the reasons why the suite does not run a fence."""
+    docs = Path(config.docs_dir)
+    if page.file.src_uri == "integrations/index.md":
+        markdown = replaced(markdown, ROWS, integration_rows(docs))
+    if page.file.src_uri == "api/integrations.md":
+        markdown = replaced(markdown, PACKAGES, integration_reference(docs.parent))
+    # MkDocs takes a fence with the language alone.
+    return REASON.sub(r"\1", markdown)
+
+
+def replaced(text: str, placeholder: str, value: str) -> str:
+    """Return the text with the value in the place of the placeholder.
+
+    Raises:
+        ValueError: The placeholder is absent.
+    """
+    if placeholder not in text:
+        raise ValueError(f"the line {placeholder.strip()!r} is gone")
+    return text.replace(placeholder, value)
+
+
+def integration_pages(docs: Path) -> list[Path]:
+    """Return the pages of the integrations, without the overview."""
+    return sorted(page for page in (docs / "integrations").glob("*.md") if page.stem != "index")
+
+
+def integration_rows(docs: Path) -> str:
+    """Return a row of the overview's table for each page: its title, the import, and a link."""
+    rows = []
+    for page in integration_pages(docs):
+        text = page.read_text()
+        title = text.partition("\n")[0].removeprefix("# ")
+        imported = re.search(r"^\s*((?:from|import) zeroengine\.integrations\S*.*?)(?:  #.*)?$", text, re.MULTILINE)
+        what = f"`{imported[1]}`" if imported else ""
+        rows.append(f"| {title} | {what} | [{title}]({page.name}) |\n")
+    return "".join(rows)
+
+
+def integration_reference(root: Path) -> str:
+    """Return the directives for the public names of each package of zeroengine.integrations."""
+    parts = []
+    for package in sorted((root / "zeroengine" / "integrations").iterdir()):
+        names = exported_names(package / "__init__.py") if (package / "__init__.py").is_file() else []
+        if names:
+            parts.append(f"## zeroengine.integrations.{package.name}\n\n")
+            parts += [
+                f"::: zeroengine.integrations.{package.name}.{name}\n    options: {{heading_level: 3}}\n\n"
+                for name in names
+            ]
+    return "".join(parts)
+
+
+def exported_names(file: Path) -> list[str]:
+    """Return the names in a module's ``__all__``, without importing it."""
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return list(ast.literal_eval(statement.value))
+    return []

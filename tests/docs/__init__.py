@@ -1,0 +1,1 @@
+"""The documentation as a site, and the messages that its pages quote."""
