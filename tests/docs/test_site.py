@@ -125,7 +125,7 @@ def test_a_reader_finds_a_page_by_searching_without_a_network(site: Path, browse
         assert overflow <= 0, "the page is wider than the screen"
         if width < 1000:
             page.locator("label[for=__search]").first.click()
-        page.locator(".md-search__input").fill("NaN")
+        page.locator(".md-search__input").press_sequentially("NaN", delay=50)
         result = page.locator(".md-search-result__link", has_text="My loss is NaN").first
         result.wait_for(timeout=20_000)
         result.click()
