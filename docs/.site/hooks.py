@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 REASON = re.compile(r"^(\s*```\w+) no-run: .*$", re.MULTILINE)
+MESSAGE = re.compile(r"^```text$", re.MULTILINE)
 ROWS = "<!-- one row for each page of this folder -->\n"
 PACKAGES = "<!-- the packages of zeroengine.integrations -->\n"
 
@@ -28,6 +29,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         markdown = replaced(markdown, ROWS, integration_rows(docs))
     if page.file.src_uri == "api/integrations.md":
         markdown = replaced(markdown, PACKAGES, integration_reference(docs.parent))
+    if page.file.src_uri.startswith("trouble/"):
+        # Messages are long lines, and are broken there. Elsewhere such blocks are tables and drawings.
+        markdown = MESSAGE.sub("```{.text .message}", markdown)
     # MkDocs takes a fence with the language alone.
     return REASON.sub(r"\1", markdown)
 
