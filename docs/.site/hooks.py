@@ -9,6 +9,7 @@ from typing import Any
 
 REASON = re.compile(r"^(\s*```\w+) no-run: .*$", re.MULTILINE)
 MESSAGE = re.compile(r"^```text$", re.MULTILINE)
+LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)\)")
 ROWS = "<!-- one row for each page of this folder -->\n"
 PACKAGES = "<!-- the packages of zeroengine.integrations -->\n"
 
@@ -32,8 +33,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("trouble/"):
         # Messages are long lines, and are broken there. Elsewhere such blocks are tables and drawings.
         markdown = MESSAGE.sub("```{.text .message}", markdown)
+    markdown = without_links_to_the_repository(markdown, Path(page.file.abs_src_path), docs)
     # MkDocs takes a fence with the language alone.
     return REASON.sub(r"\1", markdown)
+
+
+def without_links_to_the_repository(markdown: str, page: Path, docs: Path) -> str:
+    """Return a page in which a link to a file of the repository outside docs/ is only its label."""
+
+    def label_or_link(link: re.Match[str]) -> str:
+        target = (page.parent / link[2]).resolve()
+        is_elsewhere = target.exists() and not target.is_relative_to(docs.resolve())
+        return link[1] if is_elsewhere else link[0]
+
+    return LINK.sub(label_or_link, markdown)
 
 
 def replaced(text: str, placeholder: str, value: str) -> str:
