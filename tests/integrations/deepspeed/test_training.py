@@ -126,7 +126,7 @@ def test_a_script_trains_as_under_ddp_and_resumes_exactly(stage: int, tmp_path: 
         assert result["has_state"] == (rank == 0)
 
 
-def boundaries(stage: int) -> None:
+def boundaries(stage: int, folder: str) -> None:
     deepspeed.init_distributed()
     engine, *_ = deepspeed.initialize(model=build(), config=settings(stage, gradient_accumulation_steps=4))
     before = engine._zero3_consolidated_16bit_state_dict()
@@ -139,6 +139,8 @@ def boundaries(stage: int) -> None:
     micro_step(0, False)
     engine.step()
     assert not engine.was_step_applied() and engine.global_steps == 0
+    # A checkpoint between micro-steps leaves the step in progress as it is.
+    engine.save_checkpoint(folder, tag=f"inside-{stage}")
     scaled = deepspeed.utils.safe_get_full_grad(engine.module[0].bias)
     micro_step(1, True)
     assert engine.is_gradient_accumulation_boundary()
@@ -154,9 +156,9 @@ def boundaries(stage: int) -> None:
     engine.destroy()
 
 
-def test_the_scripts_boundary_decides_which_step_updates() -> None:
+def test_the_scripts_boundary_decides_which_step_updates(tmp_path: Path) -> None:
     for stage in (1, 3):
-        run_ranks(2, boundaries, stage)
+        run_ranks(2, boundaries, stage, str(tmp_path))
 
 
 def values() -> None:
