@@ -275,6 +275,10 @@ def errors_of_training() -> dict[str, str]:
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
     texts["an optimizer of another model"] = message(lambda: accelerator.prepare(stranger))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    strange_schedule = torch.optim.lr_scheduler.StepLR(stranger, 1)
+    texts["a schedule of another optimizer"] = message(lambda: accelerator.prepare(strange_schedule))
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    texts["a wrapped model"] = message(lambda: accelerator.prepare(wrapped))
     texts["a second optimizer"] = message(lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
     with accelerator.accumulate(model):
         accelerator.backward(loss_of(model, data()[:4]))

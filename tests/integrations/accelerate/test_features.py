@@ -101,6 +101,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(results: list[dict[str, Any]],
 ERRORS = {
     "backward before the optimizer": "model, optimizer = accelerator.prepare(model, optimizer)",
     "an optimizer of another model": "the optimizer has parameters of none of the prepared models (Small)",
+    "a schedule of another optimizer": "StepLR is over another SGD than those that were prepared",
+    "a wrapped model": "leave DistributedDataParallel(...) out",
     "a second optimizer": "Small is trained by another optimizer already",
     "clipping too early": "Write `if accelerator.sync_gradients:` above",
     "saving too early": "save_checkpoint() between the micro-steps of a step would lose their gradients",

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from zeroengine.comm.launched_ranks import has_peers, join_launched_ranks
 from zeroengine.config import Config, load
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.initialize import engine_of
+from zeroengine.engine.initialize import check_undistributed, engine_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate import settings, states
 from zeroengine.integrations.accelerate.engines import (
@@ -32,7 +32,7 @@ from zeroengine.integrations.accelerate.engines import (
     parameters_of,
     trainable_parameters,
 )
-from zeroengine.integrations.accelerate.pairing import engine_to_clip, engines_of, model_of
+from zeroengine.integrations.accelerate.pairing import check_schedule, engine_to_clip, engines_of, model_of
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule, ZeroAcceleratedOptimizer
 
 # The attribute by which accelerate knows what it has prepared.
@@ -134,8 +134,10 @@ class ZeroAccelerator(Accelerator):
             evaluation_mode: Whether the model is not trained, although it may have trainable parameters.
 
         Raises:
-            ZeroEngineError: The model is distributed over devices by `device_map`.
+            ZeroEngineError: The model is distributed over devices by `device_map`, or wrapped, such as in DDP.
         """
+        # unwrap_model() below would take such a wrapper off, and leave its hooks in the model.
+        check_undistributed(model)
         if self.verify_device_map(model):
             raise ZeroEngineError(
                 f"{type(model).__name__} was loaded with a device_map over several devices: zeroengine partitions it "
@@ -219,7 +221,7 @@ class ZeroAccelerator(Accelerator):
         """Prepare a schedule as accelerate does.
 
         Raises:
-            ZeroEngineError: The configuration names a schedule as well.
+            ZeroEngineError: The configuration names a schedule as well, or this one is over another optimizer.
         """
         if self.zero_config.scheduler is not None:
             raise ZeroEngineError(
@@ -227,6 +229,7 @@ class ZeroAccelerator(Accelerator):
                 f"{self.zero_config.scheduler.type}, which the configuration names. Remove the section scheduler from "
                 "the configuration, or pass accelerate.utils.deepspeed.DummyScheduler(optimizer)."
             )
+        check_schedule(scheduler, self._optimizers)
         return super().prepare_scheduler(scheduler)
 
     # -- training ---------------------------------------------------------------------------------

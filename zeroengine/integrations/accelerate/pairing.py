@@ -40,6 +40,26 @@ def model_of(params: Iterable[torch.Tensor], models: Sequence[nn.Module]) -> nn.
     return owners[0]
 
 
+def check_schedule(schedule: object, prepared: Sequence[object]) -> None:
+    """Check that the optimizer of a schedule was prepared. A schedule without an optimizer is left to accelerate.
+
+    Args:
+        schedule: The schedule.
+        prepared: The optimizers that were prepared, as accelerate's wrappers.
+
+    Raises:
+        ZeroEngineError: It was not, so that the schedule would change nothing that is trained.
+    """
+    optimizer = getattr(schedule, "optimizer", None)
+    known = {id(inner) for wrapper in prepared for inner in (wrapper, getattr(wrapper, "optimizer", None))}
+    if isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in known:
+        raise ZeroEngineError(
+            f"prepare(): {type(schedule).__name__} is over another {type(optimizer).__name__} than those that were "
+            "prepared, so it would change nothing. Make it over the optimizer that you prepare, and prepare both in "
+            "one call: model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)."
+        )
+
+
 def engines_of(params: Iterable[torch.Tensor]) -> list[Engine]:
     """Return the engines that parameters belong to, each once, in the order of the parameters."""
     owners = (owner_of(param) for param in params if isinstance(param, nn.Parameter))
