@@ -1,0 +1,189 @@
+"""Run DeepSpeed's own unit tests on zeroengine: ``python -m tests.integrations.deepspeed.upstream.run --source DIR``.
+
+``DIR`` is a checkout of DeepSpeed at the commit that ``tests.txt`` names. Its tests are copied into a scratch folder
+and run unmodified. Whatever they import as ``deepspeed`` comes from the folder that ``zero-launch --as-deepspeed`` puts
+on the path.
+``tests.txt`` lists the tests that apply to at most two ranks on CPU, and ``exclusions.txt`` all others with the reason.
+
+Each test has its own timeout, since a rank that fails often leaves the other one waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.integrations.deepspeed.upstream import lists
+from tests.integrations.environments import ROOT, python_of
+
+HERE = Path(__file__).parent
+AS_DEEPSPEED = ROOT / "zeroengine" / "integrations" / "as_deepspeed"
+# A process of pytest runs so many tests of a file: imports cost more than most tests.
+TESTS_A_PROCESS = 40
+
+
+class Runner:
+    """Runs tests in processes of pytest, several at a time, and keeps what each test did."""
+
+    def __init__(self, tests: Path, scratch: Path, use_deepspeed: bool, timeout_s: float) -> None:
+        """Prepare to run the tests below `tests`, on zeroengine or on the real DeepSpeed."""
+        self.tests = tests
+        self.scratch = scratch
+        self.timeout_s = timeout_s
+        self.outcomes: dict[str, tuple[str, str]] = {}
+        self._python = str(python_of("deepspeed"))
+        paths = [str(HERE), str(tests)] if use_deepspeed else [str(AS_DEEPSPEED), str(HERE), str(tests), str(ROOT)]
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "DS_ACCELERATOR": "cpu",
+            # Upstream's accelerator of the CPU counts so many devices.
+            "LOCAL_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRITON_INTERPRET": "0",
+            "DS_UNITTEST_TIMEOUT": str(int(timeout_s) * 2),
+        }
+        # torchrun's variables of an outer run would reach the ranks.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            self._environment.pop(name, None)
+
+    def collect(self, files: Sequence[str]) -> dict[str, int]:
+        """Return every test in some files, with the ranks that it starts at most."""
+        reports = self.scratch / "collected"
+        self._start(["--collect-only", "-q", "--continue-on-collection-errors", *files], reports, self.scratch / "output").wait()
+        return {line["node"]: line["ranks"] for line in read_lines(reports)}
+
+    def run(self, nodes: Sequence[str], jobs: int) -> None:
+        """Run tests, `jobs` processes of pytest at a time."""
+        waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        by_file = collections.defaultdict(list)
+        for node in nodes:
+            by_file[node.partition("::")[0]].append(node)
+        for group in by_file.values():
+            for first in range(0, len(group), TESTS_A_PROCESS):
+                waiting.put(group[first : first + TESTS_A_PROCESS])
+
+        def work(worker: int) -> None:
+            while True:
+                try:
+                    group = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                while group:
+                    group = self._run_group(group, worker)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run_group(self, group: list[str], worker: int) -> list[str]:
+        """Run tests in one process, and return those that are left because one of them ended it or was stopped."""
+        reports = self.scratch / f"reports{worker}"
+        reports.unlink(missing_ok=True)
+        # Output goes to a file: a pipe that nobody reads would fill up and stop the tests.
+        output = reports.with_suffix(".output")
+        process = self._start(["-q", f"--basetemp={self.scratch / f'files{worker}'}", *group], reports, output)
+        size, since = -1, time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.1)
+            new_size = reports.stat().st_size if reports.exists() else 0
+            if new_size != size:
+                size, since = new_size, time.monotonic()
+            elif time.monotonic() - since > self.timeout_s:
+                break
+        timed_out = process.poll() is None
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        started, finished = None, set()
+        for line in read_lines(reports):
+            node, outcome = line["node"], line["outcome"]
+            if outcome == "started":
+                started = node
+            elif outcome == "finished":
+                finished.add(node)
+                started = None
+                self._print(node)
+            elif self.outcomes.get(node, ("", ""))[0] != "failed":
+                self.outcomes[node] = (outcome, line["text"])
+        # Without a test to blame the process could not collect the tests.
+        stopped = (
+            started or next(node for node in group if node not in finished) if len(finished) < len(group) else None
+        )
+        if stopped is not None:
+            what = f"no result within {self.timeout_s:.0f} s" if timed_out else f"exit code {process.returncode}"
+            self.outcomes[stopped] = ("failed", f"{output.read_text(errors='replace')[-6000:]}\n{what}")
+            finished.add(stopped)
+            self._print(stopped)
+        return [node for node in group if node not in finished]
+
+    def _print(self, node: str) -> None:
+        print(f"{self.outcomes.get(node, ('?', ''))[0]:8} {node}", flush=True)
+
+    def _start(self, arguments: Sequence[str], reports: Path, output: Path) -> subprocess.Popen[bytes]:
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                [self._python, "-m", "pytest", "-p", "pytest_reports", "-p", "no:cacheprovider", *arguments],
+                cwd=self.tests,
+                env={**self._environment, "UPSTREAM_REPORTS": str(reports)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    """Return the values of a file with a JSON object in each line; a last line may be half written."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run DeepSpeed's own unit tests on zeroengine")
+    parser.add_argument("--source", type=Path, required=True, help="a checkout of DeepSpeed")
+    parser.add_argument("--real", action="store_true", help="run them on the real DeepSpeed instead")
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="write all tests with their ranks, and run none")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose id contains this")
+    parser.add_argument("--tests", type=Path, default=lists.TESTS, help="the list of tests")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest at a time")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for each test")
+    parser.add_argument("--results", type=Path, help="also write a JSON file with each test's outcome and message")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="upstream") as folder:
+        scratch = Path(folder)
+        shutil.copytree(options.source / "tests", scratch / "tests")
+        runner = Runner(scratch / "tests", scratch, options.real or options.collect is not None, options.timeout)
+        if options.collect is not None:
+            collected = runner.collect(lists.FILES)
+            options.collect.write_text(json.dumps(collected, indent=1))
+            print(f"{len(collected)} tests")
+            return 0
+        nodes = [node for node in lists.read_tests(options.tests) if options.only in node]
+        runner.run(nodes, options.jobs)
+    if options.results:
+        options.results.write_text(json.dumps(runner.outcomes, indent=1))
+    passed = lists.print_table(runner.outcomes, whole=not options.only)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
