@@ -25,6 +25,8 @@ HONORED_BY = {
         (("nnodes",), ("ssh", "slurm", "k8s")),
         (("master_addr",), ("ssh", "slurm", "mpi")),
         (("include", "exclude", "node_timeout", "max_idle_rounds"), ("ssh", "slurm")),
+        # The folder's path is the same on all nodes, as those of the script and the environment are.
+        (("as_deepspeed",), ("local", "ssh", "slurm", "mpi")),
         (("connect_timeout", "import_timeout", "fan_out"), ("ssh", "slurm")),
         (("hostfile", "ssh"), ("ssh",)),
         (("submit", "sbatch"), ("slurm",)),
@@ -68,6 +70,9 @@ def parser() -> CommandParser:
     idle_rounds = "an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)"
     add("--max-idle-rounds", **count, default=protocol.MAX_IDLE_ROUNDS, help=idle_rounds)
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+    deepspeed = "`import deepspeed` is zeroengine in the ranks; =force also where DeepSpeed is installed"
+    choices = ("absent", "force")
+    add("--as-deepspeed", nargs="?", choices=choices, const="absent", metavar="=force", help=deepspeed)
 
     add = parser.add_argument_group("the nodes").add_argument
     add("--launcher", choices=LAUNCHERS, help="how to get there (default: ssh with a hostfile, else local)")
@@ -108,7 +113,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, with `script` (None if there is none), its `arguments`, and the whole `argv`."""
     launch_parser = parser()
     refuse_other_options(argv, launch_parser)
-    argv = _join_sbatch_value(argv, launch_parser)
+    argv = _join_values(argv, launch_parser)
     options = launch_parser.parse_args(argv)
     # A leading "--" only separates the script from the options, and is no argument of the script.
     words = options.command[options.command[:1] == ["--"] :]
@@ -152,8 +157,11 @@ def refuse_other_options(argv: Sequence[str], launch_parser: CommandParser) -> N
         raise LaunchError(f"{problems[0]}{end} Usage: {USAGE}")
 
 
-def _join_sbatch_value(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
-    """Write `--sbatch --time=1:00:00` as one word, since argparse takes no value that looks like an option."""
+def _join_values(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
+    """Write `--sbatch --time=1:00:00` as one word, since argparse takes no value that looks like an option.
+
+    A bare `--as-deepspeed` gets its default, since argparse would take the script for its value.
+    """
     # Only options that take exactly one value can swallow the next word.
     takes_value = {name for action in launch_parser._actions if action.nargs is None for name in action.option_strings}
     words, rest = [], list(argv)
@@ -161,6 +169,7 @@ def _join_sbatch_value(argv: Sequence[str], launch_parser: CommandParser) -> lis
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
         value = [rest.pop(0)] if word in takes_value and rest else []
+        word = "--as-deepspeed=absent" if word == "--as-deepspeed" else word
         words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
     return words + rest
 

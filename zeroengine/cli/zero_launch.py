@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zeroengine.cli.launch_options import check_options, parse_arguments
 from zeroengine.cli.parser import command
 from zeroengine.errors import LaunchError
+from zeroengine.integrations import as_deepspeed
 from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables, parse_variable
 from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
 from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
@@ -73,6 +74,7 @@ def launch_locally(options: argparse.Namespace) -> int:
     nproc = job.count_processes(options.nproc, options.cpu)
     environment = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
     environment |= explicit_variables(options.env)
+    environment |= variables_as_deepspeed(options, os.environ | environment)
     if "OMP_NUM_THREADS" not in os.environ | environment:
         environment["OMP_NUM_THREADS"] = job.omp_threads(nproc)
     if options.bind is not None:
@@ -189,6 +191,7 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
     variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
     variables |= job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
     variables |= explicit_variables(options.env)
+    variables |= variables_as_deepspeed(options, os.environ | variables)
     # Without a limit every rank would use all cores of the node.
     if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
         variables["OMP_NUM_THREADS"] = job.omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
@@ -267,6 +270,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     if options.config is not None and not os.path.isfile(options.config):
         # Reports the missing file. The first node checks the content, since its process imports torch anyway.
         job.check_config(options.config, options.set)
+    environment = forwarded_variables(options.env)
     request = ClusterRequest(
         hosts,
         min_nodes,
@@ -277,7 +281,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         module=options.module,
         nproc=options.nproc,
         cpu=options.cpu,
-        environment=forwarded_variables(options.env),
+        environment=environment | variables_as_deepspeed(options, environment),
         ranks_environment=job.rank_environment(options.cpu, options.config, options.set, options.run_folder),
         config=None if options.config is None else os.path.abspath(options.config),
         overrides=options.set,
@@ -307,6 +311,13 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     events.append_outcome(outcome)
     console.print_own(failure_report(outcome, console))
     return outcome.code
+
+
+def variables_as_deepspeed(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which `deepspeed` is zeroengine in the ranks, or none."""
+    if options.as_deepspeed is None:
+        return {}
+    return {"PYTHONPATH": as_deepspeed.python_path(options.as_deepspeed, environ)}
 
 
 def script_words(options: argparse.Namespace) -> list[str]:

@@ -64,7 +64,9 @@ class Runner:
     def collect(self, files: Sequence[str]) -> dict[str, int]:
         """Return every test in some files, with the ranks that it starts at most."""
         reports = self.scratch / "collected"
-        self._start(["--collect-only", "-q", "--continue-on-collection-errors", *files], reports, self.scratch / "output").wait()
+        self._start(
+            ["--collect-only", "-q", "--continue-on-collection-errors", *files], reports, self.scratch / "output"
+        ).wait()
         return {line["node"]: line["ranks"] for line in read_lines(reports)}
 
     def run(self, nodes: Sequence[str], jobs: int) -> None:
