@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integrations.environments import run_program
+from tests.integrations.environments import python_of, run_program
 from zeroengine.cli.launch_options import parse_arguments
 from zeroengine.errors import LaunchError
 from zeroengine.integrations import as_deepspeed
 
 SCRIPT = Path(__file__).with_name("train_on_deepspeed_names.py")
+TRAINER = SCRIPT.with_name("train_transformers.py")
 LAUNCH = [sys.executable, "-m", "zeroengine.cli.zero_launch", "--cpu", "--nproc", "2"]
 
 
@@ -70,3 +71,23 @@ def test_the_metadata_is_part_of_the_wheel() -> None:
     patterns = json.loads(line.partition("= ")[2])
     packaged = {path for pattern in patterns for path in (ROOT / "zeroengine").glob(pattern)}
     assert packaged >= set(as_deepspeed.FOLDER.glob("*.dist-info/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_of_transformers_trains_with_deepspeed_as_under_ddp(tmp_path: Path, stage: int) -> None:
+    reports = {}
+    for name, number in (("ddp", 0), ("deepspeed", stage)):
+        path = tmp_path / f"{name}.report"
+        command = [str(python_of("transformers")), *LAUNCH[1:], "--as-deepspeed", str(TRAINER), str(tmp_path / name)]
+        done = run_program([*command, str(number)], {"REPORT": str(path)})
+        assert done.returncode == 0, done.stdout[-6000:]
+        reports[name] = json.loads(Path(f"{path}.0").read_text())
+    ddp, trained = reports["ddp"], reports["deepspeed"]
+    assert trained["engine"] == "zeroengine.integrations.deepspeed.engine"
+    assert trained["whole"] == pytest.approx(ddp["whole"], abs=1e-5)
+    assert trained["evaluated"] == pytest.approx(ddp["evaluated"], abs=1e-5)
+    # Resuming takes the same steps again, and what was saved are the whole weights.
+    assert trained["resumed"] == trained["whole"]
+    assert trained["resumed_evaluated"] == trained["evaluated"]
+    assert trained["saved"] == pytest.approx(ddp["saved"], rel=1e-5)

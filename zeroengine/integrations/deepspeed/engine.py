@@ -166,6 +166,16 @@ class DeepSpeedEngine(nn.Module):
         with self.engine.no_sync():
             yield
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Keep the gradients of backwards inside on this rank. The ``step`` that follows reduces their sum once."""
+        if self.zero_optimization_stage() == 0:
+            raise NotImplementedError("coalesce_grad_reduction() needs stage 1, 2 or 3; write no_sync() at stage 0")
+        boundary = self._boundary
+        with self.no_sync():
+            yield
+        self._boundary = boundary
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step."""
         self.engine.zero_grad()
@@ -294,6 +304,10 @@ class DeepSpeedEngine(nn.Module):
     def zero_optimization_stage(self) -> int:
         """Return the stage, 0 to 3."""
         return int(self.engine.config.zero_optimization.stage)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return True: whole weights can be saved at stage 3, whatever the key of this name says."""
+        return True
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return whether gradients are partitioned."""

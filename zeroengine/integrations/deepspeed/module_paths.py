@@ -190,7 +190,12 @@ MODULES: dict[str, dict[str, Any]] = {
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
-    "runtime.zero.partition_parameters": _PARTITION_PARAMETERS,
+    "runtime.zero.partition_parameters": {
+        **_PARTITION_PARAMETERS,
+        # transformers replaces the first while it builds a model in zero.Init. Init here leaves constructors alone.
+        "zero_wrapper_for_fp_tensor_constructor": lambda constructor, *arguments, **options: constructor,
+        "_orig_torch_arange": torch.arange,
+    },
     "runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": optimizer.DeepSpeedZeroOptimizer_Stage3,
         "unwrap_model_for_generation": zero.unwrap_model_for_generation,

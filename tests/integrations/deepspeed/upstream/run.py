@@ -37,8 +37,9 @@ TESTS_A_PROCESS = 40
 class Runner:
     """Runs tests in processes of pytest, several at a time, and keeps what each test did."""
 
-    def __init__(self, tests: Path, scratch: Path, use_deepspeed: bool, timeout_s: float) -> None:
+    def __init__(self, tests: Path, scratch: Path, use_deepspeed: bool, timeout_s: float, results: Path | None) -> None:
         """Prepare to run the tests below `tests`, on zeroengine or on the real DeepSpeed."""
+        self.results = results
         self.tests = tests
         self.scratch = scratch
         self.timeout_s = timeout_s
@@ -87,6 +88,8 @@ class Runner:
                     return
                 while group:
                     group = self._run_group(group, worker)
+                    if self.results is not None:
+                        self.results.write_text(json.dumps(self.outcomes.copy(), indent=1))
 
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(jobs)]
         for thread in threads:
@@ -173,7 +176,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="upstream") as folder:
         scratch = Path(folder)
         shutil.copytree(options.source / "tests", scratch / "tests")
-        runner = Runner(scratch / "tests", scratch, options.real or options.collect is not None, options.timeout)
+        use_deepspeed = options.real or options.collect is not None
+        runner = Runner(scratch / "tests", scratch, use_deepspeed, options.timeout, options.results)
         if options.collect is not None:
             collected = runner.collect(lists.FILES)
             options.collect.write_text(json.dumps(collected, indent=1))
@@ -181,8 +185,6 @@ def main() -> int:
             return 0
         nodes = [node for node in lists.read_tests(options.tests) if options.only in node]
         runner.run(nodes, options.jobs)
-    if options.results:
-        options.results.write_text(json.dumps(runner.outcomes, indent=1))
     passed = lists.print_table(runner.outcomes, whole=not options.only)
     return 0 if passed else 1
 
