@@ -11,7 +11,8 @@ import torch
 from tests.integrations.environments import report
 from tests.integrations.transformers.models import Tokens, tiny_llama, training_arguments
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.transformers import ZeroTrainer, versions
+from zeroengine.integrations import versions
+from zeroengine.integrations.transformers import ZeroTrainer
 
 DATA = Tokens(8)
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
@@ -43,7 +44,7 @@ def other_schedule() -> None:
 
 def old_version() -> None:
     with patch.object(versions, "version", {"transformers": "4.57.1", "accelerate": "1.15.0"}.__getitem__):
-        versions.check_versions()
+        versions.require_versions("transformers", "transformers", "accelerate")
 
 
 CASES: dict[str, Callable[[], None]] = {

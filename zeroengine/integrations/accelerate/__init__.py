@@ -6,13 +6,12 @@
 - `engines.py`: the engines that `prepare` makes.
 - `pairing.py`: which model an optimizer belongs to.
 - `states.py`: what `save_state` writes and `load_state` reads.
-- `versions.py`: the oldest version of accelerate that works.
 """
 
-from zeroengine.integrations.accelerate.versions import check_version
+from zeroengine.integrations.versions import require_versions
 
 # A version that is too old would fail below with an error that does not say so.
-check_version()
+require_versions("accelerate", "accelerate")
 
 from zeroengine.integrations.accelerate.accelerator import ZeroAccelerator  # noqa: E402
 

@@ -6,13 +6,12 @@
 - `configuration`: stage, precision and accumulation, of which Lightning has its own settings.
 - `checkpoints`: what is saved beside an engine.
 - `registration`: the names of the strategies.
-- `versions`: the oldest version of Lightning that works.
 """
 
-from zeroengine.integrations.lightning.versions import check_version
+from zeroengine.integrations.versions import require_versions
 
 # A version that is too old would fail below with an error that does not say so.
-check_version()
+require_versions("lightning", "lightning")
 
 from zeroengine.integrations.lightning.fabric_strategy import ZeroFabricStrategy  # noqa: E402
 from zeroengine.integrations.lightning.registration import register  # noqa: E402

@@ -1,8 +1,8 @@
 """The trainers of transformers, and those of TRL, on the engine: `ZeroTrainer` and `ZeroTrainerMixin`."""
 
-from zeroengine.integrations.transformers.versions import check_versions
+from zeroengine.integrations.versions import require_versions
 
-check_versions()
+require_versions("transformers", "transformers", "accelerate")
 
 from zeroengine.integrations.transformers.mixin import ZeroTrainerMixin  # noqa: E402
 from zeroengine.integrations.transformers.trainer import ZeroTrainer  # noqa: E402
