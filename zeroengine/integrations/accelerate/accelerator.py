@@ -27,6 +27,7 @@ from zeroengine.engine.initialize import check_undistributed, engine_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate import settings, states
 from zeroengine.integrations.accelerate.engines import (
+    frozen,
     make_evaluation_engine,
     make_training_engine,
     parameters_of,
@@ -357,6 +358,10 @@ class ZeroAccelerator(Accelerator):
         with torch.autocast(self.device.type, dtype, handler.enabled, handler.cache_enabled):
             yield
 
+    def _as_initialized(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
+        """Surround a call of an engine that compares the model with the one that was partitioned."""
+        return frozen(engine.module) if engine in self._evaluation_engines else contextlib.nullcontext()
+
     # -- saving -----------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -365,7 +370,8 @@ class ZeroAccelerator(Accelerator):
         if engine is None:
             state_dict: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state_dict
-        return engine.full_state_dict(rank0_only=True)
+        with self._as_initialized(engine):
+            return engine.full_state_dict(rank0_only=True)
 
     def save_model(
         self,
@@ -386,7 +392,8 @@ class ZeroAccelerator(Accelerator):
         if engine is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
-            engine.save_weights(save_directory, shard_size=max_shard_size)
+            with self._as_initialized(engine):
+                engine.save_weights(save_directory, shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save what `load_state` needs to go on. Call it on every rank, between steps.
@@ -401,7 +408,7 @@ class ZeroAccelerator(Accelerator):
         Returns:
             The folder.
         """
-        return states.save(self, output_dir, safe_serialization, kwargs)
+        return states.save(self, output_dir, safe_serialization, kwargs, self._as_initialized)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -413,7 +420,7 @@ class ZeroAccelerator(Accelerator):
             load_kwargs: Further arguments of accelerate's `load`.
             kwargs: Further arguments of `Engine.load_checkpoint`, such as `strict=False`.
         """
-        states.restore(self, input_dir, load_kwargs, kwargs)
+        states.restore(self, input_dir, load_kwargs, kwargs, self._as_initialized)
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,16 +94,26 @@ def make_evaluation_engine(model: nn.Module, config: Config) -> Engine:
         autocast = config.torch_autocast.model_copy(update={"enabled": True, "dtype": precision_of(config)})
         off = {name: getattr(config, name).model_copy(update={"enabled": False}) for name in ("bf16", "fp16")}
         config = config.model_copy(update={**off, "torch_autocast": autocast})
+    with frozen(model):
+        engine = initialize(model, None, config)
+    _convert_outputs(engine)
+    return engine
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters of a model inside the block, as its engine for evaluation knows them.
+
+    Outside they stay trainable, because an optimizer that is made later chooses its parameters by this flag.
+    """
+    trainable = trainable_parameters(model)
     for param in trainable:
         param.requires_grad_(False)
     try:
-        engine = initialize(model, None, config)
+        yield
     finally:
-        # An optimizer that is made later chooses its parameters by this flag.
         for param in trainable:
             param.requires_grad_(True)
-    _convert_outputs(engine)
-    return engine
 
 
 def _convert_outputs(engine: Engine) -> None:
