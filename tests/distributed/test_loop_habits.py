@@ -236,7 +236,14 @@ def really_accelerated(optimizer: torch.optim.Optimizer) -> Any:
     return Accelerator(cpu=True).prepare(optimizer)
 
 
-WRAPPERS = [scheduled, scaled, taken, accelerated, accelerated_with_scaler]
+def sharing(optimizer: torch.optim.Optimizer) -> Any:
+    """Return another object of the class, with the attributes of the optimizer, as Lightning's wrapper is one."""
+    wrapper = object.__new__(type(optimizer))
+    vars(wrapper).update(vars(optimizer))
+    return wrapper
+
+
+WRAPPERS = [scheduled, scaled, taken, accelerated, accelerated_with_scaler, sharing]
 
 
 def wrapped_loops(wrappers: list[Callable[[torch.optim.Optimizer], Any]]) -> dict[str, list[float]]:

@@ -48,8 +48,10 @@ def redirect_calls(
     optimizer_ref = weakref.ref(optimizer)
 
     def pre_hook(called: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        # A copy of the optimizer has a copy of the hook.
-        if called is not optimizer_ref():
+        # A copy of the optimizer has a copy of the hook, and groups of its own. A wrapper that takes over the
+        # optimizer's attributes, as Lightning's does, has the same groups: its step is this optimizer's.
+        optimizer = optimizer_ref()
+        if called is not optimizer and (optimizer is None or called.param_groups is not optimizer.param_groups):
             return None
         check_step_call(called, *args[1:], **kwargs)
         _alive(engine_step())()
