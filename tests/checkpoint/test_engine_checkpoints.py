@@ -150,6 +150,40 @@ def test_another_accumulation_may_follow(tmp_path: Path) -> None:
     run_ranks(2, accumulates, tmp_path)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Counts its steps in tensors of one element."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    count = self.state[param].setdefault("count", torch.zeros(1))
+                    count += 1
+                    param.data.sub_(group["lr"] * param.grad / count)
+        return None
+
+
+def counting(model: nn.Module) -> torch.optim.Optimizer:
+    return CountingSGD(model.parameters(), lr=1e-2)
+
+
+def counts(root: Path) -> None:
+    for stage in (0, 2, 3):
+        engine = engine_at(stage, optimizer=counting)
+        take_steps(engine, range(3))
+        engine.save_checkpoint(root / str(stage))
+        expected = take_steps(engine, range(3, 5))
+        engine.close()
+        other = engine_at(stage, optimizer=counting, seed=8)
+        other.load_checkpoint(root / str(stage))
+        assert take_steps(other, range(3, 5)) == expected
+        other.close()
+
+
+def test_a_number_that_an_optimizer_keeps_as_a_tensor_of_one_element_comes_back(tmp_path: Path) -> None:
+    run_ranks(2, counts, tmp_path)
+
+
 def weights_alone(root: Path) -> None:
     engine = engine_at(1)
     take_steps(engine, range(3))

@@ -12,6 +12,7 @@ from torch import nn
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box, boxes_of_run
@@ -97,14 +98,21 @@ class CheckpointedParts:
             for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
                 slot = shard.unit.layout.slots[span.param_index]
                 state = self.optimizer.shard_state.of(shard, span)
-                for key, value in (state.numbers | state.elements).items():
+                for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
-                    if value.dim():
-                        entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
-                        entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
-                    # Every rank that has part of the parameter has its step. The rank with the first element saves it.
-                    elif not once or span.param_offset == 0:
-                        entries[name] = StateEntry((), value.dtype, [(Box((), (), 0), value)])
+                    entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
+                    entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
+                # Every rank that has part of the parameter has its step. The rank with the first element saves it.
+                for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
+                    if value.numel() != 1:
+                        raise ZeroEngineError(
+                            f"state {key!r} of the optimizer has shape {tuple(value.shape)} for parameter {slot.name}: "
+                            "a checkpoint takes states of the parameter's shape, and numbers"
+                        )
+                    # Some optimizers keep numbers in tensors of one element.
+                    entries[f"{OPTIMIZER}{slot.name}.{key}"] = StateEntry(
+                        (), value.dtype, [(Box((), (), 0), value.reshape(()))]
+                    )
         return entries
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:

@@ -128,7 +128,10 @@ class TorchOptimizer:
         state = self._on_shards.state[self._params[shard.index][span.param_index][1]]
         for key, value in numbers.items():
             present = state[key]
-            state[key] = value.to(present) if isinstance(present, torch.Tensor) else type(present)(value.item())
+            if isinstance(present, torch.Tensor):
+                state[key] = value.to(present).reshape(present.shape)
+            else:
+                state[key] = type(present)(value.item())
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
