@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroengine
@@ -460,6 +461,10 @@ def state_dicts() -> None:
         for save in (pickle.dumps, copy.deepcopy):
             with pytest.raises(ZeroEngineError, match=r"cannot be saved or copied\. Use engine.save_checkpoint"):
                 save(state)
+        # torch sets learning rates to 0 before it asks for the state.
+        with pytest.raises(ZeroEngineError, match=r"get_optimizer_state_dict\(\).*engine.save_checkpoint"):
+            get_optimizer_state_dict(model, it)
+        assert groups[0]["lr"] == 3e-3 and all(param.grad is None for param in model.parameters())
         state["param_groups"][0]["lr"] = 7.0
         it.load_state_dict(state)
         assert it.param_groups is groups is engine.optimizer.param_groups and groups[0]["lr"] == 7.0

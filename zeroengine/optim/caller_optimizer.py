@@ -15,6 +15,7 @@ All references to the engine and the optimizer are weak.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ REPLACED = ("step", "zero_grad", "load_state_dict")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The attribute that marks the pre-hook of `redirect_calls`.
 _MARK = "_zeroengine_step"
+# Between a call of `step` in torch and here are wrappers of `step`, such as those of torch itself and of schedules.
+MAX_FRAMES_TO_TORCH = 12
 
 
 def redirect_calls(
@@ -97,6 +100,7 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
     Raises:
         ZeroEngineError: There is a closure, or a GradScaler that scales the loss in addition to the engine.
     """
+    _refuse_initialization_of_state(optimizer)
     # GradScaler passes its scale by an attribute, because the optimizer declares that it supports scaling.
     scaled = "grad_scale" in vars(optimizer)
     # After an error GradScaler does not remove its attributes.
@@ -115,6 +119,38 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
             f"optimizer.step() was given {arguments}: the engine has to see the backward before the step. Write "
             "engine.backward(loss) and then optimizer.step() without arguments."
         )
+
+
+def _refuse_initialization_of_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo what torch did before it called `step`, and raise, if it means to create the optimizer's state.
+
+    ``torch.distributed.checkpoint.state_dict`` sets learning rates to 0 and gradients to zeros, calls `step` and sets
+    the rates back. After an error it does not set them back, and the training would go on without learning.
+
+    Raises:
+        ZeroEngineError: It does.
+    """
+    frame = sys._getframe(1)
+    for _ in range(MAX_FRAMES_TO_TORCH):
+        if frame.f_code.co_name == "_init_optim_state" and "lrs" in frame.f_locals:
+            break
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    else:
+        return
+    rates = iter(frame.f_locals["lrs"])
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = next(rates, group["lr"])
+        for param in group["params"]:
+            param.grad = None
+    raise ZeroEngineError(
+        "get_optimizer_state_dict(), get_state_dict() or set_optimizer_state_dict() of "
+        "torch.distributed.checkpoint.state_dict: the optimizer's state is partitioned by zeroengine, and this object "
+        "holds none of it. Use engine.save_checkpoint() and engine.load_checkpoint(), whose files plain "
+        "torch.distributed.checkpoint reads, and engine.full_state_dict() for the weights."
+    )
 
 
 def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
