@@ -160,9 +160,12 @@ class Accumulation(BackwardListener):
         self._boundary = None
 
     def _warn_of_forgotten_step(self) -> None:
-        # Gradients add up on purpose inside `no_sync`, so these passes are no sign of a missing step().
+        # Gradients add up on purpose inside `no_sync`, and where the loop sets the boundary of this step, so such
+        # passes are no sign of a missing step().
         num_passes = self._passes - self._local_passes
-        if self._per_step is None or self._warned or num_passes <= self._per_step + FORGOTTEN_AFTER:
+        if self._per_step is None or self._boundary is not None or self._warned:
+            return
+        if num_passes <= self._per_step + FORGOTTEN_AFTER:
             return
         # The loop repeats the same mistake in every step, so one warning is enough.
         self._warned = True

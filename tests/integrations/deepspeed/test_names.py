@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from torch import nn
 
 import zeroengine.integrations.deepspeed as deepspeed
 from zeroengine.errors import ConfigError, ZeroEngineError
@@ -62,3 +63,46 @@ def test_without_a_configuration_the_error_says_how_to_pass_one() -> None:
 
     with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"initialize\(config=\.\.\.\)"):
         deepspeed.initialize(model=torch.nn.Linear(2, 2))
+
+
+def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
+    class Base(nn.Module):
+        pass
+
+    class Block(Base):
+        pass
+
+    model = nn.Sequential()
+    model.add_module("block", Block())
+    model.add_module("other_block", nn.Linear(2, 2))
+    utils = importlib.import_module(f"{PACKAGE}.utils")
+    # A subclass counts as its base, under the class itself and under its names.
+    for kind in (Base, "Base", f"{Base.__module__}.{Base.__qualname__}"):
+        assert utils.set_z3_leaf_modules(model, [kind]) == [model.block] == utils.get_z3_leaf_modules(model)
+        assert utils.unset_z3_leaf_modules(model, [kind]) == [model.block] and not utils.get_z3_leaf_modules(model)
+    assert utils.set_z3_leaf_modules_by_name(model, ["block"]) == ([model.block], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["block", "x"], raise_if_not_found=False) == (
+        [model.block, model.other_block],
+        ["x"],
+    )
+    for mark in (utils.set_z3_leaf_modules, utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix):
+        with pytest.raises(ZeroEngineError, match="no module of the model is one of absent"):
+            mark(model, ["absent"])
+
+
+def test_a_zero_section_can_be_made_and_read() -> None:
+    section = settings.DeepSpeedZeroConfig(stage=2, leaf_module={"classes": "Block"})
+    assert (section.stage, section.leaf_module.classes, section.leaf_module.names) == (2, ["Block"], [])
+    with pytest.raises(ConfigError, match="no_such_key"):
+        settings.DeepSpeedZeroConfig(no_such_key=1)
+
+
+def test_every_handle_is_waited_for() -> None:
+    waits: list[dict[str, bool]] = []
+
+    class Handle:
+        def wait(self, **options: bool) -> None:
+            waits.append(options)
+
+    deepspeed.zero.MultipleAllGatherHandles([Handle(), Handle()]).wait(handle_dependency=False)
+    assert waits == [{"handle_dependency": False}] * 2

@@ -161,6 +161,67 @@ def test_the_scripts_boundary_decides_which_step_updates(tmp_path: Path) -> None
         run_ranks(2, boundaries, stage, str(tmp_path))
 
 
+def unmanaged(stage: int) -> dict[str, Any]:
+    """Train by DeepSpeed's count of micro-steps, and by a step() after as many backwards."""
+    deepspeed.init_distributed()
+    losses: dict[str, Any] = {}
+    for managed in (True, False):
+        config = settings(stage, managed_gradient_accumulation=managed)
+        engine, *_ = deepspeed.initialize(model=build(), config=config)
+        assert engine.managed_gradient_accumulation() is managed
+        losses[str(managed)] = []
+        for number in range(STEPS * WINDOW):
+            inputs, targets = batch(number)
+            loss = nn.functional.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            if managed or number % WINDOW == WINDOW - 1:
+                engine.step()
+                assert managed or engine.was_step_applied()
+            losses[str(managed)].append(loss.item())
+        if not managed:
+            # A step may have any number of backwards, and counts the samples of all of them.
+            for number in range(5):
+                inputs, targets = batch(number)
+                engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+            engine.step()
+            assert (engine.global_steps, engine.global_samples) == (STEPS + 1, (STEPS * WINDOW + 5) * 4 * 2)
+            with pytest.raises(AssertionError, match="managed_gradient_accumulation"):
+                engine.set_gradient_accumulation_boundary(True)
+            with pytest.raises(AssertionError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
+                pass
+        engine.destroy()
+    return losses
+
+
+def test_without_managed_accumulation_every_step_updates() -> None:
+    for stage in (1, 3):
+        for losses in run_ranks(2, unmanaged, stage):
+            assert losses["False"] == losses["True"]
+
+
+def local_values_of_few_elements() -> list[int]:
+    """Read the values of a parameter whose one element is on one of two ranks."""
+    deepspeed.init_distributed()
+    # Both ranks own elements of the last layer.
+    model = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH), nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH))
+    engine, *_ = deepspeed.initialize(model=model, config=settings(3, gradient_accumulation_steps=1))
+    inputs, targets = batch(0)
+    bias = engine.module[0].bias
+    engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+    found = [deepspeed.utils.safe_get_local_fp32_param(bias), deepspeed.utils.safe_get_local_grad(bias)]
+    engine.step()
+    found.append(deepspeed.utils.safe_get_local_optimizer_state(bias, "exp_avg"))
+    assert deepspeed.utils.safe_get_local_optimizer_state(bias, "no such state") is None
+    engine.destroy()
+    # None on one rank alone would let scripts that check for it take different branches, and then wait forever.
+    return [value.numel() for value in found]
+
+
+def test_local_values_are_empty_tensors_where_a_rank_owns_nothing() -> None:
+    sizes = run_ranks(2, local_values_of_few_elements)
+    assert sorted(sizes) == [[0, 0, 0], [1, 1, 1]]
+
+
 def values() -> None:
     deepspeed.init_distributed()
     rank = dist.get_rank()

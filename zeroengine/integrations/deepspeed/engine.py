@@ -55,6 +55,7 @@ class DeepSpeedEngine(nn.Module):
         self.config = config._param_dict
         self._files = EngineFiles(engine)
         self._boundary: bool | None = None
+        self._unmanaged_samples = 0
         self._step_applied = False
         self._is_destroyed = False
         self.is_compiled = False
@@ -132,7 +133,10 @@ class DeepSpeedEngine(nn.Module):
         if lr_kwargs:
             raise ZeroEngineError("step(lr_kwargs=...): a schedule is stepped without arguments; leave it out")
         self._apply_boundary()
-        is_boundary = self.is_gradient_accumulation_boundary()
+        if not self.managed_gradient_accumulation():
+            self.engine._parts.accumulation.override_boundary(True)
+            self._unmanaged_samples += self._samples_of_backwards()
+        is_boundary = self.engine.is_gradient_accumulation_boundary()
         updated = self.engine.step()
         if is_boundary:
             self._step_applied = bool(updated)
@@ -143,18 +147,34 @@ class DeepSpeedEngine(nn.Module):
 
     def _apply_boundary(self) -> None:
         """Tell the engine of the boundary that the script has set, which an update ends there and not here."""
-        if self._boundary is not None:
+        # Where the script alone decides, no backward is known to be the last one before ``step``.
+        boundary = self._boundary if self.managed_gradient_accumulation() else False
+        if boundary is not None:
             self.engine._parts.backward.end_if_over()
-            self.engine._parts.accumulation.override_boundary(self._boundary)
+            self.engine._parts.accumulation.override_boundary(boundary)
+
+    def _samples_of_backwards(self) -> int:
+        """Return the samples of all ranks in the backwards since the last update."""
+        return self.engine._parts.accumulation.backwards * self.train_micro_batch_size_per_gpu() * self.world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
+        if not self.managed_gradient_accumulation():
+            return False
         return self.engine.is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide whether the next ``step`` updates, from now on, instead of the count of micro-steps."""
+        self._check_managed("set_gradient_accumulation_boundary()")
         self._boundary = bool(is_boundary)
         self._apply_boundary()
+
+    def _check_managed(self, call: str) -> None:
+        # DeepSpeed asserts this, and scripts catch its class of error.
+        assert self.managed_gradient_accumulation(), (
+            f'{call} needs "managed_gradient_accumulation": true; with false every step() updates, and nothing else '
+            "decides when"
+        )
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step`` updated the parameters."""
@@ -169,6 +189,7 @@ class DeepSpeedEngine(nn.Module):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Keep the gradients of backwards inside on this rank. The ``step`` that follows reduces their sum once."""
+        self._check_managed("coalesce_grad_reduction()")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction() needs stage 1, 2 or 3; write no_sync() at stage 0")
         boundary = self._boundary
@@ -196,8 +217,11 @@ class DeepSpeedEngine(nn.Module):
             batch = next(batches)
             loss = self(**batch) if isinstance(batch, dict) else self(*batch)
             self.backward(loss)
-            self.step()
+            if self.managed_gradient_accumulation():
+                self.step()
             total = loss.detach() if total is None else total + loss.detach()
+        if not self.managed_gradient_accumulation():
+            self.step()
         assert total is not None
         return total / self.gradient_accumulation_steps()
 
@@ -236,7 +260,9 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """The samples of all steps, skipped ones included."""
+        """The samples of all steps, skipped ones included; without managed accumulation those of this process."""
+        if not self.managed_gradient_accumulation():
+            return self._unmanaged_samples
         return self.global_steps * self.train_batch_size()
 
     @property
@@ -288,6 +314,10 @@ class DeepSpeedEngine(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-steps of a step."""
         return int(self.engine.config.gradient_accumulation_steps)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Return whether ``gradient_accumulation_steps`` decides which ``step`` updates; otherwise every one does."""
+        return self._config.managed_gradient_accumulation
 
     def gradient_clipping(self) -> float:
         """Return the largest norm of the gradient; 0 clips nothing."""

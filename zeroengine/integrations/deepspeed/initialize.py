@@ -19,6 +19,7 @@ from zeroengine.engine.initialize import initialize as initialize_engine
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
+from zeroengine.integrations.deepspeed.leaf_modules import mark_leaf_modules
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
 from zeroengine.integrations.deepspeed.ops import FusedAdam
 from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
@@ -77,6 +78,8 @@ def initialize(
     settings = _find_settings(args, config, config_params)
     facts = DeepSpeedConfig(settings)
     loaded = load_settings(settings)
+    _check_unmanaged(facts)
+    mark_leaf_modules(model, facts.leaf_module)
     _close_earlier_engine(model)
     schedule = _schedule_of(loaded) or lr_scheduler
     loaded = loaded.model_copy(update={"scheduler": None}) if loaded.scheduler is not None else loaded
@@ -124,6 +127,15 @@ def _find_settings(args: Any, config: Any, config_params: Any) -> Any:
         "two configurations were given, config= and args.deepspeed_config; keep one of them"
     )
     return given if given is not None else named
+
+
+def _check_unmanaged(facts: DeepSpeedConfig) -> None:
+    """Refuse what DeepSpeed refuses where every ``step`` updates; scripts catch its class of error."""
+    zero = facts._param_dict.get("zero_optimization") or {}
+    assert facts.managed_gradient_accumulation or facts.zero_optimization_stage >= 2 or not zero.get("overlap_comm"), (
+        '"managed_gradient_accumulation": false supports ZeRO overlap_comm only with ZeRO stage 2 or 3; remove '
+        '"overlap_comm": true'
+    )
 
 
 def _close_earlier_engine(model: nn.Module) -> None:

@@ -19,12 +19,14 @@ from zeroengine.integrations.deepspeed import (
     checkpointing,
     comm,
     engine,
+    leaf_modules,
     lr_schedules,
     ops,
     optimizer,
     parameters,
     script_utils,
     settings,
+    torch_autocast,
     unavailable,
     zero,
     zero_to_fp32,
@@ -91,7 +93,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 _CLASSES, _FUNCTIONS = unavailable.CLASSES, unavailable.FUNCTIONS
 _PARAMETER_FUNCTIONS = {name: value for name, value in vars(parameters).items() if name.startswith("safe_")}
-_LEAF_FUNCTIONS = {name: value for name, value in vars(script_utils).items() if "z3_leaf" in name}
+_LEAF_FUNCTIONS = {name: value for name, value in vars(leaf_modules).items() if "z3_leaf" in name}
 _SCHEDULE_KEYS = {
     key.upper(): key
     for key in (
@@ -104,6 +106,7 @@ _SCHEDULE_KEYS = {
 _PARTITION_PARAMETERS = {
     "GatheredParameters": zero.GatheredParameters,
     "Init": zero.Init,
+    "MultipleAllGatherHandles": zero.MultipleAllGatherHandles,
     "ZeroParamStatus": parameters.ZeroParamStatus,
     "ZeroParamType": parameters.ZeroParamType,
     "is_zero_param": zero.is_zero_param,
@@ -182,8 +185,14 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.zero": {**_PARTITION_PARAMETERS, "unwrap_model_for_generation": zero.unwrap_model_for_generation},
     "runtime.zero.config": {
         **_SECTIONS,
+        "DeepSpeedZeroConfig": settings.DeepSpeedZeroConfig,
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "ZeroStageEnum": ZeroStageEnum,
+    },
+    "runtime.zero.leaf_module_config": {
+        name: value
+        for name, value in vars(leaf_modules).items()
+        if name.startswith(("DEFAULT_LEAF", "DeepSpeedZeroLeaf"))
     },
     "runtime.zero.offload_config": {
         **_SECTIONS,
@@ -195,6 +204,9 @@ MODULES: dict[str, dict[str, Any]] = {
         # transformers replaces the first while it builds a model in zero.Init. Init here leaves constructors alone.
         "zero_wrapper_for_fp_tensor_constructor": lambda constructor, *arguments, **options: constructor,
         "_orig_torch_arange": torch.arange,
+        "get_allgather_dtype": torch_autocast.get_allgather_dtype,
+        # The shape of a parameter whose values are not on this rank.
+        "partitioned_param_data_shape": [0],
     },
     "runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": optimizer.DeepSpeedZeroOptimizer_Stage3,
@@ -231,6 +243,7 @@ ALIASES: dict[str, ModuleType] = {
     "comm": comm,
     "ops": ops,
     "runtime.activation_checkpointing.checkpointing": checkpointing,
+    "runtime.torch_autocast": torch_autocast,
     "utils.zero_to_fp32": zero_to_fp32,
     "zero": zero,
 }

@@ -186,13 +186,29 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's elements of the optimizer's state of that name, 1-D; None where it keeps none yet."""
+    """Return this rank's elements of the optimizer's state of that name, 1-D; None where it keeps none yet.
+
+    A rank without an element of the parameter has an empty tensor where others have values, so that a script that
+    checks for None takes the same branch on every rank.
+    """
     if not is_trainable_here(param):
         return None
     located = LocatedParameter(param)
-    assert located.shard is not None
-    values = located.parts.optimizer.state_values(located.shard, located.index, optim_state_key)
-    return torch.cat([value.flatten() for _, value in values]) if values else None
+    shard, optimizer = located.trainable_shard(), located.parts.optimizer
+    values = optimizer.state_values(shard, located.index, optim_state_key)
+    if values:
+        return torch.cat([value.flatten() for _, value in values])
+    if any(True for _ in located.owned_parts(shard.master)):
+        return None
+    # The states of other parameters tell which ones the optimizer keeps by now.
+    kept = {
+        key
+        for other in optimizer.shards
+        for index in range(len(other.unit.params))
+        for key in optimizer.state_shapes(other, index)
+    }
+    exists = optim_state_key in kept if kept else located.parts.step_runner.num_updates > 0
+    return located.zeros((0,)) if exists else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

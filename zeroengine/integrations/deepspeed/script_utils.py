@@ -1,21 +1,17 @@
-"""``deepspeed.utils``: logging, loaders, leaf modules, and the values of single parameters."""
+"""``deepspeed.utils``: logging, loaders, and the values of single parameters."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zeroengine.deferred_init.meta_init import meta_init
-from zeroengine.errors import ZeroEngineError
 
 logger = logging.getLogger("zeroengine")
-_LEAF = "_z3_leaf"
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -99,88 +95,3 @@ class OnDevice(torch.nn.Module):
     def __exit__(self, *error: Any) -> None:
         if self._context is not None:
             self._context.__exit__(*error)
-
-
-# -- leaf modules ---------------------------------------------------------------------------------
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these classes as leaves, which changes nothing, and return them.
-
-    DeepSpeed gathers a leaf module as a whole. Here each unit is gathered as a whole, and "units" in the configuration
-    names the modules that are units.
-
-    Raises:
-        ZeroEngineError: The model has no such module.
-    """
-    names = {
-        kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in leaf_module_classes
-    }
-    modules = []
-    for module in model.modules():
-        kind = type(module)
-        if names & {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}:
-            modules.append(module)
-    return _mark(modules, names, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these names. See ``set_z3_leaf_modules``."""
-    modules = [module for name, module in model.named_modules() if name in module_names]
-    return _mark(modules, module_names, raise_if_not_found)
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules whose names end so. See ``set_z3_leaf_modules``."""
-    modules = [module for name, module in model.named_modules() if name.endswith(tuple(module_name_suffixes))]
-    return _mark(modules, module_name_suffixes, raise_if_not_found)
-
-
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or remove its mark."""
-    setattr(model, _LEAF, flag)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Remove the marks of the modules of these classes, and return them."""
-    modules = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
-    for module in modules:
-        set_z3_leaf_module(module, False)
-    return modules
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether a module is marked."""
-    return bool(getattr(model, _LEAF, False))
-
-
-def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Return whether a parameter is marked: none is."""
-    return hasattr(model, "ds_z3_leaf_module")
-
-
-def _mark(modules: list[nn.Module], names: Iterable[str], raise_if_not_found: bool) -> list[nn.Module]:
-    if not modules and raise_if_not_found:
-        raise ZeroEngineError(f"no module of the model is one of {', '.join(sorted(map(str, names)))}")
-    for module in modules:
-        set_z3_leaf_module(module, True)
-    if modules and os.environ.get("RANK", "0") == "0":
-        logger.info(
-            '%d leaf modules are marked, which changes nothing: name modules in "units" of the configuration to '
-            "gather them whole",
-            len(modules),
-        )
-    return modules

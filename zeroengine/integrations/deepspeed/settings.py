@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zeroengine.config import Config, load
 from zeroengine.config.source import read_file
 from zeroengine.errors import ConfigError
+from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
 
 # The value of DeepSpeed 0.19 where the file names none.
 DEFAULT_GRADIENT_CLIPPING = 1.0
@@ -75,6 +76,8 @@ def load_settings(config: Any) -> Config:
         ConfigError: A key is unknown, or asks for what zeroengine does not do. The message lists all of them.
     """
     tree = read_settings(config)
+    # The engine under DeepSpeed's names reads this key itself.
+    tree.pop("managed_gradient_accumulation", None)
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
         # The booleans of earlier versions became sections.
@@ -117,12 +120,15 @@ class DeepSpeedConfig:
         self.world_size = world_size
         self.config = load_settings(config).resolve(world_size=world_size)
         settings = self.config
+        # null is the default, as a missing key is.
+        self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation") is not False
         self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = settings.gradient_accumulation_steps
         self.train_batch_size = settings.train_batch_size
         self.gradient_clipping = settings.gradient_clipping
         self.zero_config = settings.zero_optimization
         self.zero_optimization_stage = int(settings.zero_optimization.stage)
+        self.leaf_module = (self._param_dict.get("zero_optimization") or {}).get("leaf_module")
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
         self.fp16_enabled, self.bfloat16_enabled = bool(settings.fp16.enabled), bool(settings.bf16.enabled)
@@ -134,6 +140,27 @@ class DeepSpeedConfig:
         self.optimizer_params = None if optimizer is None else optimizer.params
         self.scheduler_name = None if scheduler is None else scheduler.type
         self.scheduler_params = None if scheduler is None else scheduler.params
+
+
+class DeepSpeedZeroConfig:
+    """The section "zero_optimization": zeroengine's section, whose values are attributes, and ``leaf_module``.
+
+    Args:
+        section: The keys of the section.
+
+    Raises:
+        ConfigError: A key is unknown, or asks for what zeroengine does not do.
+    """
+
+    def __init__(self, **section: Any) -> None:
+        leaf_module = section.pop("leaf_module", None) or {}
+        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**leaf_module)
+        self._section = load_settings({"zero_optimization": section}).zero_optimization
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_section":
+            raise AttributeError(name)
+        return getattr(self._section, name)
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:

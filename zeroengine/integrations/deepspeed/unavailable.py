@@ -45,7 +45,7 @@ CLASSES = {
     },
     **{
         name: unavailable_class(name, "pass the section as a dict to initialize(config=...)")
-        for name in ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
+        for name in ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
     },
     "BF16_Optimizer": unavailable_class("BF16_Optimizer", "initialize() makes the optimizer of every precision"),
     "FP16_Optimizer": unavailable_class("FP16_Optimizer", "initialize() makes the optimizer of every precision"),

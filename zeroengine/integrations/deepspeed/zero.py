@@ -123,6 +123,22 @@ def _writes_of(params: list[nn.Parameter], rank: int | None) -> Iterator[None]:
                     param.copy_(values)
 
 
+class MultipleAllGatherHandles:
+    """Handles of gathers, of a framework's own, to wait for together.
+
+    Args:
+        handles: Objects with the method ``wait``.
+    """
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, **options: Any) -> None:
+        """Wait for each of them, with these options."""
+        for handle in self.handles:
+            handle.wait(**options)
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter is gathered wherever it is used."""
 
