@@ -5,17 +5,21 @@ Stage 0 stands for a run without DeepSpeed, under DistributedDataParallel.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from tests.integrations.environments import report
 from tests.integrations.transformers.models import Tokens, tiny_llama, training_arguments
 
 folder, stage = sys.argv[1], int(sys.argv[2])
+# Each rank has a copy, so that none waits for another before there is a process group.
+PRETRAINED = f"{folder}/pretrained-{os.environ['RANK']}"
+tiny_llama().save_pretrained(PRETRAINED)
 SETTINGS: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -36,9 +40,11 @@ def trainer(name: str) -> Trainer:
     }
     values |= {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "max_steps": 4}
     values["deepspeed"] = SETTINGS if stage else None
+    args = training_arguments(**values)
+    # At stage 3 transformers reads the weights into a model that is partitioned as it is built.
     return Trainer(
-        model=tiny_llama(),
-        args=training_arguments(**values),
+        model=LlamaForCausalLM.from_pretrained(PRETRAINED),
+        args=args,
         train_dataset=Tokens(32),
         eval_dataset=Tokens(8),
     )
