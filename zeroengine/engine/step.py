@@ -88,6 +88,7 @@ class StepRunner(BackwardListener):
         num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
         gradient_clipping: The largest norm of the gradient; 0 for no clipping.
+        gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         base_optimizer: The optimizer that was passed to ``initialize``.
     """
 
@@ -108,6 +109,7 @@ class StepRunner(BackwardListener):
         self.issued_step: IssuedStep | None = None
         self._timer, self._report_event = timer, report_event
         self.num_updates = self.num_skipped = 0
+        self.gradient_factor = 1.0
         self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
         # The limit that clip_grad_norm_ set for the step in progress.
@@ -133,9 +135,12 @@ class StepRunner(BackwardListener):
             )
 
     def divisor(self) -> float:
-        """Return the number that the summed gradient is divided by for the mean over ranks and micro-steps."""
+        """Return the number that the summed gradient is divided by for the mean over ranks and micro-steps.
+
+        With another ``gradient_factor`` the result is that multiple of the mean.
+        """
         copies = self._transport.world_size * self._config.micro_steps_in_mean
-        return copies * self._scaler.scale / self._reducer.predivide
+        return copies * self._scaler.scale / (self._reducer.predivide * self.gradient_factor)
 
     @property
     def schedule(self) -> Any:

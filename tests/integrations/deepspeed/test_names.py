@@ -58,6 +58,11 @@ def test_batch_sizes_that_contradict_one_another_are_an_error() -> None:
         )
 
 
+def test_an_unknown_tag_validation_is_an_error() -> None:
+    with pytest.raises(settings.DeepSpeedConfigError, match=r"checkpoint\.tag_validation: write one of .*'FOO'"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 2, "checkpoint": {"tag_validation": "foo"}})
+
+
 def test_without_a_configuration_the_error_says_how_to_pass_one() -> None:
     import torch
 

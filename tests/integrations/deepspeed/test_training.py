@@ -199,6 +199,34 @@ def test_without_managed_accumulation_every_step_updates() -> None:
             assert losses["False"] == losses["True"]
 
 
+def sum_over_ranks(folder: str) -> None:
+    deepspeed.init_distributed()
+    norms = []
+    inputs, targets = batch(0)
+    for operation in ("mean", "sum"):
+        section = {"tag_validation": "FAIL" if operation == "mean" else "WARN"}
+        config = settings(2, gradient_accumulation_steps=1, gradient_allreduce_op=operation, checkpoint=section)
+        engine, *_ = deepspeed.initialize(model=build(), config=config)
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        gradient = deepspeed.utils.safe_get_full_grad(engine.module[0].bias).norm()
+        engine.step()
+        norms.append((gradient, engine.get_global_grad_norm()))
+        tag = f"{operation}-{dist.get_rank()}"
+        if operation == "mean":
+            with pytest.raises(AssertionError, match="differently: 'mean-0', 'mean-1'"):
+                engine.save_checkpoint(folder, tag=tag)
+        else:
+            engine.save_checkpoint(folder, tag=tag)
+            assert (Path(folder) / "latest").read_text().strip() == "sum-0"
+        engine.destroy()
+    for mean, total in zip(*norms, strict=True):
+        assert float(total) == pytest.approx(2 * float(mean), rel=1e-6)
+
+
+def test_gradients_can_be_summed_over_ranks_and_tags_of_ranks_may_differ(tmp_path: Path) -> None:
+    run_ranks(2, sum_over_ranks, str(tmp_path))
+
+
 def local_values_of_few_elements() -> list[int]:
     """Read the values of a parameter whose one element is on one of two ranks."""
     deepspeed.init_distributed()

@@ -413,7 +413,8 @@ class DeepSpeedEngine(nn.Module):
 
         Args:
             save_dir: The folder of checkpoints.
-            tag: The name of the checkpoint. None: ``global_step<global_steps>``.
+            tag: The name of the checkpoint. None: ``global_step<global_steps>``. If the ranks pass different ones,
+                rank 0's counts, or AssertionError is raised: see "tag_validation" in the section "checkpoint".
             client_state: More to save: tensors, numbers, strings, and containers of these. Rank 0's is saved.
             save_latest: Whether the file ``latest`` names this checkpoint.
             exclude_frozen_parameters: Whether frozen parameters are left out.
@@ -422,6 +423,7 @@ class DeepSpeedEngine(nn.Module):
             True.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag = self._files.common_tag(tag, self._config.tag_validation)
         return self._files.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(

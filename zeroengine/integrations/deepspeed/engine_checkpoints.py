@@ -20,6 +20,10 @@ LATEST = "latest"
 DEEPSPEED_FILES = "*_model_states.pt"
 
 
+class TagMismatchError(CheckpointError, AssertionError):
+    """Ranks name one checkpoint differently. DeepSpeed asserts this, and scripts catch its class of error."""
+
+
 class EngineFiles:
     """Saves and loads what belongs to one engine. Every method is a collective.
 
@@ -29,6 +33,24 @@ class EngineFiles:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def common_tag(self, tag: str, validation: str) -> str:
+        """Return the tag of rank 0, because a checkpoint is one folder.
+
+        Args:
+            tag: This rank's tag.
+            validation: What to do if the tags differ: "FAIL", "WARN" or "IGNORE".
+
+        Raises:
+            TagMismatchError: The tags differ, and ``validation`` is "FAIL".
+        """
+        tags = self._all_ranks("to name a checkpoint", tag)
+        if len(set(tags)) > 1 and validation != "IGNORE":
+            message = f"the ranks name a checkpoint differently: {', '.join(map(repr, tags[:4]))}. Pass one tag"
+            if validation == "FAIL":
+                raise TagMismatchError(message)
+            log.warning("%s; that of rank 0 counts", message)
+        return str(tags[0])
 
     def save(
         self,

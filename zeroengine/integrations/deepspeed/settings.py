@@ -21,6 +21,8 @@ from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModu
 
 # The value of DeepSpeed 0.19 where the file names none.
 DEFAULT_GRADIENT_CLIPPING = 1.0
+# What save_checkpoint does if the ranks pass different tags.
+TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
 
 
 class DeepSpeedConfigError(ConfigError):
@@ -76,8 +78,10 @@ def load_settings(config: Any) -> Config:
         ConfigError: A key is unknown, or asks for what zeroengine does not do. The message lists all of them.
     """
     tree = read_settings(config)
-    # The engine under DeepSpeed's names reads this key itself.
+    # The engine under DeepSpeed's names reads these keys itself.
     tree.pop("managed_gradient_accumulation", None)
+    if str(tree.get("gradient_allreduce_op")).lower() == "sum":
+        del tree["gradient_allreduce_op"]
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
         # The booleans of earlier versions became sections.
@@ -122,6 +126,8 @@ class DeepSpeedConfig:
         settings = self.config
         # null is the default, as a missing key is.
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation") is not False
+        self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op") or "mean").lower()
+        self.tag_validation = _tag_validation(self._param_dict)
         self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = settings.gradient_accumulation_steps
         self.train_batch_size = settings.train_batch_size
@@ -140,6 +146,13 @@ class DeepSpeedConfig:
         self.optimizer_params = None if optimizer is None else optimizer.params
         self.scheduler_name = None if scheduler is None else scheduler.type
         self.scheduler_params = None if scheduler is None else scheduler.params
+
+
+def _tag_validation(tree: Mapping[str, Any]) -> str:
+    value = str((tree.get("checkpoint") or {}).get("tag_validation") or "WARN").upper()
+    if value not in TAG_VALIDATIONS:
+        raise DeepSpeedConfigError(f"checkpoint.tag_validation: write one of {list(TAG_VALIDATIONS)}, found {value!r}")
+    return value
 
 
 class DeepSpeedZeroConfig:
