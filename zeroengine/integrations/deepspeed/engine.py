@@ -422,6 +422,8 @@ class DeepSpeedEngine(nn.Module):
         Returns:
             True.
         """
+        if not save_dir:
+            raise ZeroEngineError(f"save_checkpoint() needs the folder of checkpoints, found save_dir={save_dir!r}")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         tag = self._files.common_tag(tag, self._config.tag_validation)
         return self._files.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
