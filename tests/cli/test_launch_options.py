@@ -44,6 +44,7 @@ VALUES = {
     "log_dir": ["--log-dir", "logs"],
     "run_folder": ["--run-folder", "run"],
     "no_live": ["--no-live", "--run-folder", "run"],
+    "as_deepspeed": ["--as-deepspeed"],
 }
 ON_NODES = ("ssh", "slurm")
 REQUESTS = {

@@ -100,7 +100,8 @@ def build() -> Path:
         if built.returncode:
             raise RuntimeError(f"the emulated GPU does not compile:\n{built.stderr[:5000]}")
 
-    return _kept("device", [SOURCE, torch / "version.py"], compile_to)
+    # The library names the folder of torch's libraries.
+    return _kept("device", [SOURCE, torch / "version.py"], compile_to, str(torch))
 
 
 def build_kernels() -> Path:
@@ -114,9 +115,10 @@ def build_kernels() -> Path:
     return _kept("kernels", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), compile_to)
 
 
-def _kept(name: str, sources: Sequence[Path], compile_to: Callable[[Path], None]) -> Path:
-    """What is compiled from ``sources``: once, whoever asks."""
-    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)).hexdigest()[:16]
+def _kept(name: str, sources: Sequence[Path], compile_to: Callable[[Path], None], place: str = "") -> Path:
+    """What is compiled from ``sources`` for ``place``: once, whoever asks."""
+    digests = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)
+    key = hashlib.sha256(digests + place.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"zeroengine-emulated-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}-{key}.so"
