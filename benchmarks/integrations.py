@@ -119,7 +119,33 @@ def transformers(strategy: str, options: argparse.Namespace) -> tuple[list[float
     return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)], float(loss)
 
 
+def accelerate(strategy: str, options: argparse.Namespace) -> tuple[list[float], float]:
+    """Train in a loop of one's own on accelerate."""
+    import accelerate as framework
+
+    from zeroengine.integrations.accelerate import ZeroAccelerator
+
+    cpu = not torch.cuda.is_available()
+    if strategy == "ddp":
+        accelerator = framework.Accelerator(cpu=cpu)
+    else:
+        accelerator = ZeroAccelerator(zero_config={"zero_optimization": {"stage": 0}}, cpu=cpu)
+    model = build(options)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    data = batches(options.size, accelerator.process_index, options.batch, options.context)
+    times = []
+    for _ in range(options.steps + WARM_UP + 1):
+        times.append(time.perf_counter())
+        loss = model(*(tensor.to(accelerator.device) for tensor in next(data)))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [after - before for before, after in zip(times, times[1:], strict=False)], float(loss)
+
+
 FRAMEWORKS: dict[str, Callable[[str, argparse.Namespace], tuple[list[float], float]]] = {
+    "accelerate": accelerate,
     "lightning": lightning,
     "transformers": transformers,
 }

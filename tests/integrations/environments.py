@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import venv
@@ -36,7 +35,9 @@ def python_of(name: str) -> Path:
     with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
         # Several processes may share the tests.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = hashlib.sha256(f"{sys.executable}\n{requirements}".encode()).hexdigest()
+        # Two checkouts may share an environment through links, so the folder's own name counts and not a link's.
+        packages_of_tests = str(Path(sysconfig.get_path("purelib")).resolve())
+        wanted = hashlib.sha256(f"{packages_of_tests}\n{requirements}".encode()).hexdigest()
         if not stamp.is_file() or stamp.read_text() != wanted:
             shutil.rmtree(folder, ignore_errors=True)
             venv.create(folder, with_pip=True)
@@ -47,7 +48,7 @@ def python_of(name: str) -> Path:
                 text=True,
             ).stdout.strip()
             # The packages of the tests' own environment come last, so pinned versions win over them.
-            line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+            line = f"import site; site.addsitedir({packages_of_tests!r})\n"
             Path(packages, "zz_packages_of_the_tests.pth").write_text(line)
             _install(python, requirements)
             stamp.write_text(wanted)
