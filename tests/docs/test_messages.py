@@ -47,7 +47,7 @@ def quoted_lines(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["nan", "slow", *(pytest.param(page, marks=pytest.mark.slow) for page in ("memory", "hangs"))]
+    "page", ["slow", *(pytest.param(page, marks=pytest.mark.slow) for page in ("nan", "memory", "hangs"))]
 )
 def test_a_page_quotes_what_the_engine_prints(page: str, tmp_path: Path) -> None:
     printed = "\n".join(output_of(run, tmp_path) for run in RUNS[page])

@@ -91,6 +91,7 @@ def test_named_checkpoints_keep_the_newest_and_objects_and_call_hooks(results: l
     assert calls == [[1, 0]] * 3 + [0, [1, 0]]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks(results: list[dict[str, Any]], folder: Path) -> None:
     reported = run_script("accelerate", HERE / "resumed_script.py", [folder], ranks=1)[0]
     assert reported["loss"] == pytest.approx(results[0]["named"][-1], abs=1e-6)

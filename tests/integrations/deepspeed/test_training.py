@@ -304,6 +304,7 @@ def test_a_status_equals_the_status_of_the_moment() -> None:
     assert deepspeed.zero.ZeroParamStatus.AVAILABLE == status
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_continues(tmp_path: Path) -> None:
     script = ROOT / "examples" / "deepspeed_script.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

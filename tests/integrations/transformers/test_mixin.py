@@ -26,6 +26,7 @@ def check_like_ddp(runs: dict[str, Any], suffix: str = "") -> None:
         check_equal(runs[name], expected, name)
 
 
+@pytest.mark.slow
 def test_sft_and_dpo_equal_ddp(tmp_path: Path) -> None:
     for found in run_script("transformers", HERE / "with_trl.py", [tmp_path, "sft", "dpo"]):
         check_like_ddp(found["sft"])

@@ -24,11 +24,13 @@ def check_like_ddp(found: dict[str, Any]) -> None:
             assert run["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6), (case, stage)
 
 
-def test_training_equals_ddp_at_stages_0_2_and_3() -> None:
-    for found in run_script("transformers", HERE / "train_like_ddp.py", (0, 2, 3)):
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_training_equals_ddp(stages: tuple[int, ...]) -> None:
+    for found in run_script("transformers", HERE / "train_like_ddp.py", stages):
         check_like_ddp(found)
 
 
+@pytest.mark.slow
 def test_evaluation_resumption_and_weights(tmp_path: Path) -> None:
     for found in run_script("transformers", HERE / "life_of_a_run.py", [tmp_path]):
         assert found["evaluation"]["stage 3"] == pytest.approx(found["evaluation"]["ddp"], abs=2e-6)
@@ -50,6 +52,7 @@ def test_evaluation_resumption_and_weights(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_docs_page_runs(tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] == 5

@@ -196,6 +196,7 @@ def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) 
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
+@pytest.mark.slow
 def test_a_flood_of_output_does_not_hide_a_lost_node(started: Start, script: Script, tmp_path: Path) -> None:
     """Not even where the screen is slow."""
     flood = "while rank == 0: sys.stdout.write('x' * 200 + '\\n')\ntime.sleep(600)"
