@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.integrations.deepspeed.upstream import lists
@@ -37,30 +38,35 @@ TESTS_A_PROCESS = 40
 class Runner:
     """Runs tests in processes of pytest, several at a time, and keeps what each test did."""
 
-    def __init__(self, tests: Path, scratch: Path, use_deepspeed: bool, timeout_s: float, results: Path | None) -> None:
-        """Prepare to run the tests below `tests`, on zeroengine or on the real DeepSpeed."""
+    def __init__(
+        self,
+        python: Path,
+        tests: Path,
+        scratch: Path,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        results: Path | None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """Prepare to run tests.
+
+        Args:
+            python: The Python that runs them.
+            tests: The folder that their ids are relative to.
+            scratch: A folder for reports.
+            environment: The variables of the tests.
+            timeout_s: How long a test may take, in seconds.
+            results: A file for each test's outcome and message, or None.
+            options: More options of pytest.
+        """
         self.results = results
         self.tests = tests
         self.scratch = scratch
         self.timeout_s = timeout_s
         self.outcomes: dict[str, tuple[str, str]] = {}
-        self._python = str(python_of("deepspeed"))
-        paths = [str(HERE), str(tests)] if use_deepspeed else [str(AS_DEEPSPEED), str(HERE), str(tests), str(ROOT)]
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "DS_ACCELERATOR": "cpu",
-            # Upstream's accelerator of the CPU counts so many devices.
-            "LOCAL_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "TRITON_INTERPRET": "0",
-            "DS_UNITTEST_TIMEOUT": str(int(timeout_s) * 2),
-        }
-        # torchrun's variables of an outer run would reach the ranks.
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            self._environment.pop(name, None)
+        self._python = str(python)
+        self._environment = dict(environment)
+        self._options = ["-p", "pytest_reports", "-p", "no:cacheprovider", *options]
 
     def collect(self, files: Sequence[str]) -> dict[str, int]:
         """Return every test in some files, with the ranks that it starts at most."""
@@ -146,7 +152,7 @@ class Runner:
     def _start(self, arguments: Sequence[str], reports: Path, output: Path) -> subprocess.Popen[bytes]:
         with output.open("wb") as file:
             return subprocess.Popen(
-                [self._python, "-m", "pytest", "-p", "pytest_reports", "-p", "no:cacheprovider", *arguments],
+                [self._python, "-m", "pytest", *self._options, *arguments],
                 cwd=self.tests,
                 env={**self._environment, "UPSTREAM_REPORTS": str(reports)},
                 stdin=subprocess.DEVNULL,
@@ -156,37 +162,77 @@ class Runner:
             )
 
 
+def environment_of_tests(use_deepspeed: bool, folders: Sequence[Path], timeout_s: float) -> dict[str, str]:
+    """Return the variables of upstream's tests: no GPU, no network, and nothing of an outer run.
+
+    Args:
+        use_deepspeed: Whether ``import deepspeed`` finds the real DeepSpeed, and not zeroengine.
+        folders: More folders to import from.
+        timeout_s: How long a test may take, in seconds.
+    """
+    paths = [HERE, *folders] if use_deepspeed else [AS_DEEPSPEED, HERE, *folders, ROOT]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "DS_ACCELERATOR": "cpu",
+        # Upstream's accelerator of the CPU counts so many devices.
+        "LOCAL_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_INTERPRET": "0",
+        "DS_UNITTEST_TIMEOUT": str(int(timeout_s) * 2),
+    }
+    # torchrun's variables of an outer run would reach the ranks.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return environment
+
+
 def read_lines(path: Path) -> list[dict[str, str]]:
     """Return the values of a file with a JSON object in each line; a last line may be half written."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run DeepSpeed's own unit tests on zeroengine")
-    parser.add_argument("--source", type=Path, required=True, help="a checkout of DeepSpeed")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that the runners of all upstream tests share."""
     parser.add_argument("--real", action="store_true", help="run them on the real DeepSpeed instead")
     parser.add_argument("--collect", type=Path, metavar="FILE", help="write all tests with their ranks, and run none")
     parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose id contains this")
-    parser.add_argument("--tests", type=Path, default=lists.TESTS, help="the list of tests")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest at a time")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for each test")
     parser.add_argument("--results", type=Path, help="also write a JSON file with each test's outcome and message")
+
+
+def run_or_collect(
+    runner: Runner, options: argparse.Namespace, files: Sequence[str], lists_of_tests: lists.Lists
+) -> int:
+    """Do what the options of ``add_options`` ask, and return the exit status: 0 if 90 % of the tests pass."""
+    if options.collect is not None:
+        collected = runner.collect(files)
+        options.collect.write_text(json.dumps(collected, indent=1))
+        print(f"{len(collected)} tests")
+        return 0
+    runner.run([node for node in lists_of_tests.tests() if options.only in node], options.jobs)
+    exclusions = {} if options.only else lists_of_tests.exclusions()
+    return 0 if lists.print_table(runner.outcomes, exclusions) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run DeepSpeed's own unit tests on zeroengine")
+    parser.add_argument("--source", type=Path, required=True, help="a checkout of DeepSpeed")
+    parser.add_argument("--tests", type=Path, default=lists.DEEPSPEED.tests_file, help="the list of tests")
+    add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="upstream") as folder:
-        scratch = Path(folder)
-        shutil.copytree(options.source / "tests", scratch / "tests")
-        use_deepspeed = options.real or options.collect is not None
-        runner = Runner(scratch / "tests", scratch, use_deepspeed, options.timeout, options.results)
-        if options.collect is not None:
-            collected = runner.collect(lists.FILES)
-            options.collect.write_text(json.dumps(collected, indent=1))
-            print(f"{len(collected)} tests")
-            return 0
-        nodes = [node for node in lists.read_tests(options.tests) if options.only in node]
-        runner.run(nodes, options.jobs)
-    passed = lists.print_table(runner.outcomes, whole=not options.only)
-    return 0 if passed else 1
+        tests = Path(folder, "tests")
+        shutil.copytree(options.source / "tests", tests)
+        environment = environment_of_tests(options.real or options.collect is not None, [tests], options.timeout)
+        runner = Runner(python_of("deepspeed"), tests, Path(folder), environment, options.timeout, options.results)
+        return run_or_collect(
+            runner, options, lists.FILES, dataclasses.replace(lists.DEEPSPEED, tests_file=options.tests)
+        )
 
 
 if __name__ == "__main__":
