@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +117,9 @@ def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_script_trains_as_under_ddp_and_resumes_exactly(stage: int, tmp_path: Path) -> None:
+def test_a_script_trains_as_under_ddp_and_resumes_exactly(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = run_ranks(2, train_and_resume, stage, str(tmp_path))
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-6)
@@ -124,6 +128,13 @@ def test_a_script_trains_as_under_ddp_and_resumes_exactly(stage: int, tmp_path: 
         # `latest` names the checkpoint that was saved before the one with save_latest=False.
         assert (result["path"], result["client_state"]) == (str(tmp_path / "global_step2"), {"epoch": 3})
         assert result["has_state"] == (rank == 0)
+    # The program beside the checkpoints writes the weights of a checkpoint, here of one before the last steps.
+    script, folder = tmp_path / "zero_to_fp32.py", tmp_path / "fp32"
+    assert os.access(script, os.X_OK)
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), str(folder), "--tag", "other"])
+    runpy.run_path(str(script), run_name="__main__")
+    saved, last = torch.load(folder / "pytorch_model.bin"), torch.load(tmp_path / "pytorch_model.bin")
+    assert saved.keys() == last.keys() and not any(torch.equal(saved[name], last[name]) for name in saved)
 
 
 def boundaries(stage: int, folder: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from zeroengine.engine.engine import Engine
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.integrations.deepspeed.zero_to_fp32 import write_recovery_script
 
 log = logging.getLogger("zeroengine")
 LATEST = "latest"
@@ -71,6 +72,8 @@ class EngineFiles:
                 "continues from this checkpoint repeats the step"
             )
         self._engine._checkpoints.save(folder, tag, client_state or {}, not exclude_frozen, inside_step=True)
+        if parts.group.rank == 0:
+            write_recovery_script(folder)
         if not save_latest:
             # A save in the background writes the file at its end.
             self._engine.wait_for_checkpoint()

@@ -1,8 +1,11 @@
-"""``deepspeed.utils.zero_to_fp32``: the fp32 weights of a checkpoint."""
+"""``deepspeed.utils.zero_to_fp32``: the fp32 weights of a checkpoint, as functions and as a command."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +15,9 @@ from torch import nn
 
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.weights.export import export
+
+# DeepSpeed puts a program of this name beside its checkpoints, and its users know it.
+RECOVERY_SCRIPT = "zero_to_fp32.py"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -62,3 +68,38 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
+
+
+def write_recovery_script(folder: str | os.PathLike[str]) -> None:
+    """Write the program ``zero_to_fp32.py`` into a folder of checkpoints. It needs zeroengine to be installed."""
+    path = Path(folder) / RECOVERY_SCRIPT
+    # A checkpoint that is written in the background may not have made the folder yet.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f"#!{sys.executable}\n"
+        '"""Write the fp32 weights of a checkpoint in this folder: zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""\n'
+        "from zeroengine.integrations.deepspeed.zero_to_fp32 import main\n\n"
+        'if __name__ == "__main__":\n'
+        "    main()\n"
+    )
+    path.chmod(path.stat().st_mode | 0o111)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the fp32 weights of a checkpoint, as the program ``zero_to_fp32.py`` of DeepSpeed's checkpoints does."""
+    parser = argparse.ArgumentParser(prog=RECOVERY_SCRIPT, description=main.__doc__)
+    parser.add_argument("checkpoint_dir", help="the folder of checkpoints")
+    parser.add_argument("output_dir", help="the folder for pytorch_model.bin, or model.safetensors")
+    parser.add_argument("-t", "--tag", help="the checkpoint (default: the newest)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors")
+    # DeepSpeed's other options, which change nothing here: the weights are one file, and hold what was saved.
+    parser.add_argument("--max_shard_size", default="5GB", help=argparse.SUPPRESS)
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        options.checkpoint_dir,
+        options.output_dir,
+        safe_serialization=options.safe_serialization,
+        tag=options.tag,
+    )
