@@ -12,6 +12,7 @@ Each framework has one function, which trains on one rank and returns the second
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -141,7 +142,7 @@ def accelerate(strategy: str, options: argparse.Namespace) -> tuple[list[float],
         accelerator.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    return [after - before for before, after in zip(times, times[1:], strict=False)], float(loss)
+    return [after - before for before, after in itertools.pairwise(times)], float(loss)
 
 
 FRAMEWORKS: dict[str, Callable[[str, argparse.Namespace], tuple[list[float], float]]] = {
