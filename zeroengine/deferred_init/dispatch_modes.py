@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroengine.deferred_init.trace import tensors_of
@@ -87,3 +87,13 @@ class OpaqueAccessMode(TorchFunctionMode):
 def is_recording() -> bool:
     """Return whether a recorder is active in this thread."""
     return any(isinstance(mode, OperationMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_recording_innermost() -> bool:
+    """Return whether a recorder is active in this thread, and no other mode of torch was entered after it."""
+    operations, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+    return (
+        bool(operations and functions)
+        and isinstance(operations[-1], OperationMode)
+        and isinstance(functions[-1], OpaqueAccessMode)
+    )

@@ -15,7 +15,7 @@ from zeroengine.engine.engine import Engine
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed.engine_checkpoints import EngineFiles
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
-from zeroengine.integrations.deepspeed.parameters import annotate_parameters
+from zeroengine.integrations.deepspeed.parameters import annotate_parameters, remove_attributes
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
 from zeroengine.migration.messages import engine_attribute
 
@@ -65,8 +65,11 @@ class DeepSpeedEngine(nn.Module):
         self._data_iterator: Iterator[Any] | None = None
         # Gradients are reduced dense.
         self.sparse_tensor_module_names: set[str] = set()
+        for param in self.module.parameters():
+            # What zero.Init said of the parameter no longer holds.
+            remove_attributes(param)
         if self.zero_optimization_stage() == 3:
-            annotate_parameters(engine)
+            annotate_parameters(engine, config.enable_sanity_checks)
 
     # These are hidden from type checkers, which then report unknown attributes.
     if not TYPE_CHECKING:

@@ -25,11 +25,13 @@ from zeroengine.integrations.deepspeed.ops import FusedAdam
 from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
 from zeroengine.integrations.deepspeed.script_utils import log_dist
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError, load_settings
+from zeroengine.integrations.deepspeed.zero_init import outside_of_init
 from zeroengine.optim.factory import build_optimizer
 
 log = logging.getLogger("zeroengine")
 
 
+@outside_of_init()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

@@ -7,6 +7,7 @@ that this rank owns, flat; how many these are is zeroengine's choice, and may be
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -55,8 +56,9 @@ class StatusOfParameter:
     def current(self) -> ZeroParamStatus:
         """The present status."""
         param = self._param()
-        is_released = param is not None and is_released_parameter(param)
-        return ZeroParamStatus.NOT_AVAILABLE if is_released else ZeroParamStatus.AVAILABLE
+        # Before ``initialize`` a parameter without values is on the meta device.
+        has_values = param is None or not (param.is_meta or is_released_parameter(param))
+        return ZeroParamStatus.AVAILABLE if has_values else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
         return self.current is (other.current if isinstance(other, StatusOfParameter) else other)
@@ -66,38 +68,89 @@ class StatusOfParameter:
     def __repr__(self) -> str:
         return repr(self.current)
 
+    def __reduce__(self) -> Any:
+        # A parameter that is pickled takes its attributes along, and a weak reference cannot be pickled.
+        return ZeroParamStatus, (self.current.value,)
+
 
 class OwnedElements:
-    """The size of this rank's part of a parameter: ``shape``, ``numel()`` and ``ds_numel``."""
+    """The size and dtype of this rank's part of a parameter: ``shape``, ``numel()``, ``ds_numel`` and ``dtype``."""
 
-    def __init__(self, numel: int) -> None:
-        self.shape, self.ds_numel = torch.Size([numel]), numel
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.shape, self.ds_numel, self.dtype = torch.Size([numel]), numel, dtype
 
     def numel(self) -> int:
         """Return the number of elements that this rank owns."""
         return self.ds_numel
 
 
-def annotate_parameters(engine: Engine) -> None:
-    """Give the parameters of a stage-3 engine the attributes that scripts read of DeepSpeed's, while it lives."""
+# The attribute of a parameter that ``GatheredParameters`` lets nobody write without a ``modifier_rank``.
+_REFUSES_WRITES = "_zeroengine_refuses_writes"
+_numbers = itertools.count()
+
+
+def annotate_deferred_parameter(param: nn.Parameter, refuses_writes: bool) -> None:
+    """Give a parameter that is built in ``zero.Init`` the attributes that scripts read of DeepSpeed's.
+
+    No rank owns any of its elements before ``initialize``, so ``ds_tensor`` is empty.
+
+    Args:
+        param: A parameter that belongs to no engine.
+        refuses_writes: See ``refuses_writes``.
+    """
+    # Called again, it brings the shape and dtype up to date.
+    number = vars(param).get("ds_id")
+    attributes = _attributes(param, next(_numbers) if number is None else number, owned=0, persists=False)
+    vars(param).update({**attributes, _REFUSES_WRITES: refuses_writes})
+
+
+def annotate_parameters(engine: Engine, refuses_writes: bool) -> None:
+    """Give the parameters of a stage-3 engine the attributes that scripts read of DeepSpeed's, while it lives.
+
+    Args:
+        engine: The engine.
+        refuses_writes: See ``refuses_writes``.
+    """
     parts = engine._parts
     numbers = {param: number for number, param in enumerate(parts.model.parameters())}
     for unit in parts.units:
         spans = list(unit.layout.spans(unit.rank, unit.degrees.optimizer))
         for index, param in enumerate(unit.params):
             owned = sum(span.numel for span in spans if span.param_index == index)
-            attributes = {
-                "ds_id": numbers.get(param, -1),
-                "ds_shape": torch.Size(param.shape),
-                "ds_numel": param.numel(),
-                "ds_status": StatusOfParameter(param),
-                "ds_persist": unit.degrees.parameters == 1,
-                "ds_param_type": ZeroParamType.PARTITIONED,
-                "ds_tensor": OwnedElements(owned),
-            }
-            for name, value in attributes.items():
-                setattr(param, name, value)
-                parts.undo.callback(param.__dict__.pop, name, None)
+            attributes = _attributes(param, numbers.get(param, -1), owned, unit.degrees.parameters == 1)
+            vars(param).update({**attributes, _REFUSES_WRITES: refuses_writes})
+            parts.undo.callback(remove_attributes, param)
+
+
+def remove_attributes(param: nn.Parameter) -> None:
+    """Remove what the two functions above gave a parameter."""
+    for name in [name for name in vars(param) if name.startswith("ds_") or name == _REFUSES_WRITES]:
+        del vars(param)[name]
+
+
+def refuses_writes(param: nn.Parameter) -> bool:
+    """Return whether writes in ``GatheredParameters`` without a ``modifier_rank`` are an error."""
+    return bool(vars(param).get(_REFUSES_WRITES))
+
+
+def _attributes(param: nn.Parameter, number: int, owned: int, persists: bool) -> dict[str, Any]:
+    """Return DeepSpeed's attributes of a parameter.
+
+    Args:
+        param: The parameter.
+        number: Its number, which is ``ds_id``.
+        owned: The number of its elements that this rank owns.
+        persists: Whether it stays gathered.
+    """
+    return {
+        "ds_id": number,
+        "ds_shape": torch.Size(param.shape),
+        "ds_numel": param.numel(),
+        "ds_status": StatusOfParameter(param),
+        "ds_persist": persists,
+        "ds_param_type": ZeroParamType.PARTITIONED,
+        "ds_tensor": OwnedElements(owned, param.dtype),
+    }
 
 
 def is_trainable_here(param: nn.Parameter) -> bool:

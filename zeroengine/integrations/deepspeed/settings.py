@@ -134,7 +134,8 @@ class DeepSpeedConfig:
         self.gradient_clipping = settings.gradient_clipping
         self.zero_config = settings.zero_optimization
         self.zero_optimization_stage = int(settings.zero_optimization.stage)
-        self.leaf_module = (self._param_dict.get("zero_optimization") or {}).get("leaf_module")
+        zero = self._param_dict.get("zero_optimization") or {}
+        self.leaf_module, self.enable_sanity_checks = zero.get("leaf_module"), zero.get("enable_sanity_checks") is True
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
         self.fp16_enabled, self.bfloat16_enabled = bool(settings.fp16.enabled), bool(settings.bf16.enabled)

@@ -8,70 +8,30 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeroengine.deferred_init.dispatch_modes import is_recording
-from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.engine.gathered import gathered, owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.parameters import ZeroParamStatus as ZeroParamStatus
 from zeroengine.integrations.deepspeed.parameters import ZeroParamType as ZeroParamType
-
-
-class Init:
-    """A context in which modules are built without memory: ``zeroengine.meta_init()``.
-
-    It may be nested, and does nothing with ``enabled=False`` or for a ``module`` that is built already. The dtype and
-    the place of the parameters follow from the configuration of ``initialize``, so the other arguments have no effect.
-
-    Args:
-        module: A module that is built already, which is left as it is.
-        enabled: Whether to do anything.
-        options: The other arguments of DeepSpeed's ``Init``.
-    """
-
-    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: object) -> None:
-        unknown = sorted(set(options) - _INIT_OPTIONS)
-        if unknown:
-            raise ZeroEngineError(f"zero.Init() takes no argument {unknown[0]!r}; it takes {sorted(_INIT_OPTIONS)}")
-        self._enabled = enabled and module is None
-        self._context: contextlib.ExitStack = contextlib.ExitStack()
-
-    def __enter__(self) -> Init:
-        # The outermost context records what the inner ones build.
-        if self._enabled and not is_recording():
-            self._context.enter_context(meta_init())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, trace)
-
-
-_INIT_OPTIONS = {
-    "config",
-    "config_dict_or_path",
-    "data_parallel_group",
-    "dtype",
-    "mem_efficient_linear",
-    "mpu",
-    "param_swapper",
-    "pin_memory",
-    "remote_device",
-    "sequence_data_parallel_group",
-    "zero_param_parallel_group",
-}
+from zeroengine.integrations.deepspeed.parameters import refuses_writes
+from zeroengine.integrations.deepspeed.zero_init import Init as Init
 
 
 class GatheredParameters:
     """A context in which parameters are whole: ``zeroengine.gathered``, where one rank's writes count.
 
+    Before ``initialize``, parameters that were built in ``Init`` have their values inside. ``initialize`` takes the
+    values of rank 0, so what rank 0 writes reaches the others only then, and takes no memory of theirs until then.
+
     Args:
         params: A parameter, several, or a module.
         modifier_rank: The rank whose writes all ranks take at the end; what other ranks wrote is undone. None: as for
-            ``zeroengine.gathered``, writes of any rank are kept, of several ranks the lowest's.
+            ``zeroengine.gathered``, writes of any rank are kept, of several ranks the lowest's. With
+            "enable_sanity_checks" in the section "zero_optimization" they are an error instead.
         fwd_module: Not needed: a parameter belongs to every module that uses it.
         enabled: Whether to do anything.
     """
@@ -105,11 +65,26 @@ class GatheredParameters:
         self._context.__exit__(kind, error, trace)
 
 
+class GatheredWriteError(ZeroEngineError, RuntimeError):
+    """A parameter was written where no rank may write. DeepSpeed raises RuntimeError, which scripts catch."""
+
+
 @contextlib.contextmanager
 def _writes_of(params: list[nn.Parameter], rank: int | None) -> Iterator[None]:
-    """Undo at the end what this rank wrote, if it is not ``rank``. The parameters are gathered."""
+    """Let only the writes of ``rank`` stay. The parameters are gathered."""
+    if rank is None:
+        with _refused_writes([param for param in params if refuses_writes(param)]):
+            yield
+        return
     owner = owner_of(params[0])
-    if rank is None or owner is None or owner.parts.group.world_size == 1 or comm.get_rank() == rank:
+    if owner is None:
+        yield
+        # While a model is built, its values are recorded, and an exchange with other ranks could not be replayed.
+        if rank != 0 and not is_recording() and dist.is_initialized() and dist.get_world_size() > 1:
+            for param in params:
+                dist.broadcast(param.detach(), rank)
+        return
+    if owner.parts.group.world_size == 1 or comm.get_rank() == rank:
         yield
         return
     before = [param.detach().clone() for param in params]
@@ -121,6 +96,19 @@ def _writes_of(params: list[nn.Parameter], rank: int | None) -> Iterator[None]:
                 # Writing equal values would also mark the parameter as written.
                 if not torch.equal(param, values):
                     param.copy_(values)
+
+
+@contextlib.contextmanager
+def _refused_writes(params: list[nn.Parameter]) -> Iterator[None]:
+    """Raise at the end if one of ``params`` was written in place."""
+    before = [param._version for param in params]
+    yield
+    written = [tuple(p.shape) for p, version in zip(params, before, strict=True) if p._version != version]
+    if written:
+        raise GatheredWriteError(
+            f"GatheredParameters(modifier_rank=None): an in-place modification of a parameter of shape {written[0]}, "
+            'and "enable_sanity_checks" refuses those. Name the rank that writes, as in modifier_rank=0'
+        )
 
 
 class MultipleAllGatherHandles:
