@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -183,6 +184,10 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     """What ``initialize`` returns as the optimizer, at stage 3."""
 
     fp32_partitioned_groups_flat = DeepSpeedOptimizer._masters
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """Return the norm of the mean gradient, between the last backward and ``step``, as that of one group."""
+        return [self._engine.clip_grad_norm_(math.inf)]
 
 
 def make_optimizer_view(engine: Engine, base_optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
