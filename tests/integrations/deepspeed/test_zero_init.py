@@ -88,8 +88,8 @@ def test_parameters_are_cast_as_the_configuration_says() -> None:
 
 
 def check_writes() -> None:
-    rank = dist.get_rank()
     layer = built()
+    rank = dist.get_rank()
     with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=1):
         layer.weight.data.fill_(float(rank))
     with deepspeed.zero.GatheredParameters(layer.weight):
