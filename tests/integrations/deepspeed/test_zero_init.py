@@ -99,7 +99,7 @@ def check_writes() -> None:
     for make_engine in (False, True):
         if make_engine:
             deepspeed.initialize(model=layer, config={**STAGE3, "zero_optimization": section})
-        with pytest.raises(RuntimeError, match="in-place modification.*modifier_rank=0"):
+        with pytest.raises(RuntimeError, match=r"in-place modification.*modifier_rank=0"):
             with deepspeed.zero.GatheredParameters(layer.weight), torch.no_grad():
                 layer.weight.add_(0.0)
         with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0), torch.no_grad():
