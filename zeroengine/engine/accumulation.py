@@ -209,13 +209,13 @@ class Accumulation(BackwardListener):
             )
         self._boundary = bool(boundary)
 
-    def override_boundary(self, boundary: bool) -> None:
+    def override_boundary(self, boundary: bool | None) -> None:
         """Let `boundary`, and not the count of micro-steps, decide whether the next `engine.step()` updates.
 
         The mean is still over `gradient_accumulation_steps` micro-steps. This is what DeepSpeed's
-        `set_gradient_accumulation_boundary` means, and it holds until an update.
+        `set_gradient_accumulation_boundary` means, and it holds until an update. None lets the count decide again.
         """
-        self._boundary = bool(boundary)
+        self._boundary = boundary
 
     def check_boundary(self, call: str) -> None:
         """Check that the step in progress ends here, on behalf of ``call``.

@@ -54,7 +54,10 @@ class DeepSpeedEngine(EngineProperties):
         self.module, self.optimizer, self.training_dataloader = engine.module, optimizer, training_dataloader
         self.config = config._param_dict
         self._files = EngineFiles(engine)
-        self._boundary: bool | None = None
+        # The last argument of set_gradient_accumulation_boundary, under the name of DeepSpeed's attribute.
+        self._is_gradient_accumulation_boundary: bool | None = None
+        # The call whose context keeps gradients on this rank, while it lasts.
+        self._local_context: str | None = None
         self._step_applied = False
         self._is_destroyed = False
         self.is_compiled = False
@@ -134,6 +137,10 @@ class DeepSpeedEngine(EngineProperties):
         """End a micro-step; at the accumulation boundary update the parameters and step the schedule."""
         if lr_kwargs:
             raise ZeroEngineError("step(lr_kwargs=...): a schedule is stepped without arguments; leave it out")
+        # DeepSpeed asserts this, and scripts catch its class of error.
+        assert self._local_context != "coalesce_grad_reduction()", (
+            "step() inside of coalesce_grad_reduction() or no_sync(): leave the `with` first, and the step reduces"
+        )
         self._apply_boundary()
         if not self.managed_gradient_accumulation():
             self.engine._parts.accumulation.override_boundary(True)
@@ -150,7 +157,7 @@ class DeepSpeedEngine(EngineProperties):
     def _apply_boundary(self) -> None:
         """Tell the engine of the boundary that the script has set, which an update ends there and not here."""
         # Where the script alone decides, no backward is known to be the last one before ``step``.
-        boundary = self._boundary if self.managed_gradient_accumulation() else False
+        boundary = self._is_gradient_accumulation_boundary if self.managed_gradient_accumulation() else False
         if boundary is not None:
             self.engine._parts.backward.end_if_over()
             self.engine._parts.accumulation.override_boundary(boundary)
@@ -163,12 +170,13 @@ class DeepSpeedEngine(EngineProperties):
         """Return whether the micro-step in progress ends with an update."""
         if not self.managed_gradient_accumulation():
             return False
-        return self.engine.is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
+        boundary = self._is_gradient_accumulation_boundary
+        return self.engine.is_gradient_accumulation_boundary() if boundary is None else boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide whether the next ``step`` updates, from now on, instead of the count of micro-steps."""
         self._check_managed("set_gradient_accumulation_boundary()")
-        self._boundary = bool(is_boundary)
+        self._is_gradient_accumulation_boundary = bool(is_boundary)
         self._apply_boundary()
 
     def _check_managed(self, call: str) -> None:
@@ -185,7 +193,7 @@ class DeepSpeedEngine(EngineProperties):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of backwards inside on this rank, at any stage."""
-        with self.engine.no_sync():
+        with self._keep_gradients_local("no_sync()"):
             yield
 
     @contextlib.contextmanager
@@ -194,10 +202,25 @@ class DeepSpeedEngine(EngineProperties):
         self._check_managed("coalesce_grad_reduction()")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction() needs stage 1, 2 or 3; write no_sync() at stage 0")
-        boundary = self._boundary
-        with self.no_sync():
-            yield
-        self._boundary = boundary
+        boundary = self._is_gradient_accumulation_boundary
+        try:
+            with self._keep_gradients_local("coalesce_grad_reduction()"):
+                yield
+        finally:
+            self._is_gradient_accumulation_boundary = boundary
+            self.engine._parts.accumulation.override_boundary(boundary)
+
+    @contextlib.contextmanager
+    def _keep_gradients_local(self, call: str) -> Iterator[None]:
+        """Run the context of ``call``, in which backwards reduce nothing."""
+        # DeepSpeed asserts this, and scripts catch its class of error.
+        assert self._local_context is None, f"{call} is nested inside of {self._local_context}; write one of the two"
+        self._local_context = call
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._local_context = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step."""

@@ -21,12 +21,20 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroengine.integrations.deepspeed.leaf_modules import mark_leaf_modules
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
-from zeroengine.integrations.deepspeed.ops import FusedAdam
+from zeroengine.integrations.deepspeed.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
 from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
 from zeroengine.integrations.deepspeed.script_utils import log_dist
-from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError, load_settings
+from zeroengine.integrations.deepspeed.settings import (
+    DeepSpeedConfig,
+    DeepSpeedConfigError,
+    ZeRORuntimeException,
+    load_settings,
+)
 from zeroengine.integrations.deepspeed.zero_init import outside_of_init
 from zeroengine.optim.factory import build_optimizer
+
+# What "zero_force_ds_cpu_optimizer" allows.
+CPU_OPTIMIZERS = (DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion)
 
 log = logging.getLogger("zeroengine")
 
@@ -84,6 +92,7 @@ def initialize(
     facts = DeepSpeedConfig(settings)
     loaded = load_settings(settings)
     _check_unmanaged(facts)
+    _check_cpu_optimizer(facts, optimizer)
     mark_leaf_modules(model, facts.leaf_module)
     _close_earlier_engine(model)
     schedule = _schedule_of(loaded) or lr_scheduler
@@ -143,6 +152,22 @@ def _check_unmanaged(facts: DeepSpeedConfig) -> None:
         '"managed_gradient_accumulation": false supports ZeRO overlap_comm only with ZeRO stage 2 or 3; remove '
         '"overlap_comm": true'
     )
+
+
+def _check_cpu_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
+    """Refuse an optimizer that contradicts an explicit ``"zero_force_ds_cpu_optimizer": true``.
+
+    The update of every element-wise optimizer runs where its state lives, so a configuration without the key allows
+    any of them. One with the key asks for DeepSpeed's CPU optimizers and nothing else.
+    """
+    offload = facts.zero_config.offload_optimizer
+    forced = facts.zero_force_ds_cpu_optimizer is True and offload is not None and offload.device != "none"
+    if forced and isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, CPU_OPTIMIZERS):
+        raise ZeRORuntimeException(
+            '"zero_force_ds_cpu_optimizer": true with offload_optimizer allows only the CPU optimizers of DeepSpeed, '
+            f"found {type(optimizer).__name__}. Pass deepspeed.ops.adam.DeepSpeedCPUAdam, or write false: the update "
+            "runs on the CPU either way"
+        )
 
 
 def _close_earlier_engine(model: nn.Module) -> None:

@@ -62,10 +62,6 @@ class ZeroStageEnum(enum.IntEnum):
     weights = 3
 
 
-class ZeRORuntimeException(Exception):
-    """DeepSpeed's error of its optimizers, which zeroengine never raises."""
-
-
 class ServedModule(ModuleType):
     """A module of DeepSpeed's whose names are zeroengine's objects."""
 
@@ -214,7 +210,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": optimizer.DeepSpeedZeroOptimizer},
     "runtime.zero.tiling": {name: _CLASSES[name] for name in ("TiledLinear", "TiledLinearReturnBias")},
-    "runtime.zero.utils": {"ZeRORuntimeException": ZeRORuntimeException, "is_zero_param": zero.is_zero_param},
+    "runtime.zero.utils": {"ZeRORuntimeException": settings.ZeRORuntimeException, "is_zero_param": zero.is_zero_param},
     "utils": {
         "OnDevice": script_utils.OnDevice,
         "RepeatingLoader": script_utils.RepeatingLoader,

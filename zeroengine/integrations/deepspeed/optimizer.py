@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroengine.engine.engine import Engine
+from zeroengine.engine.parameter_access import full_gradient
+from zeroengine.integrations.deepspeed.leaf_modules import z3_leaf_module
 from zeroengine.optim.caller_optimizer import load_hyperparameters
 
 
@@ -185,9 +187,20 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
 
     fp32_partitioned_groups_flat = DeepSpeedOptimizer._masters
 
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is marked as a leaf."""
+        return {module: list(module.parameters()) for module in self._engine.module.modules() if z3_leaf_module(module)}
+
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Return the norm of the mean gradient, between the last backward and ``step``, as that of one group."""
-        return [self._engine.clip_grad_norm_(math.inf)]
+        """Return the norm of the mean gradient of each param group, 0-d, between backward and step. A collective."""
+        norms = []
+        for group in self.param_groups:
+            gradients = (full_gradient(param) for param in group["params"])
+            # One whole gradient exists at a time.
+            squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
+            norms.append(torch.stack(squares).sum().sqrt().float() if squares else torch.tensor(0.0))
+        return norms
 
 
 def make_optimizer_view(engine: Engine, base_optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

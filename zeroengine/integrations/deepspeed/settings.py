@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zeroengine.config import Config, load
 from zeroengine.config.source import read_file
-from zeroengine.errors import ConfigError
+from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
 
 # The value of DeepSpeed 0.19 where the file names none.
@@ -27,6 +27,10 @@ TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
 
 class DeepSpeedConfigError(ConfigError):
     """A configuration that cannot be honored, under DeepSpeed's name for it."""
+
+
+class ZeRORuntimeException(ZeroEngineError):
+    """An optimizer that the configuration rules out, under DeepSpeed's name for the error."""
 
 
 def read_settings(config: Any) -> dict[str, Any]:
@@ -128,6 +132,9 @@ class DeepSpeedConfig:
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation") is not False
         self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op") or "mean").lower()
         self.tag_validation = _tag_validation(self._param_dict)
+        data_types = self._param_dict.get("data_types") or {}
+        self.param_dtype, self.buffer_dtype = data_types.get("param_dtype"), data_types.get("buffer_dtype")
+        self.zero_force_ds_cpu_optimizer = self._param_dict.get("zero_force_ds_cpu_optimizer")
         self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = settings.gradient_accumulation_steps
         self.train_batch_size = settings.train_batch_size
