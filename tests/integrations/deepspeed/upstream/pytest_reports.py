@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 # A forkserver that has imported these starts the ranks of each test in a fraction of a second.
-multiprocessing.set_forkserver_preload(["torch", "deepspeed", "unit.simple_model"])
+multiprocessing.set_forkserver_preload(["reference_on_cpu", "torch", "deepspeed", "unit.simple_model"])
 
 
 def write_line(**values: Any) -> None:
