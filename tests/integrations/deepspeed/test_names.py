@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 from torch import nn
 
 import zeroengine.integrations.deepspeed as deepspeed
@@ -49,6 +50,25 @@ def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> Non
     assert config.gradient_clipping == 1.0
     assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert settings.load_settings({"train_batch_size": 2, "gradient_clipping": 0.0}).gradient_clipping == 0.0
+
+
+def test_what_frameworks_write_for_auto_is_taken_as_deepspeed_does() -> None:
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 0, "warmup_type": "linear"}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "scheduler": schedule}
+    model = nn.Linear(2, 2)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+    placed = engine.engine.config.zero_optimization
+    assert (placed.offload_param.device, placed.offload_optimizer.device) == ("none", "cpu")
+    rates = []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        rates += engine.get_lr()
+    # A warm-up of 0 steps takes 2.
+    assert rates == pytest.approx([0.0, 0.05, 0.1])
+    engine.destroy()
 
 
 def test_batch_sizes_that_contradict_one_another_are_an_error() -> None:

@@ -185,6 +185,9 @@ def _schedule_of(config: Config) -> Callable[[torch.optim.Optimizer], Any] | Non
     if config.scheduler is None:
         return None
     kind, params = SCHEDULES[config.scheduler.type], dict(config.scheduler.params)
+    # Frameworks of 2025 write 0 for "auto" where there is no warm-up, which DeepSpeed took for 2 until 0.19.6.
+    if params.get("warmup_num_steps") == 0:
+        params["warmup_num_steps"] = 2
     return lambda optimizer: kind(optimizer, **params)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import enum
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from zeroengine.config.source import read_file
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
 
+log = logging.getLogger("zeroengine")
 # The value of DeepSpeed 0.19 where the file names none.
 DEFAULT_GRADIENT_CLIPPING = 1.0
 # What save_checkpoint does if the ranks pass different tags.
@@ -95,6 +97,11 @@ def load_settings(config: Any) -> Config:
                 zero.setdefault(new, {"device": "cpu"})
         if zero.pop("cpu_offload_param", None) is True:
             zero.setdefault("offload_param", {"device": "cpu"})
+        device = (zero.get("offload_param") or {}).get("device") or "none"
+        if device != "none" and zero.get("stage", 0) in (0, 1, 2):
+            # DeepSpeed ignores the section there, and accelerate writes it at every stage.
+            log.info('"offload_param" has no effect below stage 3, as in DeepSpeed; "offload_optimizer" has one')
+            del zero["offload_param"]
     if tree.get("gradient_clipping") is None:
         tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
     loaded = load(tree)

@@ -57,6 +57,7 @@ PROJECTS = {
             "tests/trainer",
         ),
         {"TRANSFORMERS_TEST_DEVICE_SPEC": "cpu_device.py"},
+        ("use_cpu",),
     ),
     "accelerate": Project(
         Lists(HERE / "accelerate_tests.txt", HERE / "accelerate_exclusions.txt"),
@@ -90,13 +91,17 @@ def add_stand_ins(checkout: Path) -> None:
 
 
 def write_launcher(folder: Path, python: Path) -> None:
-    """Write the command ``deepspeed``, with which transformers' tests start ranks: zero-launch with its options."""
+    """Write the command ``deepspeed``, with which transformers' tests start ranks: zero-launch with its options.
+
+    Their scripts take ``--use_cpu``, without which transformers refuses bf16 on a machine without a GPU.
+    """
     folder.mkdir()
     script = folder / "deepspeed"
     script.write_text(
         "#!/usr/bin/env bash\n"
         "# deepspeed --num_nodes 1 --num_gpus RANKS --master_port PORT SCRIPT ...\n"
-        f'ranks=$4; shift 6; exec {python} -m zeroengine.cli.zero_launch --cpu --nproc "$ranks" --as-deepspeed "$@"\n'
+        "ranks=$4; shift 6\n"
+        f'exec {python} -m zeroengine.cli.zero_launch --cpu --nproc "$ranks" --as-deepspeed "$@" --use_cpu\n'
     )
     script.chmod(0o755)
 
@@ -115,7 +120,7 @@ def main() -> int:
         write_launcher(scratch / "bin", python)
         environment = environment_of_tests(options.real, [HERE, checkout], options.timeout)
         environment |= {"HF_HOME": str(scratch / "home"), "RUN_SLOW": "1", **project.variables}
-        environment["PATH"] = f"{scratch / 'bin'}:{environment['PATH']}"
+        environment["PATH"] = f"{scratch / 'bin'}:{python.parent}:{environment['PATH']}"
         add_stand_ins(checkout)
         if options.collect is None:
             subprocess.run([python, HERE / "local_models.py", environment["HF_HOME"]], env=environment, check=True)
