@@ -18,6 +18,7 @@ from zeroengine.integrations.deepspeed.engine_properties import EngineProperties
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
 from zeroengine.integrations.deepspeed.parameters import annotate_parameters, remove_attributes
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
+from zeroengine.integrations.deepspeed.unused_parameters import check_parameters_used
 from zeroengine.migration.messages import engine_attribute
 
 log = logging.getLogger("zeroengine")
@@ -146,6 +147,9 @@ class DeepSpeedEngine(EngineProperties):
             self.engine._parts.accumulation.override_boundary(True)
             self._unmanaged_samples += self._samples_of_backwards()
         is_boundary = self.engine.is_gradient_accumulation_boundary()
+        # DeepSpeed has this check at stages 1 and 2.
+        if is_boundary and not self._config.ignore_unused_parameters and self.zero_optimization_stage() in (1, 2):
+            check_parameters_used(self.engine)
         updated = self.engine.step()
         if is_boundary:
             self._step_applied = bool(updated)

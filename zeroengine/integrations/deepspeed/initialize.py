@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def initialize(
     _check_unmanaged(facts)
     _check_cpu_optimizer(facts, optimizer)
     mark_leaf_modules(model, facts.leaf_module)
+    _make_nvme_folders(loaded)
     _close_earlier_engine(model)
     schedule = _schedule_of(loaded) or lr_scheduler
     loaded = loaded.model_copy(update={"scheduler": None}) if loaded.scheduler is not None else loaded
@@ -168,6 +170,14 @@ def _check_cpu_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
             f"found {type(optimizer).__name__}. Pass deepspeed.ops.adam.DeepSpeedCPUAdam, or write false: the update "
             "runs on the CPU either way"
         )
+
+
+def _make_nvme_folders(config: Config) -> None:
+    """Make the folders for states on NVMe, as DeepSpeed does."""
+    zero = config.zero_optimization
+    for section in (zero.offload_optimizer, zero.offload_param):
+        if section.disk is not None:
+            Path(section.disk).mkdir(parents=True, exist_ok=True)
 
 
 def _close_earlier_engine(model: nn.Module) -> None:

@@ -90,6 +90,8 @@ def load_settings(config: Any) -> Config:
         del tree["gradient_allreduce_op"]
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
+        for name in ("enable_sanity_checks", "ignore_unused_parameters"):
+            zero.pop(name, None)
         # The booleans of earlier versions became sections.
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
             value = zero.pop(old, None)
@@ -150,6 +152,7 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = int(settings.zero_optimization.stage)
         zero = self._param_dict.get("zero_optimization") or {}
         self.leaf_module, self.enable_sanity_checks = zero.get("leaf_module"), zero.get("enable_sanity_checks") is True
+        self.ignore_unused_parameters = zero.get("ignore_unused_parameters") is not False
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
         self.fp16_enabled, self.bfloat16_enabled = bool(settings.fp16.enabled), bool(settings.bf16.enabled)

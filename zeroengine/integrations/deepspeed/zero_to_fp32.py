@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -26,7 +28,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the fp32 weights of a checkpoint of zeroengine, on the CPU.
+    """Return the fp32 weights of a checkpoint of zeroengine, on the CPU. Names of a tied parameter share one tensor.
 
     Args:
         checkpoint_dir: The folder of checkpoints.
@@ -38,9 +40,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     with TemporaryDirectory(dir=checkpoint_dir) as temporary:
         export(folder.path, temporary, tag=tag, dtype="fp32")
         state: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
         for file in sorted(Path(temporary).glob("*.safetensors")):
             state |= load_file(file)
-    return state
+            with safe_open(file, framework="pt") as opened:
+                tied = json.loads((opened.metadata() or {}).get("tied", "{}"))
+            aliases.update(tied)
+    return state | {alias: state[name] for alias, name in aliases.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -55,7 +61,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if safe_serialization:
-        save_file(state, Path(output_dir) / "model.safetensors")
+        # The format stores every tensor once, and loaders tie parameters themselves.
+        once = {id(value): name for name, value in reversed(state.items())}
+        save_file({name: state[name] for name in once.values()}, Path(output_dir) / "model.safetensors")
     else:
         torch.save(state, Path(output_dir) / "pytorch_model.bin")
 

@@ -109,7 +109,9 @@ class Runner:
         reports.unlink(missing_ok=True)
         # Output goes to a file: a pipe that nobody reads would fill up and stop the tests.
         output = reports.with_suffix(".output")
-        process = self._start(["-q", f"--basetemp={self.scratch / f'files{worker}'}", *group], reports, output)
+        # The empty expression lets tests run that upstream deselects to run them one after another.
+        options = ["-q", "-m", "", f"--basetemp={self.scratch / f'files{worker}'}"]
+        process = self._start([*options, *group], reports, output)
         size, since = -1, time.monotonic()
         while process.poll() is None:
             time.sleep(0.1)
