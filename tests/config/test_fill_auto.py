@@ -107,7 +107,8 @@ def test_all_values_that_differ_are_listed_at_once(tmp_path: Path) -> None:
   "train_micro_batch_size_per_gpu": 8,
   "gradient_accumulation_steps": "auto",
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-  "zero_optimization": {"stage": 2}
+  "zero_optimization": {"stage": 2},
+  "bf16": {"enabled": false}
 }"""
     )
     given = {
@@ -123,7 +124,7 @@ def test_all_values_that_differ_are_listed_at_once(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{path}: 4 problems"
     assert sorted(lines[1:]) == [
-        '  bf16.enabled: absent, which means false, and TrainingArguments has true; write "auto" or true, or give '
+        '  bf16.enabled (line 6): found false, and TrainingArguments has true; write "auto" or true, or give '
         "TrainingArguments false.",
         '  optimizer.params.lr (line 4): found 0.001, and TrainingArguments has 5e-05; write "auto" or 5e-05, or give '
         "TrainingArguments 0.001.",
@@ -146,6 +147,34 @@ def test_absent_keys_whose_default_auto_stands_for_are_filled_in() -> None:
     filled = config.fill_auto({"optimizer.params.lr": 0.5, "gradient_clipping": 2.0, "train_batch_size": 8})
     assert filled.optimizer is not None and filled.optimizer.params["lr"] == 0.5
     assert (filled.gradient_clipping, filled.train_batch_size) == (2.0, 8)
+
+
+def test_a_precision_is_filled_in_where_the_file_names_none() -> None:
+    assert load({}).fill_auto({"bf16.enabled": True}).bf16.enabled is True
+    assert load({"fp16": {"initial_scale_power": 8}}).fill_auto({"fp16.enabled": True}).fp16.enabled is True
+    for named in ({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}):
+        with pytest.raises(ConfigError, match=r"bf16\.enabled: absent, which means false, and the framework has true"):
+            load(named).fill_auto({"bf16.enabled": True})
+
+
+def test_what_model_copy_changed_is_kept_and_counts_as_written() -> None:
+    loaded = load({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "bf16": {"enabled": "auto"}})
+    changes = {
+        "bf16": loaded.bf16.model_copy(update={"enabled": True}),
+        "zero_optimization": loaded.zero_optimization.model_copy(update={"stage": 3}),
+        "gradient_accumulation_steps": "manual",
+    }
+    changed = loaded.model_copy(update=changes)
+    filled = changed.fill_auto({"optimizer.params.lr": 0.5, "zero_optimization.reduce_bucket_size": 64})
+    for name in ("bf16", "gradient_accumulation_steps"):
+        assert getattr(filled, name) == changes[name]
+    assert (filled.zero_optimization.stage, filled.zero_optimization.reduce_bucket_size) == (3, 64)
+    assert filled.optimizer is not None and filled.optimizer.params["lr"] == 0.5
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage \(from model_copy\): found 3"):
+        changed.fill_auto({"zero_optimization.stage": 2})
+    without = loaded.model_copy(update={"optimizer": None}).fill_auto({"optimizer.params.lr": 0.5})
+    assert without.optimizer is None
+    assert loaded.bf16.enabled is None
 
 
 def test_keys_of_an_optimizer_or_schedule_that_the_file_does_not_name_are_left_out() -> None:

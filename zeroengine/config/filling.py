@@ -15,6 +15,9 @@ from zeroengine.config.optimizers import is_import_path
 from zeroengine.config.source import ConfigSource, KeyPath, as_json, copy_tree, describe
 from zeroengine.errors import ConfigError
 
+# The keys that switch a precision on. At most one of them is true.
+PRECISION_KEYS = (("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocast", "enabled"))
+
 
 def filled_source(
     source: ConfigSource, values: Mapping[str, Any], framework: str, must_match: bool
@@ -46,6 +49,31 @@ def filled_source(
             problems += [problem] if problem else []
     # All problems are listed in one error, so that the file is corrected once.
     return source, [*unknown_keys((path, None) for path in unknown), *problems]
+
+
+def changed_source(source: ConfigSource, loaded: dict[str, Any], present: dict[str, Any]) -> ConfigSource:
+    """Return the keys as if the file had the values that `model_copy` has changed since.
+
+    Args:
+        source: The keys as they were written, in their canonical spelling. It stays as it is.
+        loaded: What `source` was loaded as: `Config.to_dict`.
+        present: What the configuration is now.
+    """
+    source = copy.deepcopy(source)
+
+    def write_changes(path: KeyPath, before: Any, after: Any) -> None:
+        if before == after:
+            return
+        # Parameters of an optimizer may be absent in one of the two. Then all of them are written.
+        if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+            for name, value in after.items():
+                write_changes((*path, name), before[name], value)
+        else:
+            _write(source, path, after, "model_copy")
+
+    for name, value in present.items():
+        write_changes((name,), loaded[name], value)
+    return source
 
 
 def _canonical_path(key: str) -> KeyPath:
@@ -84,6 +112,8 @@ def _fill_key(source: ConfigSource, path: KeyPath, value: Any, framework: str, m
         current = field.default if field else None
         # "auto" stands for the default, and so does the absence of the key.
         is_open = field is None or (marker is not None and marker.value in (ABSENT, field.default))
+        # A file that names no precision leaves it to the framework, although absence means false without one.
+        is_open = is_open or (path in PRECISION_KEYS and all(source.get(key) is None for key in PRECISION_KEYS))
     if is_open:
         _write(source, path, value, framework)
     elif must_match and _plain(current) != _plain(value):

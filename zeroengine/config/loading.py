@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
-from zeroengine.config.filling import filled_source
+from zeroengine.config.filling import changed_source, filled_source
 from zeroengine.config.keys import most_similar
 from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
 from zeroengine.config.model import Config
@@ -157,8 +157,11 @@ def _check(source: ConfigSource) -> Config:
     return config
 
 
-def _fill_auto(source: ConfigSource, values: Mapping[str, Any], framework: str, must_match: bool) -> Config:
-    """Return the configuration of `source` with the values of a framework; see `Config.fill_auto`."""
+def _fill_auto(
+    config: Config, source: ConfigSource, values: Mapping[str, Any], framework: str, must_match: bool
+) -> Config:
+    """Return `config`, which was loaded from `source`, with the values of a framework; see `Config.fill_auto`."""
+    source = changed_source(source, _check(source).to_dict(), config.to_dict())
     filled, problems = filled_source(source, values, framework, must_match)
     if problems:
         raise ConfigError(_report(filled, problems))

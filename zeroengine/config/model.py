@@ -247,7 +247,7 @@ class Config(Section):
     _source: str = PrivateAttr(default="the configuration")
     # `load` sets these two: the keys as they were written, and the function that fills in more and checks the result.
     _written: ConfigSource | None = PrivateAttr(default=None)
-    _fill: Callable[[ConfigSource, Mapping[str, Any], str, bool], Config] | None = PrivateAttr(default=None)
+    _fill: Callable[[Config, ConfigSource, Mapping[str, Any], str, bool], Config] | None = PrivateAttr(default=None)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -324,7 +324,7 @@ class Config(Section):
         """
         if self._written is None or self._fill is None:
             raise ConfigError("fill_auto needs a configuration that was loaded; write zeroengine.config.load(file).")
-        return self._fill(self._written, values, framework, must_match)
+        return self._fill(self, self._written, values, framework, must_match)
 
     def resolve(self, *, world_size: int, model_dtype: torch.dtype | None = None) -> Config:
         """Return the configuration with the batch sizes and the precision filled in.

@@ -38,11 +38,6 @@ def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: 
     """
     check_arguments(args)
     settings = load(config)
-    precision = "bf16" if args.bf16 else "fp16"
-    # Absence means false for the engine. To the trainer, a file that names no precision leaves it open.
-    named = {"bf16", "fp16", "torch_autocast"} & settings.model_fields_set
-    if (args.bf16 or args.fp16) and not named and not isinstance(config, Config):
-        settings = load(config, [f"{precision}.enabled=auto"])
     return settings.fill_auto(
         {**_batch_sizes(settings, args), **_precision(settings, args), **_optimizer(args)}
         | {"gradient_clipping": args.max_grad_norm, "scheduler.params.warmup_max_lr": args.learning_rate},
