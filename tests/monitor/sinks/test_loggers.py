@@ -110,6 +110,38 @@ def test_csv_files_are_deepspeeds_and_a_later_run_appends(logged: Logged) -> Non
     assert "saved runs/a in 2.0 s" in (logged.folder / "runs" / "a" / "events.csv").read_text()
 
 
+def test_engines_of_one_process_write_different_folders_whichever_opens_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}
+    config = load({"csv_monitor": files, "tensorboard": files})
+
+    def log_two() -> None:
+        choices = [choose_sinks(config, RUN), choose_sinks(config, RUN)]
+        engines = [SinkThreads(choice) for choice in reversed(choices)]
+        for number, engine in enumerate(engines):
+            for step in range(1, 3 + number):
+                engine.step(record(step))
+        for engine in engines:
+            engine.close()
+
+    # A resumed run finds the same folders.
+    log_two()
+    log_two()
+    lines = {
+        folder: len((tmp_path / "a" / folder / "zeroengine_step.csv").read_text().splitlines())
+        for folder in ("", "engine-2")
+    }
+    assert lines == {"": 1 + 2 * 3, "engine-2": 1 + 2 * 2}
+    assert sorted(path.name for path in (tmp_path / "a").iterdir() if path.is_dir()) == ["engine-2"]
+    for folder in ("", "engine-2"):
+        assert len(list((tmp_path / "a" / folder).glob("events.out.tfevents*"))) == 2
+    texts = [entry.getMessage() for entry in caplog.records]
+    for section in ("csv_monitor", "tensorboard"):
+        warning = f"{section}: another engine writes {tmp_path}/a, so this one writes {tmp_path}/a/engine-2"
+        assert texts.count(warning) == 2
+
+
 def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     config = load({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}})

@@ -6,13 +6,16 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from zeroengine.config.model import Config
+from zeroengine.config.sinks import CSVMonitor, TensorBoard
 from zeroengine.monitor.metrics import Metrics
 from zeroengine.monitor.sink_threads import OpenSink
 from zeroengine.monitor.sinks.comet import CometSink
 from zeroengine.monitor.sinks.csv_files import CSVSink
+from zeroengine.monitor.sinks.log_folder import LogFolder
 from zeroengine.monitor.sinks.mlflow import MLflowSink
 from zeroengine.monitor.sinks.step_printer import StepPrinter
 from zeroengine.monitor.sinks.tensorboard import TensorBoardSink
@@ -35,15 +38,15 @@ def choose_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
     """Return what opens each sink that a configuration asks for, by the name of its section.
 
     A logger whose package is not installed is left out with one warning. Opening the others may take seconds, so
-    ``SinkThreads`` does that.
+    ``SinkThreads`` does that. Each call is for one engine, and engines of one process get different folders.
 
     Args:
         config: The resolved configuration.
         run: What the run is: the values of ``run.json``.
     """
-    loggers: dict[str, tuple[Any, Callable[[Metrics], Any]]] = {
-        "tensorboard": (config.tensorboard, partial(TensorBoardSink, config.tensorboard)),
-        "csv_monitor": (config.csv_monitor, partial(CSVSink, config.csv_monitor)),
+    loggers: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "tensorboard": (config.tensorboard, TensorBoardSink),
+        "csv_monitor": (config.csv_monitor, CSVSink),
         "wandb": (config.wandb, partial(WandbSink, config.wandb, run=run)),
         "comet": (config.comet, partial(CometSink, config.comet, run=run)),
         "mlflow": (config.mlflow, partial(MLflowSink, config.mlflow, run=run)),
@@ -61,6 +64,9 @@ def choose_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
                 PIP_NAMES[name],
             )
             continue
+        # Loggers are opened on threads of their own, in any order, so folders are chosen here.
+        if isinstance(section, (TensorBoard, CSVMonitor)):
+            open_logger = partial(open_logger, LogFolder(name, Path(section.output_path, section.job_name)))
         # Each logger counts samples by itself, as it may be closed before the others.
         openers[name] = partial(open_logger, Metrics(config))
     if StepPrinter.is_asked_for(config):

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import csv
 import os
-from pathlib import Path
 from typing import Any, TextIO
 
-from zeroengine.config.sinks import CSVMonitor
 from zeroengine.monitor.metrics import Metrics
 from zeroengine.monitor.record import RunEvent, StepRecord
+from zeroengine.monitor.sinks.log_folder import LogFolder
 
 EVENTS = "events"
 
 
 class CSVSink:
-    """Appends a line to ``<output_path>/<job_name>/<metric>.csv`` for each number, with ``/`` written as ``_``.
+    """Appends a line to ``<metric>.csv`` in a folder for each number, with ``/`` written as ``_``.
 
     A file begins with a line of titles. The first column, ``step``, counts samples. Events are in ``events.csv``.
     """
 
-    def __init__(self, section: CSVMonitor, metrics: Metrics) -> None:
-        self._metrics, self._folder = metrics, Path(section.output_path, section.job_name)
+    def __init__(self, folder: LogFolder, metrics: Metrics) -> None:
+        self._metrics, self._folder = metrics, folder
         self._files: dict[str, TextIO] = {}
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
 
     def step(self, record: StepRecord) -> None:
         """Append the numbers of a step."""
@@ -39,7 +38,7 @@ class CSVSink:
     def _append(self, name: str, titles: tuple[str, ...], row: tuple[Any, ...]) -> None:
         file = self._files.get(name)
         if file is None:
-            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            path = self._folder.path / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             file = self._files[name] = path.open("a", newline="")
             # A run that resumes appends to the files of the earlier run.
             if os.fstat(file.fileno()).st_size == 0:
@@ -51,3 +50,4 @@ class CSVSink:
         """Close the files."""
         for file in self._files.values():
             file.close()
+        self._folder.release()

@@ -58,7 +58,7 @@ class StepPrinter:
 
     def _rates(self) -> Iterator[str]:
         records, last = self._records, self._records[-1]
-        seconds = sum(record.seconds for record in records)
+        seconds = sum(record.training_seconds for record in records)
         if last.loss is not None:
             yield f"loss {last.loss:.4f}"
         for name in ("samples", "tokens"):
@@ -70,7 +70,7 @@ class StepPrinter:
             yield f"{sum(flops) / seconds / 1e12:.3g} TFLOP/s"
         if last.mfu is not None:
             yield f"MFU {last.mfu:.1%}"
-        yield f"{seconds / len(records):.4g} s per step"
+        yield f"{sum(record.seconds for record in records) / len(records):.4g} s per step"
 
     def _split(self) -> Iterator[str]:
         records, last = self._records, self._records[-1]
