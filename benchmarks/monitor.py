@@ -106,9 +106,9 @@ def count_host_seconds(engine: Any, host: list[float]) -> None:
     pending = [0.0]
 
     def timed(call: Any, ends: bool) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
-            result = call(*args)
+            result = call(*args, **kwargs)
             pending[0] += time.perf_counter() - begin
             if ends:
                 host.append(pending[0])
@@ -117,7 +117,7 @@ def count_host_seconds(engine: Any, host: list[float]) -> None:
 
         return run
 
-    for name in ("observe_forward", "note_loss", "end_step"):
+    for name in ("start_forward", "finish_forward", "note_loss", "end_step"):
         setattr(monitor, name, timed(getattr(monitor, name), name == "end_step"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -84,7 +84,6 @@ class EngineParts:
         monitor: Records each step. None: nothing asks for it.
         timer: Times the kinds of work; it does nothing without a monitor.
         forward_profiler: Profiles one forward by module; None if nothing asks for it, and on other ranks than 0.
-        observes_forwards: Whether there is a monitor or a profiler.
         planner: Predicts what other stages and places of the states would take.
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
@@ -129,7 +128,6 @@ class EngineParts:
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
-        self.observes_forwards = self.monitor is not None or self.forward_profiler is not None
         degrees = degrees_of_stage(int(config.zero_optimization.stage), group.world_size)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
@@ -210,19 +208,6 @@ class EngineParts:
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         if self.save_on_signal is not None:
             undo.callback(self.save_on_signal.close)
-
-    @contextmanager
-    def observe_forward(self, inputs: Any) -> Iterator[None]:
-        """Let the monitor and the profiler observe a forward of training with these inputs."""
-        with ExitStack() as observers:
-            # The profiler times no forward whose operations are being counted, so it comes second.
-            if self.monitor is not None:
-                observers.enter_context(self.monitor.observe_forward(inputs))
-            if self.forward_profiler is not None:
-                issued = self.step_runner.issued_step
-                num_steps = self.step_runner.num_updates if issued is None else issued.number
-                observers.enter_context(self.forward_profiler.observe(num_steps))
-            yield
 
     def report_event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""

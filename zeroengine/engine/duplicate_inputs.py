@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
@@ -48,19 +47,21 @@ class InputComparison:
     Args:
         transport: Moves the checksums between the ranks.
         device: The device that the model computes on.
+
+    Attributes:
+        is_recording: Whether forwards are still to be observed.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
         # With torch's "fake" process group there are no other ranks to compare with.
-        self._is_recording = transport.world_size > 1 and transport.name != "fake"
+        self.is_recording = transport.world_size > 1 and transport.name != "fake"
         # The checksum of each micro-step that has ended, and that of the micro-step in progress.
         self._checksums: list[InputChecksum | None] = []
         self._checksum: InputChecksum | None = None
         # The checksums of all ranks, from the exchange until the host reads them.
         self._summed: HostCopy | None = None
 
-    @disable_compile
     def observe(self, inputs: Any) -> None:
         """Note the inputs of a forward of the whole model. The first forward of a micro-step counts.
 
@@ -68,7 +69,7 @@ class InputComparison:
             inputs: Tensors in nested containers.
         """
         # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
-        if not self._is_recording or self._checksum is not None or not torch.is_grad_enabled():
+        if not self.is_recording or self._checksum is not None or not torch.is_grad_enabled():
             return
         if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
             self._checksum = checksum_inputs(inputs, self._device)
@@ -81,21 +82,21 @@ class InputComparison:
         """
         # The exchange was a micro-step ago, so the result has arrived, and reading it does not stall the device.
         self._report()
-        if not self._is_recording:
+        if not self.is_recording:
             return
         self._checksums.append(self._checksum)
         self._checksum = None
         # The collective runs once. Every rank has counted the same micro-steps, so every rank takes part.
         if updates and len(self._checksums) >= MICRO_STEPS:
-            self._is_recording = False
+            self.is_recording = False
             self._summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
             if self._device.type == "cpu":
                 self._report()
 
     def _is_transformed(self) -> bool:
-        """Return whether values cannot be read: inside torch.func, or while a CUDA graph is captured."""
-        # Reading values raises an error in torch.func, and breaks a capture.
-        if torch._C._are_functorch_transforms_active():
+        """Return whether values cannot be read: in torch.func, torch.jit.trace, or the capture of a CUDA graph."""
+        # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture.
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return True
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

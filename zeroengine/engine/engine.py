@@ -22,11 +22,11 @@ from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.ending import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
+from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
-from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap
@@ -76,6 +76,8 @@ class Engine:
         self.module, self.config, self.device = parts.model, parts.config, parts.group.device
         self.rank, self.world_size = parts.group.rank, parts.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
+        checkpoints = self._checkpoints
+        self._forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
     if not TYPE_CHECKING:
@@ -93,24 +95,19 @@ class Engine:
 
     # -- training ---------------------------------------------------------------------------------
 
-    @explain_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first."""
-        # This path runs at every forward. States are rarely offloaded, so a quick test comes before the check itself.
-        if self._parts.state_offloader.has_offloaded_states:
-            self._parts.state_offloader.check_resident("the forward", ("parameters",))
-        # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
-        is_micro_step = self.module.training and not self.gatherer.num_user_gathered
-        if is_micro_step:
-            self._parts.input_comparison.observe((args, kwargs))
+        """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first.
+
+        ``engine.module(...)`` is the same: all that the engine does for a forward is done by hooks of the model.
+        """
+        is_nested = self.gatherer.num_model_forwards
         try:
-            with self.gatherer.model_forward():
-                if not (is_micro_step and self._parts.observes_forwards and torch.is_grad_enabled()):
-                    return self.module(*args, **kwargs)
-                with self._parts.observe_forward((args, kwargs)):
-                    return self.module(*args, **kwargs)
-        except RuntimeError as error:
-            mixed_precision.note_buffers(error, self.module, self.config)
+            return self.module(*args, **kwargs)
+        except BaseException as error:
+            # torch calls no hooks on Ctrl-C, nor if a compiled model raises. Otherwise this changes nothing.
+            if not is_nested:
+                self.gatherer.abandon_forward()
+                self._forwards.end(error)
             raise
 
     forward = __call__
@@ -395,6 +392,7 @@ class Engine:
         self._finish_gradients(call)
         # If anything up to here raises, nothing has changed, and the step may be called again.
         self.gatherer.begin_update()
+        self._forwards.end_step()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         parts.accumulation.end_step(call)
         # The comparison may run a collective, and no other collective is in progress at this point.
@@ -742,7 +740,8 @@ class Engine:
         finally:
             ended = EndedParts(call, self._parts)
             # These are the last references to the parts, so this frees the memory of the states.
-            self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
+            self._parts = self._checkpoints = self._forwards = ended  # type: ignore
+            self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
             self._owner = None
             # The parts refer to one another in cycles.
             gc.collect()

@@ -16,6 +16,8 @@ from zeroengine.plan.automatic import StatePlanner
 
 REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging")
+# What the advice in an error begins with.
+ADVICE = "What takes less"
 METHOD = TypeVar("METHOD", bound=Callable[..., Any])
 
 
@@ -130,13 +132,25 @@ def explain_out_of_memory(method: METHOD) -> METHOD:
         try:
             return method(engine, *args, **kwargs)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                rest = "The rest are activations, temporaries and what else runs there."
-                holds = f"zeroengine holds, {engine.memory()}\n\n{rest}"
-                add_advice(error, engine._parts.planner, engine.device, holds)
+            explain_if_out_of_memory(error, engine._parts, engine._checkpoints.copy_bytes)
             raise
 
     return run  # type: ignore[return-value]
+
+
+def explain_if_out_of_memory(error: RuntimeError, parts: EngineParts, checkpoint_copy_bytes: int) -> None:
+    """Add what the engine holds and what to change to ``error``, if it is an out-of-memory error.
+
+    Args:
+        error: The error.
+        parts: The parts of the engine.
+        checkpoint_copy_bytes: The bytes of the copy that a checkpoint is written from.
+    """
+    # Of two calls that pass the error on, the inner one has explained it.
+    if is_out_of_memory(error) and ADVICE not in str(error):
+        memory = measure_memory(parts, checkpoint_copy_bytes)
+        rest = "The rest are activations, temporaries and what else runs there."
+        add_advice(error, parts.planner, parts.group.device, f"zeroengine holds, {memory}\n\n{rest}")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -164,4 +178,4 @@ def add_advice(error: RuntimeError, planner: StatePlanner, device: torch.device,
         remedies.append('"bf16": {"enabled": true}')
     remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing", *offloads]
     # The message of torch stays first: it says how many bytes were asked for.
-    error.args = (f"{error}\n\n{holds} What takes less: {', or '.join(remedies)}.",)
+    error.args = (f"{error}\n\n{holds} {ADVICE}: {', or '.join(remedies)}.",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
@@ -10,8 +9,9 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
 from zeroengine.engine.peak_rates import peak_flops_of
+from zeroengine.engine.run_description import describe_run, trainable_share
 from zeroengine.engine.step import IssuedStep
 from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
 from zeroengine.monitor.record import EventKind, RunEvent
@@ -86,7 +87,7 @@ def start_monitor(
     folder: Path | None = None
     with group.collective_errors("to start the monitor"):
         if group.rank == 0:
-            sinks, folder = _open_sinks(config, _describe_run(model, config, group, plans, hosts))
+            sinks, folder = _open_sinks(config, describe_run(model, config, group, plans, hosts))
     monitor = EngineMonitor(model, config, group, plans, sinks, folder)
     undo.callback(monitor.close)
     stage = config.zero_optimization.stage
@@ -105,39 +106,19 @@ def _open_sinks(config: Config, run: Mapping[str, Any]) -> tuple[dict[str, OpenS
     return sinks, folder.path
 
 
-def _trainable_share(plans: Sequence[UnitPlan]) -> float:
-    return sum(plan.numel for plan in plans if plan.trainable) / max(sum(plan.numel for plan in plans), 1)
+@dataclass(frozen=True)
+class ForwardInput:
+    """The first tensor that a forward was given.
 
+    Attributes:
+        num_samples: Its first dimension.
+        numel: Its elements.
+        is_tokens: Whether its elements are tokens.
+    """
 
-def _describe_run(
-    model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan], hosts: Sequence[str]
-) -> dict[str, Any]:
-    """Return what ``run.json`` says, except for its format."""
-    on_gpu = group.device.type == "cuda"
-    # The package imports this file, so this file does not import the package.
-    version = sys.modules["zeroengine"].__version__
-    schedule = {} if config.scheduler is None else dict(config.scheduler.params)
-    return {
-        "zeroengine": version,
-        "started": time.time(),
-        "world_size": group.world_size,
-        "hosts": list(hosts),
-        "device": torch.cuda.get_device_properties(group.device).name if on_gpu else "cpu",
-        "units": [plan.name for plan in plans],
-        "model": {
-            "class": type(model).__name__,
-            "parameters": sum(plan.numel for plan in plans),
-            "trainable": sum(plan.numel for plan in plans if plan.trainable),
-        },
-        "config": config.to_dict(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "zeroengine": version,
-        },
-        "peak_flops": peak_flops_of(config, group.device),
-        "steps_planned": config.monitor.total_steps or schedule.get("total_num_steps"),
-    }
+    num_samples: int
+    numel: int
+    is_tokens: bool
 
 
 class EngineMonitor(BackwardListener):
@@ -167,7 +148,7 @@ class EngineMonitor(BackwardListener):
         units = [plan.name for plan in plans]
         self._config, self._device, self._rank = config, group.device, group.rank
         self._folder = folder
-        self._trainable_share = _trainable_share(plans)
+        self._trainable_share = trainable_share(plans)
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
@@ -187,6 +168,9 @@ class EngineMonitor(BackwardListener):
         self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(model)
         # Counted after the first step, whose forward may compile.
         self._flops_per_element: float | None = None
+        # The input of the forward of training in progress, and what counts its operations.
+        self._forward: ForwardInput | None = None
+        self._flop_counter: flops.ForwardFlops | None = None
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
         self._traced_steps = config.trace.steps or []
@@ -201,37 +185,45 @@ class EngineMonitor(BackwardListener):
 
     # -- within a step ----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def observe_forward(self, inputs: Any) -> Iterator[None]:
-        """Count the samples and the tokens of the forward inside, and perhaps its operations, unless it raises."""
+    def start_forward(self, inputs: Any) -> None:
+        """Note the samples and the tokens of a forward of training that begins, and perhaps count its operations.
+
+        Args:
+            inputs: Tensors in nested containers.
+        """
         first = next(iter(tensors_in(inputs)), None)
         if first is None or not first.dim():
-            yield
             return
-        is_tokens = first.dtype in TOKEN_DTYPES
-        if self._flops_per_element is None and self._has_stepped:
-            with self._count_flops(first.numel(), is_tokens):
-                yield
-        else:
-            yield
-        self._has_input = True
-        self._samples += first.shape[0]
-        self._elements += first.numel()
-        if is_tokens:
-            self._has_tokens = True
-            self._tokens += first.numel()
+        self._forward = ForwardInput(first.shape[0], first.numel(), first.dtype in TOKEN_DTYPES)
+        if self._flops_per_element is None and self._has_stepped and not self._flop_counting.is_anything_compiled():
+            self._flop_counter = self._flop_counting.ForwardFlops()
+            self._flop_counter.__enter__()  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def _count_flops(self, numel: int, is_tokens: bool) -> Iterator[None]:
-        if not self._flop_counting.is_anything_compiled():
-            with self._flop_counting.ForwardFlops() as flops:
-                yield
-            forward_flops = flops.total / max(numel, 1)
-        else:
-            yield
-            # For each token and parameter a multiplication and an addition (arXiv 2001.08361, section 2.1).
-            forward_flops = 2.0 * self._numel_of_products * is_tokens
-        self._flops_per_element = self._flop_counting.step_flops(forward_flops, self._trainable_share)
+    def finish_forward(self, completed: bool) -> None:
+        """Count the forward that began, unless it raised.
+
+        Args:
+            completed: Whether it returned.
+        """
+        counter, self._flop_counter = self._flop_counter, None
+        forward, self._forward = self._forward, None
+        if counter is not None:
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if forward is None or not completed:
+            return
+        if self._flops_per_element is None and self._has_stepped:
+            if counter is not None:
+                forward_flops = counter.total / max(forward.numel, 1)
+            else:
+                # For each token and parameter a multiplication and an addition (arXiv 2001.08361, section 2.1).
+                forward_flops = 2.0 * self._numel_of_products * forward.is_tokens
+            self._flops_per_element = self._flop_counting.step_flops(forward_flops, self._trainable_share)
+        self._has_input = True
+        self._samples += forward.num_samples
+        self._elements += forward.numel
+        if forward.is_tokens:
+            self._has_tokens = True
+            self._tokens += forward.numel
 
     def drop_gradients(self) -> None:
         """Forget the losses and the samples of the step in progress, which starts again."""

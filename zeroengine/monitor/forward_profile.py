@@ -52,6 +52,7 @@ class ForwardProfiler:
     ) -> None:
         self._section, self._units, self._rank = section, units, rank
         self._on_cuda = device.type == "cuda"
+        self._model = model
         self._modules = dict(_profiled_modules(model))
         self._is_compiled = any(map(_is_compiled, model.modules()))
         self._flops: dict[str, int] | None = None
@@ -61,6 +62,8 @@ class ForwardProfiler:
 
     def observe(self, num_steps: int) -> AbstractContextManager[None]:
         """Return a context for a forward of training, which measures it if it is one of the two.
+
+        Enter it in the model's last forward pre-hook, or around the call of a model without other hooks.
 
         Args:
             num_steps: The steps so far. A run that resumes behind the step is not profiled.
@@ -133,10 +136,18 @@ class ForwardProfiler:
         handles: list[Any] = []
         try:
             for name, module in self._modules.items():
+                # Hooks that are registered on the model now would not all run in the forward that has begun.
+                if module is self._model:
+                    continue
                 # After the gatherer's hooks and before those that release, so that a unit's own wait does not count.
                 handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
                 handles.append(module.register_forward_hook(lambda *_, name=name: end(name), prepend=True))
+            root = next((name for name, module in self._modules.items() if module is self._model), None)
+            if root is not None:
+                begin(root)
             yield
+            if root is not None:
+                end(root)
         finally:
             for handle in handles:
                 handle.remove()

@@ -22,8 +22,7 @@ Units that a backward gathered and did not release, such as units with unused pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.module_backwards import CallTracker, ModuleCall, queue_callback
-from zeroengine.runtime.module_hooks import register_hooks
+from zeroengine.runtime.module_hooks import ForwardObserver, register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
 from zeroengine.runtime.visit_order import VisitOrder
@@ -66,6 +65,8 @@ class Gatherer(BackwardListener):
     Attributes:
         num_user_gathered: The number of pins now, such as those of ``zeroengine.gathered``; a unit that is pinned twice
             counts twice. Ranks may run different forwards meanwhile, so no order of units is learned or followed.
+        num_model_forwards: The number of forwards of the whole model that are in progress. They may be nested.
+        forward_observer: Is told of the forwards of the whole model, if it is not None.
         deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
     """
 
@@ -93,8 +94,8 @@ class Gatherer(BackwardListener):
         self._live_numel = 0
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
-        # The forwards of the whole model that are in progress. They may be nested.
-        self._num_model_forwards = 0
+        self.num_model_forwards = 0
+        self.forward_observer: ForwardObserver | None = None
         # The timer's span of the outermost of them.
         self._forward_span = -1
         # The forwards of modules that are in progress, the innermost last.
@@ -240,7 +241,7 @@ class Gatherer(BackwardListener):
         # Every rank launched a gather that is in progress, so this rank may wait for it anywhere.
         if unit.is_released:
             in_backward = self._enter_backward()
-            if not (self._num_model_forwards or in_backward):
+            if not (self.num_model_forwards or in_backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
                     f"parameter {slot.name} {slot.shape} is partitioned and released: `{operation}` needs its values. "
@@ -258,7 +259,7 @@ class Gatherer(BackwardListener):
         unit = view.unit
         with outside_torch_func():
             if not unit.is_gathered:
-                if not (self._enter_backward() or self._num_model_forwards):
+                if not (self._enter_backward() or self.num_model_forwards):
                     raise ReleasedParameterError(
                         f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
                         "backward, where other ranks may not do the same: write `with "
@@ -270,34 +271,46 @@ class Gatherer(BackwardListener):
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def pre_model_forward(self, module: nn.Module, args: Any) -> None:
-        """Begin a pass, if no forward and no backward is in progress."""
+    def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Tell the observer, and begin a pass, if no forward and no backward is in progress."""
+        if self.forward_observer is not None:
+            self.forward_observer.begin(args, kwargs)
+        with hidden_from_activation_checkpoint():
+            self._begin_model_forward()
+
+    def _begin_model_forward(self) -> None:
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
         if not self._enter_backward():
-            if not self._num_model_forwards:
+            if not self.num_model_forwards:
                 # Autograd did not report the end of a backward that raised. Its units are released before this forward
                 # gathers any.
                 self.abandon_backward()
                 self._backward.enter_forward()
                 self.deferred_frees.retry()
             # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
-            if not (self._num_model_forwards or self.num_user_gathered):
+            if not (self.num_model_forwards or self.num_user_gathered):
                 self._visit_order.start_pass()
-        if not self._num_model_forwards:
+        if not self.num_model_forwards:
             self._first_sequence_number = current_sequence_number()
             # A forward inside a backward is part of that, and one without gradients, as in an evaluation, is no
             # forward of a step.
             self._forward_span = (
                 -1 if self._graph_tasks else self._timer.begin("forward" if torch.is_grad_enabled() else "other")
             )
-        self._num_model_forwards += 1
+        self.num_model_forwards += 1
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass: release what was gathered without hooks."""
+        """Tell the observer, and end the pass: release what was gathered without hooks."""
         # ``abandon_forward`` may have reset the count before this hook ran.
-        self._num_model_forwards = max(0, self._num_model_forwards - 1)
-        if self._num_model_forwards:
+        self.num_model_forwards = max(0, self.num_model_forwards - 1)
+        if self.num_model_forwards:
             return
+        if self.forward_observer is not None:
+            self.forward_observer.end_by_hook()
+        with hidden_from_activation_checkpoint():
+            self._end_model_forward(output)
+
+    def _end_model_forward(self, output: Any) -> None:
         if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
@@ -314,22 +327,11 @@ class Gatherer(BackwardListener):
             for tensor in tensors_in(output):
                 self._backward.watch_output(tensor)
 
-    @contextmanager
-    def model_forward(self) -> Iterator[None]:
-        """Return a context for a forward of the whole model. It cleans up if torch runs no hooks, as on Ctrl-C."""
-        outermost = not self._num_model_forwards
-        try:
-            yield
-        except BaseException:
-            if outermost:
-                self.abandon_forward()
-            raise
-
     def abandon_forward(self) -> None:
         """Forget forwards whose end no hook reported. Call this where none can be in progress."""
-        if self._num_model_forwards:
+        if self.num_model_forwards:
             self._timer.end(self._forward_span)
-        self._num_model_forwards = 0
+        self.num_model_forwards = 0
         self._module_forwards.clear()
         self._release_unhooked_uses()
 
@@ -378,7 +380,7 @@ class Gatherer(BackwardListener):
         """Gather ``unit``, and prefetch the units that followed it in the previous pass."""
         self.ensure_gathered(unit)
         # The order matters only for releasable units, and only inside a pass, where all ranks visit the same units.
-        if self.num_user_gathered or not unit.is_releasable or not (self._num_model_forwards or self._graph_tasks):
+        if self.num_user_gathered or not unit.is_releasable or not (self.num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
         if not self._prefetch_numel:
@@ -445,7 +447,7 @@ class Gatherer(BackwardListener):
         self._calls.complete(unit)
         self._timer.name_backward(unit.name)
         # A forward in progress, such as a recomputation, may use the unit again before it ends.
-        if unit in self._unhooked_uses and not self._num_model_forwards:
+        if unit in self._unhooked_uses and not self.num_model_forwards:
             del self._unhooked_uses[unit]
             self._release(unit)
 
@@ -453,13 +455,13 @@ class Gatherer(BackwardListener):
         self._visit_order.end_pass()
         self._calls.end_backward()
         # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.
-        if not self._num_model_forwards:
+        if not self.num_model_forwards:
             self._release_unhooked_uses()
         # A unit with unused parameters never gets all its gradients, so it is released only here.
         for unit in self._units:
             if unit not in self._unhooked_uses:
                 self._release(unit)
-        if not self._num_model_forwards:
+        if not self.num_model_forwards:
             self.deferred_frees.warn()
 
 

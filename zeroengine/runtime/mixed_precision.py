@@ -19,6 +19,8 @@ from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
 
+# What a note about buffers says in any case.
+NOTE = "buffers keep their dtype"
 # The buffers that a note names.
 NUM_SHOWN = 5
 
@@ -183,6 +185,9 @@ def note_buffers(error: RuntimeError, model: nn.Module, config: Config) -> None:
     # torch has no class for these errors. Their texts speak of a dtype, a scalar type, or a type.
     if low_precision is None or "type" not in str(error):
         return
+    # Of two calls that pass the error on, the inner one has explained it.
+    if any(NOTE in note for note in getattr(error, "__notes__", ())):
+        return
     fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
     names = {
         buffer: plain_name(name)
@@ -204,7 +209,7 @@ def note_buffers(error: RuntimeError, model: nn.Module, config: Config) -> None:
     low = "bf16" if low_precision is torch.bfloat16 else "fp16"
     in_fp32 = f', or "keep_fp32_modules": ["{owner}"], which computes that module in fp32' if owner else ""
     error.add_note(
-        f"The model computes in {low}, and buffers keep their dtype: {listing}. If one met a {low} tensor here, write "
+        f"The model computes in {low}, and {NOTE}: {listing}. If one met a {low} tensor here, write "
         f'"data_types": {{"buffer_dtype": "{low}"}}, which casts all floating buffers of the model, as DeepSpeed does'
         f"{in_fp32}."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,18 @@ from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
+VISIBLE = nullcontext()
+
+
+class ForwardObserver(Protocol):
+    """Is notified by the gatherer when the forward of the whole model begins and ends."""
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Note that a forward begins with these inputs. The call may be nested in another one."""
+
+    def end_by_hook(self) -> None:
+        """Note that the outermost forward has returned or raised."""
+
 
 class ForwardListener(Protocol):
     """Is notified when forwards begin and end, with the ``args``, ``kwargs`` and ``output`` of the module."""
@@ -21,7 +34,7 @@ class ForwardListener(Protocol):
     def observes(self, module: nn.Module) -> bool:
         """Return whether the hooks were registered on ``module`` itself, rather than on the original of a copy."""
 
-    def pre_model_forward(self, module: nn.Module, args: Any) -> None:
+    def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a forward of the whole model begins."""
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -49,12 +62,12 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     # The model owns the hooks. A strong reference would keep the full buffers alive as long as the model.
     listener_ref = weakref.ref(listener)
 
-    def hook_for(method: str) -> UncopiedHook:
+    def hook_for(method: str, is_hidden: bool = True) -> UncopiedHook:
         def hook(module: nn.Module, *args: Any) -> None:
             listener = listener_ref()
             # A shallow copy of the model has the same hooks. They must do nothing there.
             if listener is not None and listener.observes(module):
-                with hidden_from_activation_checkpoint():
+                with hidden_from_activation_checkpoint() if is_hidden else VISIBLE:
                     getattr(listener, method)(module, *args)
 
         return UncopiedHook(hook)
@@ -74,12 +87,14 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
             )
     # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), because otherwise its units would never be released.
-    handles: list[Any] = [
-        model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
-        model.register_forward_hook(hook_for("post_model_forward"), always_call=True),
-    ]
+    # The listener hides its work on the whole model itself, because it may enter a mode that outlives the hook.
+    end = hook_for("post_model_forward", is_hidden=False)
+    handles: list[Any] = [model.register_forward_hook(end, always_call=True)]
     for module, units in units_of_hooked.items():
         handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
         if any(unit.is_releasable for unit in units):
             handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
+    # The forward of the whole model begins before any of its modules gathers, the model itself included.
+    begin = hook_for("pre_model_forward", is_hidden=False)
+    handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
     return handles

@@ -1,0 +1,179 @@
+"""Observes each forward of the whole model by hooks, so that ``model(...)`` is the same as ``engine(...)``.
+
+[Note: Which forwards count]
+Frameworks call the model itself, so the engine learns of a forward from the hooks of the gatherer, and from nothing
+else. A forward of training has autograd on and the model in training mode. If the model calls itself, the outermost
+call counts. A forward inside a backward is the recomputation of an activation checkpoint. It counts only if the step
+has no forward outside of a backward, which is so under a reentrant checkpoint of the whole model: that runs the first
+forward without autograd. A forward that raises does not count.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.memory import explain_if_out_of_memory
+from zeroengine.monitor.flops import is_anything_compiled
+from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
+
+# The code that calls the hooks and the forward of a module.
+_CALL_MODULE = nn.Module._call_impl.__code__
+
+
+class ModelForwards:
+    """Observes the forwards of the model, of which the gatherer tells it, and explains their errors.
+
+    Args:
+        parts: The parts of the engine, complete. Their ``undo`` removes the hooks.
+        checkpoint_copy_bytes: Returns the bytes of the copy that a checkpoint is written from.
+    """
+
+    def __init__(self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int]) -> None:
+        self._parts, self._checkpoint_copy_bytes = parts, checkpoint_copy_bytes
+        self._model, self._gatherer = parts.model, parts.gatherer
+        # Whether a forward has begun whose end is not known yet, and whether it counts.
+        self._in_progress = self._counts = False
+        # An error that was being handled as the forward began.
+        self._outer_error: BaseException | None = None
+        # Whether this step had a forward of training outside of a backward.
+        self._has_plain_forward = False
+        self._profile: AbstractContextManager[None] | None = None
+        if parts.forward_profiler is not None:
+            # A profile leaves out the gathers, so it begins after the gatherer's hooks and ends before them.
+            begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
+            parts.undo.callback(self._model.register_forward_pre_hook(begin).remove)
+            parts.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
+        parts.gatherer.forward_observer = self
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Begin a forward, unless it is nested in another one.
+
+        Args:
+            args: Its positional inputs: tensors in nested containers.
+            kwargs: Its other inputs.
+
+        Raises:
+            ZeroEngineError: The parameters are offloaded.
+        """
+        parts = self._parts
+        # States are rarely offloaded, so a quick test comes before the check itself.
+        if parts.state_offloader.has_offloaded_states:
+            parts.state_offloader.check_resident("the forward", ("parameters",))
+        if self._gatherer.num_model_forwards:
+            if not self._has_interrupted_forward():
+                return
+            self._gatherer.abandon_forward()
+        if self._in_progress:
+            self.abandon()
+        self._in_progress, self._outer_error = True, sys.exc_info()[1]
+        # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
+        if not (self._model.training and torch.is_grad_enabled()) or self._gatherer.num_user_gathered:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            self._has_plain_forward = True
+        elif self._has_plain_forward:
+            return
+        if parts.input_comparison.is_recording:
+            with hidden_from_activation_checkpoint():
+                parts.input_comparison.observe((args, kwargs))
+        self._counts = True
+        if parts.monitor is not None:
+            parts.monitor.start_forward((args, kwargs))
+
+    def end_by_hook(self) -> None:
+        """End the outermost forward."""
+        # torch calls hooks while it handles the error of a forward that raised.
+        error = sys.exc_info()[1]
+        self.end(None if error is self._outer_error else error)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the forward in progress, unless its end is known already.
+
+        Args:
+            error: What it raised; None if it returned. The error gets notes on what to change.
+        """
+        counts = self._counts
+        self._in_progress, self._counts, self._outer_error = False, False, None
+        if counts:
+            self._close_profile(error)
+            if self._parts.monitor is not None:
+                self._parts.monitor.finish_forward(completed=error is None)
+        if isinstance(error, RuntimeError):
+            mixed_precision.note_buffers(error, self._model, self._parts.config)
+            explain_if_out_of_memory(error, self._parts, self._checkpoint_copy_bytes())
+
+    def abandon(self) -> None:
+        """Forget a forward whose end no hook reported, as after Ctrl-C. Call this where none can be in progress."""
+        if self._in_progress:
+            self.end(_Abandoned())
+
+    def end_step(self) -> None:
+        """Note the end of a step."""
+        self.abandon()
+        self._has_plain_forward = False
+
+    def _has_interrupted_forward(self) -> bool:
+        """Return whether the forward in progress is the one that begins now, and the earlier one was Ctrl-C's.
+
+        torch calls no hook at the end of a forward that Ctrl-C has ended.
+        """
+        # The stack of a backward's thread does not show the forward that called the backward, and that of compiled code
+        # does not show modules.
+        if torch._C._current_graph_task_id() >= 0 or is_anything_compiled():
+            return False
+        frame, num_calls = sys._getframe(), 0
+        while frame is not None:
+            num_calls += frame.f_code is _CALL_MODULE and frame.f_locals["self"] is self._model
+            frame = frame.f_back  # type: ignore[assignment]
+        return num_calls == 1
+
+    # -- the profile of one forward ---------------------------------------------------------------
+
+    def _begin_profile(self, args: Any) -> None:
+        # The gatherer's hook has counted this forward, so a nested one is not the first.
+        if not self._counts or self._profile is not None or self._gatherer.num_model_forwards != 1:
+            return
+        parts = self._parts
+        assert parts.forward_profiler is not None
+        issued = parts.step_runner.issued_step
+        num_steps = parts.step_runner.num_updates if issued is None else issued.number
+        self._profile = parts.forward_profiler.observe(num_steps)
+        self._profile.__enter__()
+
+    def _end_profile(self, args: Any, output: Any) -> None:
+        if self._gatherer.num_model_forwards == 1:
+            error = sys.exc_info()[1]
+            self._close_profile(None if error is self._outer_error else error)
+
+    def _close_profile(self, error: BaseException | None) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.__exit__(None if error is None else type(error), error, None)
+
+
+class _Abandoned(BaseException):
+    """Stands for the unknown error of a forward whose end no hook reported."""
+
+
+def _hook(forwards: ModelForwards, method: Callable[..., None]) -> UncopiedHook:
+    """Return a hook of the model that calls ``method`` with what follows the module."""
+    # The model owns the hook. A strong reference would keep the engine's parts alive as long as the model.
+    forwards_ref = weakref.ref(forwards)
+
+    def hook(module: nn.Module, *inputs: Any) -> None:
+        forwards = forwards_ref()
+        # A shallow copy of the model has the same hooks. They must do nothing there.
+        if forwards is not None and module is forwards._model:
+            method(forwards, *inputs)
+
+    return UncopiedHook(hook)
