@@ -18,6 +18,8 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start, take_steps
 from zeroengine import DivergenceError, ZeroEngineError
+from zeroengine.monitor.record import StepRecord
+from zeroengine.view.step_group import StepGroup
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -89,16 +91,18 @@ def test_a_parameter_that_the_model_returns_gets_no_hooks(tmp_path: Path) -> Non
     assert run_ranks(1, returns_a_parameter, tmp_path) == [0]
 
 
-def evaluate_and_log(folder: Path) -> float:
+EVALUATION_S = 0.2
+
+
+def evaluate_and_log(folder: Path) -> None:
     engine = make_engine(folder)
     take_steps(engine, range(2))
+    # The data of an evaluation is loaded, and its metrics are computed, between the forwards.
     engine.eval()
-    seconds = 0.0
     with torch.no_grad():
-        for number in range(5):
-            now = time.perf_counter()
-            engine(*batch(number, 0))
-            seconds += time.perf_counter() - now
+        for number in range(2):
+            time.sleep(EVALUATION_S / 2)
+            (engine if number else engine.module)(*batch(number, 0))
     engine.train()
     engine.log(accuracy=np.float32(0.5), count=np.int64(3))
     take_steps(engine, range(2, 3))
@@ -106,14 +110,18 @@ def evaluate_and_log(folder: Path) -> float:
         engine.log(z=torch.tensor(1j))
     engine.log(final=torch.tensor(2.5))
     engine.close()
-    return seconds
 
 
-def test_an_evaluation_is_other_work_and_its_numbers_belong_to_the_next_step_or_to_the_end(tmp_path: Path) -> None:
-    (seconds,) = run_ranks(1, evaluate_and_log, tmp_path)
-    record, end = read(tmp_path, "steps.jsonl")[2], read(tmp_path, "events.jsonl")[-1]
-    assert record["split"]["other"] > 0.5 * seconds and record["tokens"] == 16
-    assert record["user"] == {"accuracy": 0.5, "count": 3.0}
+def test_an_evaluation_lowers_no_rate_and_its_numbers_belong_to_the_next_step_or_to_the_end(tmp_path: Path) -> None:
+    run_ranks(1, evaluate_and_log, tmp_path)
+    _, before, record = (StepRecord(**line) for line in read(tmp_path, "steps.jsonl"))
+    end = read(tmp_path, "events.jsonl")[-1]
+    assert record.split["evaluation"] >= EVALUATION_S and before.split["evaluation"] == 0 and record.tokens == 16
+    assert sum(record.split.values()) == pytest.approx(record.seconds)
+    rates = [StepGroup.from_record(step.to_json()).rate("tokens") or 0.0 for step in (before, record)]
+    assert 16 / record.training_seconds == pytest.approx(rates[1])
+    assert record.seconds > EVALUATION_S > record.training_seconds and rates[1] > rates[0] / 5
+    assert record.user == {"accuracy": 0.5, "count": 3.0}
     assert end["user"] == {"final": 2.5} and end["text"].endswith("after step 3, final 2.5")
 
 

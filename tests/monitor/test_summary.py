@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from zeroengine.monitor.record import SPLIT, TRAFFIC
+from zeroengine.monitor.record import KINDS, SPLIT, TRAFFIC
 from zeroengine.monitor.summary import CommonFacts, RankRow, find_slowest, summarize
 
 FACTS = CommonFacts(3, 0.0, (0.1,), 2.0, 1.0, False, {})
@@ -56,7 +56,7 @@ def test_ranks_that_take_about_the_same_time_name_none() -> None:
 def test_a_record_adds_up_over_ranks_and_kinds() -> None:
     layout = RankRow(["a", "b"])
     # "other", then for each kind the work for no unit, for a and for b.
-    slots = [0.5, *(float(number) for number in range(1, 22))]
+    slots = [0.5, *(float(number) for number in range(1, 1 + 3 * len(KINDS)))]
     given = {"has_loss": 1.0, "loss": 2.0, "samples": 3, "tokens": None, "flops": 10.0, "peak": 7, "device.master": 5}
     rows = np.stack(
         [layout.pack(given, slots), layout.pack(given | {"loss": 4.0, "device.master": 9}, [2 * s for s in slots])]
@@ -67,7 +67,8 @@ def test_a_record_adds_up_over_ranks_and_kinds() -> None:
     assert record.seconds == pytest.approx(1.5 * sum(slots))
     assert record.units["gather"] == [1.5 * 8, 1.5 * 9] and record.split["gather"] == 1.5 * (7 + 8 + 9)
     assert record.memory.device == {"master": 9} and record.memory.peak == 7
-    assert record.mfu == pytest.approx(20.0 / record.seconds / 2)
+    assert record.training_seconds == record.seconds - record.split["checkpoint"] - record.split["evaluation"]
+    assert record.mfu == pytest.approx(20.0 / record.training_seconds / 2)
 
 
 @pytest.mark.parametrize("has_loss, loss, expected", [(1.0, math.nan, math.nan), (0.0, math.nan, None)])
@@ -75,6 +76,6 @@ def test_a_loss_that_is_not_a_number_is_told_from_a_loss_that_is_unknown(
     has_loss: float, loss: float, expected: float | None
 ) -> None:
     layout = RankRow(["a"])
-    row = layout.pack({"has_loss": has_loss, "loss": loss}, [0.1] * 15)
+    row = layout.pack({"has_loss": has_loss, "loss": loss}, [0.1] * (1 + 2 * len(KINDS)))
     found = summarize(row[None], layout, FACTS, None).loss
     assert found is None if expected is None else found is not None and math.isnan(found)

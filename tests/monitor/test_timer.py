@@ -61,6 +61,34 @@ def test_a_step_begins_with_the_spans_that_the_previous_one_left_open() -> None:
     assert not seconds_by_name(timer, first) and set(seconds_by_name(timer, second)) == {("checkpoint", "")}
 
 
+def test_an_evaluation_reaches_from_the_last_work_of_training_to_its_last_forward() -> None:
+    timer = Timer(UNITS, torch.device("cpu"))
+    timer.end_step()
+    timer.trace(True)
+    for _ in range(2):
+        with timer.span("backward"):
+            sleep()
+        timer.note_training()
+        sleep()
+        with timer.span("checkpoint"):
+            sleep()
+        with timer.span("gather", "layers.0"):
+            sleep()
+        timer.note_evaluation()
+        sleep()
+        timer.note_evaluation()
+        # The evaluation is over, and the loop loads its next batch.
+        sleep()
+        seconds, timeline = timer.end_step().wait()
+        found = {timer.slot_names[slot][0]: value for slot, value in enumerate(seconds) if value > 0.01}
+        in_timeline = dict.fromkeys(found, 0.0)
+        for interval in timeline:
+            if interval.end - interval.begin > 0.01:
+                in_timeline[timer.slot_names[interval.slot][0]] += interval.end - interval.begin
+        assert set(found) == {"backward", "checkpoint", "evaluation", "other"}
+        assert found["evaluation"] >= 0.06 and in_timeline == pytest.approx(found, rel=0.1)
+
+
 def test_a_timeline_covers_the_traced_steps_without_gaps_and_names_the_units_of_a_backward() -> None:
     timer = Timer(UNITS, torch.device("cpu"))
     timer.end_step()

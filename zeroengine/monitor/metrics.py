@@ -74,11 +74,12 @@ def _own_values(record: StepRecord) -> Iterator[tuple[str, float | None]]:
     yield "zeroengine/skipped", record.skipped
     yield "zeroengine/mfu", record.mfu
     # A clock that was set back may give a step no time at all.
-    if record.seconds > 0:
+    seconds_of_training = record.training_seconds
+    if seconds_of_training > 0:
         for name in ("samples", "tokens", "flops"):
             amount = getattr(record, name)
             if amount is not None:
-                yield f"zeroengine/{name}_per_second", amount / record.seconds
+                yield f"zeroengine/{name}_per_second", amount / seconds_of_training
     for number, rate in enumerate(record.lr):
         if number:
             yield f"zeroengine/lr/group{number}", rate

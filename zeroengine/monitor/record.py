@@ -13,8 +13,19 @@ from typing import Any, Literal, Protocol
 # The number of the format of a run folder. Readers of an older format refuse a newer one.
 FORMAT = 1
 
-Kind = Literal["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint"]
-KINDS: tuple[Kind, ...] = ("forward", "backward", "gather", "reduce", "update", "offload", "checkpoint")
+Kind = Literal["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation"]
+KINDS: tuple[Kind, ...] = (
+    "forward",
+    "backward",
+    "gather",
+    "reduce",
+    "update",
+    "offload",
+    "checkpoint",
+    "evaluation",
+)
+# The kinds that are no work of training. Rates, such as tokens per second, leave them out.
+OUTSIDE_TRAINING: tuple[Kind, ...] = ("checkpoint", "evaluation")
 # The keys of a record's split: the kinds, and the rest of the step's time.
 SPLIT = (*KINDS, "other")
 TRAFFIC = ("gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes")
@@ -73,7 +84,7 @@ class StepRecord:
         samples: The number of samples over all ranks, if it is known.
         tokens: The number of tokens over all ranks, if the first input has integers of 32 or 64 bits.
         flops: The model's floating-point operations in this step, over all ranks, without recomputation.
-        mfu: ``flops`` per second over the peak rate of all ranks, if that is known.
+        mfu: ``flops`` per second of training over the peak rate of all ranks, if that is known.
         split: Where the time went, by the names in ``SPLIT``; the mean over the ranks. It adds up to ``seconds``.
         ranks: For "compute", "wait", "offload" and "other", the seconds of each rank.
         slowest: The rank that the others waited for, or None if no rank stands out.
@@ -102,6 +113,11 @@ class StepRecord:
     traffic: Mapping[str, float] = field(default_factory=dict)
     memory: StepMemory = StepMemory()
     user: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def training_seconds(self) -> float:
+        """Return the seconds without evaluations and checkpoints, which rates are computed by."""
+        return self.seconds - sum(self.split.get(kind, 0.0) for kind in OUTSIDE_TRAINING)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON types. Numbers that are not finite become null, for which JSON has no other way."""

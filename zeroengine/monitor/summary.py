@@ -18,7 +18,16 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from zeroengine.monitor.record import KINDS, SPLIT, TRAFFIC, Cause, SlowestRank, StepMemory, StepRecord
+from zeroengine.monitor.record import (
+    KINDS,
+    OUTSIDE_TRAINING,
+    SPLIT,
+    TRAFFIC,
+    Cause,
+    SlowestRank,
+    StepMemory,
+    StepRecord,
+)
 
 Array = npt.NDArray[np.float64]
 STATES = ("parameters", "gradients", "master", "optimizer", "buckets", "gathered", "staging", "checkpoint")
@@ -28,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("forward", "backward", "update"),
     "wait": ("gather", "reduce"),
     "offload": ("offload",),
-    "other": ("other", "checkpoint"),
+    "other": ("other", "checkpoint", "evaluation"),
 }
 # A rank stands out if it takes longer than the median of the others by this share of the step.
 STRAGGLER_SHARE = 0.05
@@ -108,7 +117,8 @@ def summarize(rows: Array, layout: RankRow, facts: CommonFacts, peak_flops: floa
     ranks = {group: [float(x) for x in layout.columns(rows, names).sum(axis=1)] for group, names in GROUPS.items()}
     traffic = dict(zip(TRAFFIC, layout.columns(rows, TRAFFIC).mean(axis=0).tolist(), strict=True))
     samples, tokens, flops = (_total(layout.columns(rows, [name])) for name in ("samples", "tokens", "flops"))
-    mfu = None if flops is None or not peak_flops or not seconds else flops / seconds / peak_flops / len(rows)
+    training = seconds - float(layout.columns(rows, OUTSIDE_TRAINING).sum(axis=1).mean())
+    mfu = None if flops is None or not peak_flops or training <= 0 else flops / training / peak_flops / len(rows)
     units = {
         kind: layout.columns(rows, [f"{kind}.{number}" for number in range(len(layout.units))]).mean(axis=0).tolist()
         for kind in ("gather", "reduce")

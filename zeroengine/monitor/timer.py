@@ -6,6 +6,11 @@ and each end of a span is a mark, and the time since the previous mark belongs t
 times of a step add up to its wall time, whatever spans nest in whatever others. A span whose end is never reported,
 because an error passed it, ends with the span around it.
 
+[Note: Evaluation]
+An evaluation is known by its forwards, which run without autograd. The loop does more than these: it loads data and
+computes metrics between them. So all the time from the last work of training to the end of such a forward belongs to
+"evaluation", except for checkpoints. What follows the last of them, until training goes on, is "other" again.
+
 [Note: On a GPU]
 There a mark is an event on the current stream. The time between two events is what the device spent, including what it
 idled. A stream that waits for a collective does so between the marks around ``wait_stream``, so that span's time is the
@@ -114,6 +119,18 @@ class Timer:
             self._slot = self._outer_slots[depth]
             del self._outer_slots[depth:]
 
+    def note_training(self) -> None:
+        """Note the end of work of training: time before this is no evaluation. See the note above."""
+        if self.enabled and self._marks():
+            self._recorder.mark(self._slot)
+            self._recorder.keep()
+
+    def note_evaluation(self) -> None:
+        """Attribute the time since the last work of training to "evaluation", except for checkpoints."""
+        if self.enabled and self._marks():
+            self._recorder.mark(self._slot)
+            self._recorder.move_since_kept(self._slots["evaluation", ""], self._slots["checkpoint", ""])
+
     def trace(self, keeps: bool) -> None:
         """Keep the intervals of the next step, or do not. Call it between steps."""
         if keeps != self.tracing:
@@ -172,6 +189,8 @@ class _HostRecorder:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._seconds = [0.0] * num_slots
+        # The seconds and the number of intervals as of the last ``keep``.
+        self._kept, self._num_kept = [0.0] * num_slots, 0
         self._timeline: list[Interval] | None = None
         # The intervals of the timeline that ``rename`` has seen.
         self._num_renamed = 0
@@ -184,6 +203,24 @@ class _HostRecorder:
         if self._timeline is not None:
             self._timeline.append(Interval(slot, self._since, now))
         self._since = now
+
+    def keep(self) -> None:
+        """Keep the time up to the last mark in its slots."""
+        self._kept, self._num_kept = self._seconds.copy(), len(self._timeline or ())
+
+    def move_since_kept(self, slot: int, excepted: int) -> None:
+        """Give the time since the last ``keep`` to ``slot``, except for that of ``excepted``, and keep it there."""
+        moved = 0.0
+        for other, seconds in enumerate(self._kept):
+            if other != excepted:
+                moved += self._seconds[other] - seconds
+                self._seconds[other] = seconds
+        self._seconds[slot] += moved
+        if self._timeline is not None:
+            for index in range(self._num_kept, len(self._timeline)):
+                if self._timeline[index].slot != excepted:
+                    self._timeline[index] = self._timeline[index]._replace(slot=slot)
+        self.keep()
 
     def rename(self, slot: int, new_slot: int) -> None:
         """Give the intervals of ``slot`` since the last call to ``new_slot``. Sums do not change."""
@@ -202,6 +239,7 @@ class _HostRecorder:
         times = StepTimes(self._seconds, self._timeline)
         self._seconds, self._num_renamed = [0.0] * self._num_slots, 0
         self.trace(self._timeline is not None)
+        self.keep()
         return times
 
 
@@ -224,6 +262,8 @@ class _DeviceRecorder:
         # The slot of each mark. The first one begins the step.
         self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
         self._num_renamed = 1
+        # The marks that ``move_since_kept`` must not change.
+        self._num_kept = 1
         # The marks at which complete ones are added up.
         self._max_marks = MAX_DEVICE_MARKS
 
@@ -242,11 +282,27 @@ class _DeviceRecorder:
     def _add_up_complete(self) -> None:
         # A host that is ahead of the device never sees its latest mark complete, so the older half is looked at. A look
         # takes a microsecond, so the next one comes many marks later.
-        middle = len(self._marks) // 2
-        if self._marks[middle][1].query():
+        # The work of a loop that never calls the whole model is never noted, so its slots are final at some point.
+        if len(self._marks) > 1.5 * MAX_DEVICE_MARKS:
+            self.keep()
+        # Marks whose slots may still change are not added up.
+        middle = min(len(self._marks) // 2, self._num_kept - 1)
+        if middle > 0 and self._marks[middle][1].query():
             self.add_up(self._marks[: middle + 1], self._seconds, None)
             del self._marks[:middle]
+            self._num_kept -= middle
         self._max_marks = len(self._marks) + MAX_DEVICE_MARKS // 2
+
+    def keep(self) -> None:
+        """Keep the time up to the last mark in its slots."""
+        self._num_kept = len(self._marks)
+
+    def move_since_kept(self, slot: int, excepted: int) -> None:
+        """Give the time since the last ``keep`` to ``slot``, except for that of ``excepted``, and keep it there."""
+        for index in range(self._num_kept, len(self._marks)):
+            if self._marks[index][0] != excepted:
+                self._marks[index] = slot, self._marks[index][1]
+        self.keep()
 
     def rename(self, slot: int, new_slot: int) -> None:
         """Give the intervals of ``slot`` since the last call to ``new_slot``. The sum of a kind does not change."""
@@ -262,7 +318,7 @@ class _DeviceRecorder:
     def take(self) -> StepTimes:
         """Return the times since the last call."""
         times = StepTimes(self._seconds, self._timeline, (self, self._marks))
-        self._seconds, self._num_renamed = [0.0] * self._num_slots, 1
+        self._seconds, self._num_renamed, self._num_kept = [0.0] * self._num_slots, 1, 1
         self._marks, self._max_marks = [self._marks[-1]], MAX_DEVICE_MARKS
         self.trace(self._timeline is not None)
         return times

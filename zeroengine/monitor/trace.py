@@ -26,6 +26,7 @@ LANES = {
     "offload": ("offload",),
     "update": ("update",),
     "checkpoint": ("checkpoint",),
+    "evaluation": ("evaluation",),
     "disk": (),
 }
 LANE_OF_KIND = {kind: number for number, kinds in enumerate(LANES.values()) for kind in kinds}

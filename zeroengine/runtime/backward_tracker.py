@@ -131,6 +131,7 @@ class BackwardTracker:
             self._end()
         finally:
             self._timer.end(span)
+            self._timer.note_training()
 
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled."""
@@ -160,8 +161,10 @@ class BackwardTracker:
             queue_callback(self._end_plain_span)
 
     def _end_plain_span(self) -> None:
-        self._timer.end(self._plain_span)
-        self._plain_span = -1
+        if self._plain_span >= 0:
+            self._timer.end(self._plain_span)
+            self._timer.note_training()
+            self._plain_span = -1
 
     # -- events -----------------------------------------------------------------------------------
 

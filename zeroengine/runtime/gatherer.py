@@ -323,6 +323,9 @@ class Gatherer(BackwardListener):
         if not self._graph_tasks:
             self.deferred_frees.warn()
         self._timer.end(self._forward_span)
+        if not self._graph_tasks:
+            # A forward without autograd is one of an evaluation, or of generation.
+            self._timer.note_training() if torch.is_grad_enabled() else self._timer.note_evaluation()
         if self._timer.enabled:
             for tensor in tensors_in(output):
                 self._backward.watch_output(tensor)

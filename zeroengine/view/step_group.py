@@ -20,6 +20,8 @@ Numbers = npt.NDArray[np.float64]
 # These parts of a record hold one number for each rank or unit.
 ARRAY_SECTIONS = ("ranks", "units")
 # Of these numbers, and of all bytes of memory, the least and the most are kept as well.
+# The parts of a step that are no work of training. Rates leave them out.
+OUTSIDE_TRAINING = ("checkpoint", "evaluation")
 EXTREMES = ("loss", "grad_norm", "seconds")
 
 
@@ -127,8 +129,8 @@ class StepGroup:
         return self.sums[key] / count if count else None
 
     def rate(self, key: str) -> float | None:
-        """Return the number per second, over the steps that have it; None if that is unknown."""
-        seconds = self.sums.get("seconds", 0.0)
+        """Return the number per second of training, over the steps that have it; None if that is unknown."""
+        seconds = self.sums.get("seconds", 0.0) - sum(self.sums.get(f"split.{kind}", 0.0) for kind in OUTSIDE_TRAINING)
         # Steps without the number, such as those before the first batch was seen, must not lower the rate.
         seconds *= self.counts.get(key, 0) / self.num_steps
         return self.sums[key] / seconds if key in self.sums and seconds > 0 else None

@@ -34,6 +34,7 @@ COLORS = {
     "update": "green",
     "offload": "magenta",
     "checkpoint": "white",
+    "evaluation": "bright_yellow",
     "other": "bright_black",
 }
 SPARKS = "▁▂▃▄▅▆▇█"

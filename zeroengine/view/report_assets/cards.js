@@ -1,6 +1,6 @@
 // The cards of the page: charts of a run's numbers, slow ranks, events, configuration.
 
-const SPLIT = ["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "other"];
+const SPLIT = ["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation", "other"];
 const STATES = ["parameters", "gradients", "master", "optimizer", "buckets", "gathered", "staging", "checkpoint"];
 const STATE_TEXTS = {
   running: "It was running when this page was written.",
