@@ -6,7 +6,7 @@
 #   help_or_version "$@"
 #                    prints the help or the version and exits, if the first argument asks for it
 #   prepare [test]   makes .venv where there is none, installs this checkout in it, then as above;
-#                    with $ZEROENGINE_PYTHON set it installs nothing
+#                    with $ZEROENGINE_PYTHON set it installs nothing, and it changes no other checkout's environment
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -41,6 +41,7 @@ prepare() {
         local sources; sources="$(fingerprint)"
         local found; found="$(cat "$venv/zeroengine-stamp" 2>/dev/null || true)"
         if ! "$venv/bin/python" -c "" 2>/dev/null || [[ "$found" != "$sources $wanted"* ]]; then
+            check_own_environment
             install_checkout "${1:-}"
             echo "$sources $wanted" >"$venv/zeroengine-stamp"
         fi
@@ -58,6 +59,20 @@ fingerprint() {
             echo "${CUDACXX:-} ${CUDA_HOME:-} ${ZEROENGINE_CUDA:-} ${ZEROENGINE_CUDA_ARCHITECTURES:-}"
         } | cksum | tr -d ' '
     )
+}
+
+# An environment that .venv is a link to may be that of another checkout, whose commands would then run this one.
+check_own_environment() {
+    [[ -L "$venv" ]] || return 0
+    local other
+    other="$("$venv/bin/python" - 2>/dev/null <<'PYTHON'
+import importlib.metadata, json
+print(json.loads(importlib.metadata.distribution("zeroengine").read_text("direct_url.json"))["url"].removeprefix("file://"))
+PYTHON
+)" || return 0
+    [[ -d "$other" && "$(realpath "$other")" != "$(realpath "$root")" ]] || return 0
+    die ".venv is a link to $(realpath "$venv"), where the checkout $other is installed, and installing this one would" \
+        "replace it there. Remove the link, or set ZEROENGINE_PYTHON=$venv/bin/python, which installs nothing."
 }
 
 install_checkout() {
