@@ -126,7 +126,7 @@ def averages(folder: Path) -> dict[str, Any]:
 
 
 def plain_file(folder: Path) -> dict[str, Any]:
-    """Test a file that Lightning wrote under DDP, and try to resume from it."""
+    """Test a file that Lightning wrote under DDP, and try to resume from it, and from the folder that it is in."""
     module = Regression()
     run = trainer("ddp", max_epochs=1)
     run.fit(module, loader(), loader(4))
@@ -135,11 +135,13 @@ def plain_file(folder: Path) -> dict[str, Any]:
         trainer(strategy).test(Regression(lr=9.0), loader(4), ckpt_path=folder / "ddp.ckpt", verbose=False)
         for strategy in ("ddp", ZeroStrategy(config(3)))
     ]
-    try:
-        trainer(ZeroStrategy(config(3))).fit(Regression(), loader(), ckpt_path=folder / "ddp.ckpt")
-    except ZeroEngineError as raised:
-        return {"tested": [rows[0]["test_loss"] for rows in tested], "error": str(raised)}
-    return {}
+    errors = []
+    for path in (folder / "ddp.ckpt", folder):
+        try:
+            trainer(ZeroStrategy(config(3))).fit(Regression(), loader(), ckpt_path=path)
+        except ZeroEngineError as raised:
+            errors.append(str(raised))
+    return {"tested": [rows[0]["test_loss"] for rows in tested], "errors": errors}
 
 
 def main(folder: Path) -> None:

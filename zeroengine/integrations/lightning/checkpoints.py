@@ -101,9 +101,26 @@ def load_engines(
         folder: The folder.
         weights_only: Whether an engine's optimizer, schedule and counters stay, by name.
         strict: Whether a checkpoint must have the names of the model.
+
+    Raises:
+        CheckpointError: The folder has no checkpoint in it, or loading it failed.
     """
+    folders = {name: folder / name if (folder / name).is_dir() and name != TAG else folder for name in engines}
+    for where in folders.values():
+        if not (where / TAG).is_dir():
+            raise CheckpointError(_no_checkpoint(where))
     client_states = []
     for name, engine in engines.items():
-        where = folder / name if (folder / name).is_dir() and name != TAG else folder
+        where = folders[name]
         client_states.append(engine.load_checkpoint(where, TAG, weights_only=weights_only[name], strict=strict))
     return client_states
+
+
+def _no_checkpoint(folder: Path) -> str:
+    """Return the message that ``folder`` has no checkpoint in it, and what to pass."""
+    inside = sorted(path.parent for path in folder.glob(f"*/{TAG}"))
+    example = inside[-1] if inside else "checkpoints/epoch=0-step=500.ckpt"
+    return (
+        f"there is no checkpoint in the folder {folder}. Pass the path that Lightning saved it under, a folder with "
+        f"{TAG}/ in it, such as {example}; or None to start anew."
+    )
