@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +228,10 @@ def stall(stage: int, transport: str, where: str) -> tuple[str, float] | None:
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         deadline = time.monotonic() + 60
+        if where == "saving":
+            # The exchange before a save ends when rank 1 has ended.
+            with tempfile.TemporaryDirectory() as folder, contextlib.suppress(DivergenceError):
+                engine.save_checkpoint(folder)
         while not store.check(["given up"]) and time.monotonic() < deadline:
             time.sleep(0.1)
         return None
@@ -247,7 +253,7 @@ def stall(stage: int, transport: str, where: str) -> tuple[str, float] | None:
     ("stage", "where", "transport"),
     [
         (3, "before forward", "gloo"),
-        (2, "before backward", "shm"),
+        (2, "saving", "shm"),
         (1, "before backward", "gloo"),
         (0, "gathered", "shm"),
         (0, "gathered", "gloo"),
@@ -260,6 +266,7 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
     assert re.search(UNIT, message), message
     if transport == "shm":
         assert f"rank 1 has waited {PATIENCE:g} s (comm.timeout_seconds) for" in message, message
+        assert ("and waits for exchange to save a checkpoint; rank 1" in message) == (where == "saving"), message
     else:
         assert "rank 1 could not finish" in message and "rank 0 is at " in message, message
 

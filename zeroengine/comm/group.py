@@ -24,6 +24,9 @@ T = TypeVar("T")
 MAX_SHOWN = 3
 
 
+LongWait = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
 class Group:
     """The data-parallel ranks of one engine.
 
@@ -45,7 +48,7 @@ class Group:
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
-        self._watchdog: Watchdog | None = None
+        self._long_wait: LongWait | None = None
         self._error_of_all_ranks: Exception | None = None
         self.backend = backend_of(group, device.type)
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear.
@@ -56,9 +59,9 @@ class Group:
     def long_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Surround a wait for other ranks that may be long. See ``Watchdog.long_wait``.
 
-        Nothing watches the wait before ``start_watchdog``.
+        Nothing watches the wait before ``surround_long_waits``.
         """
-        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.long_wait(what)
+        return contextlib.nullcontext() if self._long_wait is None else self._long_wait(what)
 
     def all_gather_object(self, value: T, purpose: str = "of facts") -> list[T]:
         """Return every rank's ``value``, in rank order.
@@ -195,8 +198,13 @@ class Group:
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
-        self._watchdog = Watchdog(store, self.rank, hosts, timeout)
-        return self._watchdog
+        watchdog = Watchdog(store, self.rank, hosts, timeout)
+        self.surround_long_waits(watchdog.long_wait)
+        return watchdog
+
+    def surround_long_waits(self, long_wait: LongWait) -> None:
+        """Surround waits for other ranks with ``long_wait`` of what they are for, from now on."""
+        self._long_wait = long_wait
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:

@@ -48,6 +48,7 @@ def open_transport(group: Group, kind: str, timeout: float, registered: bool = F
     if kind != "gloo":
         memory = _open_shared_memory(group)
         if not isinstance(memory, str):
+            group.surround_long_waits(memory.long_wait)
             return SharedMemoryTransport(memory, timeout)
         if kind == "shm":
             raise ZeroEngineError(f'comm.transport "shm" cannot be used: {memory}. Write "auto" or "gloo".')

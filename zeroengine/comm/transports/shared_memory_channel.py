@@ -281,11 +281,12 @@ class SharedMemoryChannel:
         return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace")
 
     def _report(self) -> str:
-        """Return a sentence with each rank's last operation on each channel."""
+        """Return a sentence with each rank's last operation on each channel, and what else it waits for."""
         lines = []
         for peer in self._memory.peers:
             last = ", ".join(f"{channel.name}: {channel._describe(peer.rank)}" for channel in self._channels)
-            lines.append(f"rank {peer.rank}{' (ended)' if peer.ended() else ''} last issued {last}")
+            wait = f", and waits for {what}" if (what := peer.wait()) else ""
+            lines.append(f"rank {peer.rank}{' (ended)' if peer.ended() else ''} last issued {last}{wait}")
         return "; ".join(lines) + "."
 
     def _describe(self, rank: int, seq: int | None = None) -> str:

@@ -9,7 +9,7 @@ import os
 import select
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,10 @@ CACHE_LINE = 64
 # cores that poll the others.
 COUNTERS_BYTES = 3 * CACHE_LINE
 CHANNEL_BYTES = COUNTERS_BYTES + MAX_POSTED * RECORD.size
-CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
+# What a rank waits for outside of the channels, such as a save: text in UTF-8, filled up with zeros.
+WAIT_BYTES = 128
+WAIT_OFFSET = len(CHANNELS) * CHANNEL_BYTES
+CONTROL_BYTES = WAIT_OFFSET + WAIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class SharedMemoryPeer:
     fd: int
     pidfd: int  # readable once the process has ended; -1 where the kernel has none
     control: mmap.mmap
+
+    def wait(self) -> str:
+        """Return what the rank waits for outside of the channels, or an empty string."""
+        text = self.control[WAIT_OFFSET : WAIT_OFFSET + WAIT_BYTES]
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def ended(self) -> bool:
         """Return whether the rank's process has ended, as far as the kernel can tell."""
@@ -159,6 +167,20 @@ class SharedMemory:
     def is_mapped(self, full: torch.Tensor) -> bool:
         """Return whether ``full`` belongs to a ``mapped_buffer``."""
         return full.data_ptr() in self._mapped
+
+    @contextlib.contextmanager
+    def long_wait(self, what: str) -> Iterator[None]:
+        """Show peers, inside the block, what this rank waits for. See ``Group.long_wait``."""
+        self._show_wait(what)
+        try:
+            yield
+        finally:
+            self._show_wait("")
+
+    def _show_wait(self, what: str) -> None:
+        if not self.closed:
+            text = what.encode()[:WAIT_BYTES].ljust(WAIT_BYTES, b"\0")
+            self.control[WAIT_OFFSET : WAIT_OFFSET + WAIT_BYTES] = text
 
     def close(self) -> None:
         """Close every file. Mapped memory lives as long as its tensors."""
