@@ -149,7 +149,7 @@ def unscaled_after_a_failure() -> None:
         with pytest.raises(ZeroDivisionError):
             engine.scale(engine(*batch(0, engine.rank))).backward()
         handle.remove()
-        with pytest.raises(ZeroEngineError, match="without the loss scale that fp16 needs"):
+        with pytest.raises(ZeroEngineError, match="Loss scaling is required in fp16"):
             engine(*batch(0, engine.rank)).backward()
 
 

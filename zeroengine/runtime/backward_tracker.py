@@ -193,7 +193,7 @@ class BackwardTracker:
             self._begin()
         if self._requires_scaled_loss and self._scaled_graph_task is None:
             raise ZeroEngineError(
-                "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
+                "Loss scaling is required in fp16, and loss.backward() has no scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
 
