@@ -30,6 +30,13 @@ class LaunchError(ZeroEngineError):
     """zero-launch cannot start what its arguments ask for."""
 
 
+class LossScaleError(ZeroEngineError, RuntimeError):
+    """A backward has not the loss scale that fp16 needs.
+
+    Errors of torch's backward are RuntimeErrors, so loops that catch those catch this one.
+    """
+
+
 class OffloadError(ZeroEngineError):
     """State cannot be kept on, written to or read from a disk; the message names the path and the system's error.
 

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import LossScaleError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
@@ -179,7 +179,8 @@ class BackwardTracker:
         """Note that a parameter has a gradient. A plain ``loss.backward()`` begins with its first one.
 
         Raises:
-            ZeroEngineError: The gradient is of a loss that is not scaled, or a listener refuses the backward.
+            LossScaleError: The gradient is of a loss that is not scaled.
+            ZeroEngineError: A listener refuses the backward.
         """
         if not self._run_by_engine:
             # Nested backwards, such as those of reentrant checkpoints, have different ids.
@@ -192,7 +193,7 @@ class BackwardTracker:
         if not self.in_progress:
             self._begin()
         if self._requires_scaled_loss and self._scaled_graph_task is None:
-            raise ZeroEngineError(
+            raise LossScaleError(
                 "Loss scaling is required in fp16, and loss.backward() has no scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
