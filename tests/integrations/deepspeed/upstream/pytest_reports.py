@@ -47,6 +47,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             write_line(node=item.nodeid, ranks=most_ranks(item))
 
 
+def pytest_runtestloop() -> None:
+    """With ``UPSTREAM_REUSE_RANKS`` let the tests of this process share their ranks.
+
+    That is upstream's own feature, and several times faster. But a test that fails on one rank alone leaves the ranks
+    out of step, and then the tests after it may fail, too: run those again without the variable.
+    """
+    if os.environ.get("UPSTREAM_REUSE_RANKS"):
+        from unit import common
+
+        common.DistributedExec.reuse_dist_env = True
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     write_line(node=nodeid, outcome="started")
 

@@ -225,12 +225,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run DeepSpeed's own unit tests on zeroengine")
     parser.add_argument("--source", type=Path, required=True, help="a checkout of DeepSpeed")
     parser.add_argument("--tests", type=Path, default=lists.DEEPSPEED.tests_file, help="the list of tests")
+    parser.add_argument("--reuse-ranks", action="store_true", help="start ranks once for many tests, which is faster")
     add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="upstream") as folder:
         tests = Path(folder, "tests")
         shutil.copytree(options.source / "tests", tests)
         environment = environment_of_tests(options.real or options.collect is not None, [tests], options.timeout)
+        environment["UPSTREAM_REUSE_RANKS"] = "1" if options.reuse_ranks else ""
         runner = Runner(python_of("deepspeed"), tests, Path(folder), environment, options.timeout, options.results)
         return run_or_collect(
             runner, options, lists.FILES, dataclasses.replace(lists.DEEPSPEED, tests_file=options.tests)
