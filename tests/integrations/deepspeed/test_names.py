@@ -84,8 +84,6 @@ def test_an_unknown_tag_validation_is_an_error() -> None:
 
 
 def test_without_a_configuration_the_error_says_how_to_pass_one() -> None:
-    import torch
-
     with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"initialize\(config=\.\.\.\)"):
         deepspeed.initialize(model=torch.nn.Linear(2, 2))
 
@@ -131,3 +129,16 @@ def test_every_handle_is_waited_for() -> None:
 
     deepspeed.zero.MultipleAllGatherHandles([Handle(), Handle()]).wait(handle_dependency=False)
     assert waits == [{"handle_dependency": False}] * 2
+
+
+def test_an_untested_optimizer_is_refused_where_the_configuration_says_so() -> None:
+    model = nn.Linear(2, 2)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
+    with pytest.raises(AssertionError, match=r"refuses SGD.*Write true"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+
+
+def test_keys_that_deepspeed_ignores_are_ignored() -> None:
+    section = {"type": "Adam", "torch_adam": True}
+    assert settings.load_settings({"train_batch_size": 2, "optimizer": section}).optimizer.type == "AdamW"
+    assert section["torch_adam"]

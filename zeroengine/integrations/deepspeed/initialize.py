@@ -22,7 +22,13 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroengine.integrations.deepspeed.leaf_modules import mark_leaf_modules
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
-from zeroengine.integrations.deepspeed.ops import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
+from zeroengine.integrations.deepspeed.ops import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+)
 from zeroengine.integrations.deepspeed.optimizer import make_optimizer_view
 from zeroengine.integrations.deepspeed.script_utils import log_dist
 from zeroengine.integrations.deepspeed.settings import (
@@ -36,6 +42,8 @@ from zeroengine.optim.factory import build_optimizer
 
 # What "zero_force_ds_cpu_optimizer" allows.
 CPU_OPTIMIZERS = (DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion)
+# What "zero_allow_untested_optimizer": false allows.
+TESTED_OPTIMIZERS = (*CPU_OPTIMIZERS, FusedAdam, FusedLion, torch.optim.Adam, torch.optim.AdamW)
 
 log = logging.getLogger("zeroengine")
 
@@ -94,6 +102,7 @@ def initialize(
     loaded = load_settings(settings)
     _check_unmanaged(facts)
     _check_cpu_optimizer(facts, optimizer)
+    _check_tested_optimizer(facts, optimizer)
     mark_leaf_modules(model, facts.leaf_module)
     _make_nvme_folders(loaded)
     _close_earlier_engine(model)
@@ -170,6 +179,21 @@ def _check_cpu_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
             f"found {type(optimizer).__name__}. Pass deepspeed.ops.adam.DeepSpeedCPUAdam, or write false: the update "
             "runs on the CPU either way"
         )
+
+
+def _check_tested_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
+    """Refuse an optimizer that contradicts an explicit ``"zero_allow_untested_optimizer": false``.
+
+    A configuration without the key allows every element-wise optimizer, where DeepSpeed refuses.
+    """
+    is_refused = facts._param_dict.get("zero_allow_untested_optimizer") is False and facts.zero_enabled
+    # DeepSpeed asserts this, and scripts catch its class of error.
+    assert (
+        not is_refused or not isinstance(optimizer, torch.optim.Optimizer) or (type(optimizer) in TESTED_OPTIMIZERS)
+    ), (
+        f'"zero_allow_untested_optimizer": false refuses {type(optimizer).__name__}, which DeepSpeed did not test with '
+        "ZeRO. Write true: every element-wise optimizer works here"
+    )
 
 
 def _make_nvme_folders(config: Config) -> None:

@@ -88,6 +88,9 @@ def load_settings(config: Any) -> Config:
     tree.pop("managed_gradient_accumulation", None)
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
+    if isinstance(tree.get("optimizer"), dict):
+        # Some write this beside "params", where DeepSpeed ignores it.
+        tree["optimizer"].pop("torch_adam", None)
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
         for name in ("enable_sanity_checks", "ignore_unused_parameters"):
