@@ -158,6 +158,8 @@ class CountingSGD(torch.optim.SGD):
             for param in group["params"]:
                 if param.grad is not None:
                     count = self.state[param].setdefault("count", torch.zeros(1))
+                    # A load keeps the dimension, without which an optimizer could not index its state.
+                    assert count.shape == (1,)
                     count += 1
                     param.data.sub_(group["lr"] * param.grad / count)
         return None

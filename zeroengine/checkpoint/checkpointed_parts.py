@@ -109,10 +109,9 @@ class CheckpointedParts:
                             f"state {key!r} of the optimizer has shape {tuple(value.shape)} for parameter {slot.name}: "
                             "a checkpoint takes states of the parameter's shape, and numbers"
                         )
-                    # Some optimizers keep numbers in tensors of one element.
-                    entries[f"{OPTIMIZER}{slot.name}.{key}"] = StateEntry(
-                        (), value.dtype, [(Box((), (), 0), value.reshape(()))]
-                    )
+                    # Some optimizers keep numbers in tensors of one element, whose dimensions are kept.
+                    box = Box((0,) * value.dim(), tuple(value.shape), 0)
+                    entries[f"{OPTIMIZER}{slot.name}.{key}"] = StateEntry(box.sizes, value.dtype, [(box, value)])
         return entries
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:

@@ -6,6 +6,7 @@ under another of its names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -125,7 +126,7 @@ class CheckpointNames:
     Attributes:
         model: Which stored tensor belongs to each parameter and buffer.
         state_names: The stored name of the optimizer's state, by its name in `CheckpointedParts.optimizer_entries`.
-        state_keys: By parameter, the dtype of each key of its state and whether it is one number for the parameter.
+        state_keys: By parameter, the dtype of each key of its state, and the shape of a number for the whole parameter.
     """
 
     def __init__(self, metadata: DcpMetadata, entries: StateEntries, aliases: Mapping[str, str]) -> None:
@@ -150,9 +151,13 @@ class CheckpointNames:
             name = aliases.get(parameter, parameter)
             if name in shapes:
                 self.state_names[f"{OPTIMIZER}{name}.{key}"] = stored_name
-                # A parameter without dimensions has state without dimensions, of which only the step is a number.
-                is_number = not tensor.shape and (key == "step" or bool(shapes[name]))
-                self.state_keys.setdefault(name, {})[key] = (_torch_dtype(tensor.dtype), is_number)
+                # Some optimizers keep numbers in tensors of one element. A parameter without dimensions has state
+                # without dimensions, of which only the step is a number.
+                is_number = math.prod(tensor.shape) == 1 and (
+                    tensor.shape != shapes[name] or (key == "step" and not tensor.shape)
+                )
+                number_shape = tensor.shape if is_number else None
+                self.state_keys.setdefault(name, {})[key] = (_torch_dtype(tensor.dtype), number_shape)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

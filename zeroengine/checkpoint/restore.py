@@ -175,7 +175,7 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: LoadPlan) -> None:
     # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
-        numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
+        numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, shape) in keys.items() if shape is not None}
         if keys:
             shard_state.set_numbers(shard, span, numbers)
 

@@ -51,8 +51,8 @@ from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
-# By name: the dtype, and whether the state is one number for each parameter.
-StateKeys = dict[str, tuple[torch.dtype, bool]]
+# By name: the dtype, and the shape of a number for the whole parameter; None for a state with a value per element.
+StateKeys = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 
 class SpanState(NamedTuple):

@@ -119,9 +119,13 @@ class TorchOptimizer:
         for key in [key for key in state if key not in keys]:
             # A state that the checkpoint lacks would keep its previous value.
             del state[key]
-        for key, (dtype, is_number) in keys.items():
-            if key not in state:
-                state[key] = torch.zeros((), dtype=dtype, device="cpu") if is_number else torch.zeros_like(param)
+        for key, (dtype, number_shape) in keys.items():
+            if number_shape is None:
+                if key not in state:
+                    state[key] = torch.zeros_like(param)
+            # The checkpoint's number is read into a tensor of its own shape.
+            elif key not in state or tuple(getattr(state[key], "shape", ())) != number_shape:
+                state[key] = torch.zeros(number_shape, dtype=dtype, device="cpu")
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
