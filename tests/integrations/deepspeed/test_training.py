@@ -307,6 +307,16 @@ def test_single_parameters_can_be_read_and_written() -> None:
     run_ranks(2, values)
 
 
+def test_a_second_engine_of_a_process_saves_into_the_folder_of_the_first(tmp_path: Path) -> None:
+    # So does a second Trainer of a notebook, while the first one still exists.
+    engines = [deepspeed.initialize(model=build(), config=settings(2))[0] for _ in range(2)]
+    for engine in engines:
+        engine.save_checkpoint(str(tmp_path), tag="same")
+    assert engines[0].load_checkpoint(str(tmp_path))[0] == str(tmp_path / "same")
+    for engine in engines:
+        engine.destroy()
+
+
 def test_a_status_equals_the_status_of_the_moment() -> None:
     param = nn.Parameter(torch.zeros(2))
     status = parameters.StatusOfParameter(param)

@@ -74,9 +74,11 @@ class EngineFiles:
         self._engine._checkpoints.save(folder, tag, client_state or {}, not exclude_frozen, inside_step=True)
         if parts.group.rank == 0:
             write_recovery_script(folder)
-        if not save_latest:
-            # A save in the background writes the file at its end.
+        if not save_latest or not self._engine.config.checkpoint.async_save:
+            # A save in the background writes the file `latest` at its end. Without one the folder is free again, as it
+            # is in DeepSpeed: a second Trainer of this process may save into it.
             self._engine.wait_for_checkpoint()
+        if not save_latest:
             if self._engine.rank == 0:
                 if named is None:
                     latest.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ that is not in the table raises AttributeError (ImportError in ``from ... import
 from __future__ import annotations
 
 import enum
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -124,6 +125,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "git_version_info": {
         "torch_info": {"version": "0.0", "bf16_support": True, "cuda_version": "0.0", "nccl_version": "0.0"}
     },
+    "launcher": {},
+    # accelerate's launcher writes variables into this file for several nodes.
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": os.environ.get("DS_ENV_FILE", ".deepspeed_env")},
     "moe": {},
     "moe.layer": {"MoE": _CLASSES["MoE"]},
     "moe.utils": {

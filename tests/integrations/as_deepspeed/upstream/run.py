@@ -111,6 +111,8 @@ def main() -> int:
     parser.add_argument("project", choices=sorted(PROJECTS))
     parser.add_argument("--source", type=Path, required=True, help="a checkout of the project")
     add_options(parser)
+    # Many of these tests listen on one port that they share.
+    parser.set_defaults(jobs=1)
     options = parser.parse_args()
     project, python = PROJECTS[options.project], python_of("as_deepspeed")
     with tempfile.TemporaryDirectory(prefix="upstream") as folder:
