@@ -147,22 +147,35 @@ class Group:
         yield values
         tensor.copy_(values)
 
-    def new_group(self, backend: str, timeout: float | None = None) -> dist.ProcessGroup:
-        """Return another process group of the same ranks.
+    def ranks_per_node(self) -> int:
+        """Return the number of ranks on each machine; 0 if they differ or are not consecutive. A collective."""
+        hosts = self.all_gather_object(host_name() or socket.gethostname(), "to count the ranks of each machine")
+        size = hosts.count(hosts[0])
+        blocks = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+        names = [block[0] for block in blocks]
+        return size if blocks == [[name] * size for name in names] and len(set(names)) == len(names) else 0
+
+    def new_group(
+        self, backend: str, timeout: float | None = None, members: Sequence[int] | None = None
+    ) -> dist.ProcessGroup:
+        """Return another process group of the same ranks, or of some of them. All ranks of this group make the call.
 
         Args:
             backend: One of torch.distributed's.
             timeout: Seconds that its collectives may take; None for torch's default.
+            members: Ranks of this group, this one among them. The members on the others are the same, or others
+                altogether. None: all.
         """
-        ranks = dist.get_process_group_ranks(self.process_group)
+        all_ranks = dist.get_process_group_ranks(self.process_group)
+        ranks = all_ranks if members is None else [all_ranks[member] for member in sorted(members)]
         # Ranks outside of a subset do not make this call, so torch must not wait for them.
-        is_subset = len(ranks) < dist.get_world_size()
+        is_subset = len(ranks) < dist.get_world_size() and self.backend != "fake"
         own_groups: list[dist.ProcessGroup | None] = []
         if is_subset:
             # Ranks find one another by the group's name, which torch derives from the ranks and from the number of
             # groups that this process belongs to. A rank in fewer groups first joins groups of one to make up for it.
             num_groups = len(dist.distributed_c10d._world.pg_names)
-            for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
+            for _ in range(self._agree_on_group_number(all_ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
         group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)

@@ -59,6 +59,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from zeroengine.comm.group import Group
+from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
@@ -169,25 +171,37 @@ class Channel(Protocol):
     ``label`` names the operation's unit for people, and is compared between the ranks.
     """
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """Gather every rank's shard: ``full[r * n:(r + 1) * n]`` becomes rank r's ``shard``.
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        """Gather the shards of some ranks: ``full[i * n:(i + 1) * n]`` becomes the ``shard`` of ``ranks[i]``.
 
         Args:
-            full: 1-D, of ``world_size * n`` elements.
+            full: 1-D, of ``len(ranks) * n`` elements.
             shard: 1-D, of n elements, from ``Transport.empty`` for this channel. It may be this rank's slice of
                 ``full``, and must not change until ``Transport.all_reduce_scalars`` has next returned.
             label: The unit's name.
+            ranks: The ranks that exchange their shards, this one among them. Each of them passes the same, and all
+                other ranks gather as well, among themselves. None: all ranks, in order.
         """
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Sum this rank's slice of every rank's ``full`` into ``shard``.
 
         Args:
             shard: 1-D, of n elements. It may be this rank's slice of ``full``.
-            full: 1-D, of ``world_size * n`` elements, from ``Transport.empty`` for this channel. It may be written
-                again once it is ``reusable``.
+            full: 1-D, ``world_size * n`` elements, or less if several ranks have the same slice. From
+                ``Transport.empty`` for this channel. It may be written again once it is ``reusable``.
             label: The unit's name.
             accumulate: Whether the sum is added to ``shard``, rather than written over it.
+            levels: What numbers the slices, see ``partition.degrees.shard_index``. None: rank r has slice r.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
@@ -227,6 +241,14 @@ class Transport(Protocol):
     @property
     def reduce(self) -> Channel:
         """The channel that gradients are summed on."""
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Prepare operations among some of the ranks. A collective.
+
+        Args:
+            degrees: The degrees that units have, in the same order on every rank.
+            group: All ranks.
+        """
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return uninitialized memory, 1-D, that operations of ``channel`` may send from.

@@ -68,12 +68,21 @@ class _LoggedChannel:
     def __init__(self, channel: Channel, recorder: _Recorder) -> None:
         self._channel, self._recorder = channel, recorder
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        return self._issue("all_gather", label, full, lambda: self._channel.all_gather(full, shard, label))
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        return self._issue("all_gather", label, full, lambda: self._channel.all_gather(full, shard, label, ranks))
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         return self._issue(
-            "reduce_scatter", label, full, lambda: self._channel.reduce_scatter(shard, full, label, accumulate)
+            "reduce_scatter", label, full, lambda: self._channel.reduce_scatter(shard, full, label, accumulate, levels)
         )
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

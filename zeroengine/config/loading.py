@@ -40,6 +40,7 @@ ZEROENGINE_ONLY = {
     "optimizer_state_dtype",
     "trace",
     "units",
+    "zero_optimization.degrees",
 }
 
 

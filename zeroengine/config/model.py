@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from zeroengine.config import batch, sinks
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
@@ -46,12 +46,75 @@ BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
+Degree = Positive | Literal["all", "node"]
+
+
+class DegreesSection(Section):
+    """The number of ranks that each state is partitioned over: a number, "node" for the ranks of one machine, or "all".
+
+    Each divides the next one, and the last divides the number of ranks. One that is left out is that before it.
+    """
+
+    parameters: Degree = 1
+    """Ranks that hold the parameters once. 1: every rank holds them whole."""
+    gradients: Degree = 1
+    """Ranks that hold the gradients once."""
+    optimizer: Degree = 1
+    """Ranks that hold the optimizer's state once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_over(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        gradients = data.get("gradients", data.get("parameters", 1))
+        return {"gradients": gradients, "optimizer": data.get("optimizer", gradients), **data}
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that partitions the same states."""
+        return sum(degree != 1 for degree in (self.parameters, self.gradients, self.optimizer))
+
+    def over(self, world_size: int, ranks_per_node: int | None) -> DegreesSection:
+        """Return the degrees as numbers.
+
+        Args:
+            world_size: The number of ranks.
+            ranks_per_node: The number of ranks of each machine. None: unknown, and "node" stays. 0: they differ.
+
+        Raises:
+            ValueError: They do not divide one another or the number of ranks. The message says which would do.
+        """
+        if ranks_per_node == 0 and "node" in dict(self).values():
+            raise ValueError(
+                'degrees: "node" needs equally many ranks on every machine, and consecutive ones; write a number'
+            )
+        words = {"all": world_size, "node": "node" if ranks_per_node is None else ranks_per_node}
+        numbers: dict[str, Any] = {name: words.get(value, value) for name, value in self}
+        below, below_name = 1, ""
+        for name, number in numbers.items():
+            if not isinstance(number, int):
+                continue
+            if number % below or world_size % number:
+                fitting = [d for d in range(below, world_size + 1, below) if world_size % d == 0]
+                over = f" and be divided by {below_name}'s {below}" if below > 1 else ""
+                raise ValueError(
+                    f"degrees.{name} is {number}, and must divide the {world_size} ranks{over}; write "
+                    f"{' or '.join(map(str, fitting)) or world_size}"
+                )
+            below, below_name = number, name
+        return self.model_copy(update=numbers)
+
+
 class ZeroOptimization(Section):
     """What is partitioned over the ranks, and how its communication is divided and overlapped."""
 
     stage: Annotated[Annotated[int, Between(0, 3)] | Literal["auto"], Auto("auto", words=(), kept=("auto",))] = 0
     """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well. "auto": the
     lowest that fits into free memory; `initialize` says which."""
+    degrees: Annotated[DegreesSection | None, NULL] = None
+    """Hybrid sharding: the number of ranks that each state is partitioned over, in place of `stage`, which means all
+    ranks. null: the stage decides."""
     reduce_bucket_size: Annotated[Positive | None, AUTO] = None
     """Units queue up to this many elements before they are reduced. "auto": as many elements as the largest unit."""
     overlap_comm: Annotated[bool, AUTO] = True
@@ -66,6 +129,35 @@ class ZeroOptimization(Section):
     """Where the optimizer's states live."""
     offload_param: Annotated[OffloadParam, NULL] = OffloadParam()
     """Where the parameter shards live, at stage 3."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_stage(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "stage" in data or not isinstance(data.get("degrees"), dict | DegreesSection):
+            return data
+        try:
+            degrees = DegreesSection.model_validate(data["degrees"])
+        except ValidationError:
+            # The section itself reports what is wrong.
+            return data
+        return {**data, "stage": degrees.stage}
+
+    @model_validator(mode="after")
+    def _check_degrees(self) -> ZeroOptimization:
+        if self.degrees is not None and self.stage != self.degrees.stage:
+            partitioned = ("nothing", "the optimizer's state", "gradients too", "parameters too")[self.degrees.stage]
+            raise ValueError(
+                f"degrees partition {partitioned}, which is stage {self.degrees.stage}, and stage is {self.stage!r}; "
+                "leave stage out"
+            )
+        return self
+
+    @property
+    def degree_numbers(self) -> tuple[int, int, int] | None:
+        """The degrees of optimizer, gradients and parameters, or None where the stage decides. Needs `resolve`."""
+        if self.degrees is None:
+            return None
+        return int(self.degrees.optimizer), int(self.degrees.gradients), int(self.degrees.parameters)
 
     @model_validator(mode="after")
     def _check_offload(self) -> ZeroOptimization:
@@ -326,15 +418,19 @@ class Config(Section):
             raise ConfigError("fill_auto needs a configuration that was loaded; write zeroengine.config.load(file).")
         return self._fill(self, self._written, values, framework, must_match)
 
-    def resolve(self, *, world_size: int, model_dtype: torch.dtype | None = None) -> Config:
-        """Return the configuration with the batch sizes and the precision filled in.
+    def resolve(
+        self, *, world_size: int, model_dtype: torch.dtype | None = None, ranks_per_node: int | None = None
+    ) -> Config:
+        """Return the configuration with the batch sizes, the precision and the degrees filled in.
 
         Args:
             world_size: The number of ranks.
             model_dtype: The dtype of the model's parameters, which decides `"enabled": "auto"` of bf16 and fp16.
+            ranks_per_node: The number of ranks of each machine. None: the degree "node" stays.
 
         Raises:
-            ConfigError: The batch sizes contradict one another, or the schedule lacks a number that nothing filled in.
+            ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, or the schedule lacks
+                a number that nothing filled in.
         """
         self._check_schedule()
         sizes = batch.resolve(
@@ -352,7 +448,13 @@ class Config(Section):
             else section
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
-        resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16})
+        zero = self.zero_optimization
+        if zero.degrees is not None:
+            try:
+                zero = zero.model_copy(update={"degrees": zero.degrees.over(world_size, ranks_per_node)})
+            except ValueError as error:
+                raise ConfigError(f"{self._source}: zero_optimization: {error}") from None
+        resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16, "zero_optimization": zero})
         # The model may be fp16 on purpose, so this is a notice and no error. It is given once.
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)

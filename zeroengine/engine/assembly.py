@@ -35,7 +35,7 @@ from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import Degrees, degrees_of_stage
+from zeroengine.partition.degrees import Degrees, degrees_of
 from zeroengine.partition.unit_layout import degrees_of_unit
 from zeroengine.plan.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
@@ -128,7 +128,11 @@ class EngineParts:
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
-        degrees = degrees_of_stage(int(config.zero_optimization.stage), group.world_size)
+        zero = config.zero_optimization
+        degrees = degrees_of(int(zero.stage), zero.degree_numbers, group.world_size)
+        threshold = zero.param_persistence_threshold
+        unit_degrees = dict.fromkeys(degrees_of_unit(plan, degrees, threshold) for plan in plans)
+        self.transport.open_groups(tuple(unit_degrees), group)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):

@@ -35,7 +35,7 @@ from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
-from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.partition.degrees import degrees_of
 from zeroengine.plan.automatic import StatePlanner, fit_configuration
 from zeroengine.plan.free_memory import measure_free_memory
 from zeroengine.plan.state_bytes import Setting
@@ -126,6 +126,7 @@ def _make_engine(
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
+    ranks_per_node = group.ranks_per_node()
     # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
     with group.collective_errors("to initialize"):
         # Each check assumes that the previous checks passed.
@@ -152,7 +153,7 @@ def _make_engine(
         settings = config if isinstance(config, Config) else load(config)
         # Some settings depend on the model's dtype or the number of ranks.
         dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
-        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
+        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node)
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:
                 mixed_precision.check_supported(low, group.device)
@@ -167,8 +168,9 @@ def _make_engine(
             keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
         # With "auto" only stages are chosen at which the optimizer works.
-        stage = settings.zero_optimization.stage
-        check_optimizer(base_optimizer, degrees_of_stage(0 if stage == "auto" else stage, group.world_size))
+        zero = settings.zero_optimization
+        stage = 0 if zero.stage == "auto" else zero.stage
+        check_optimizer(base_optimizer, degrees_of(stage, zero.degree_numbers, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, because this takes memory and time.
         meta_init.initialize_meta_parameters(model)

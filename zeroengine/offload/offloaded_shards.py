@@ -76,8 +76,10 @@ class OffloadedShards:
         if shard.data_ptr() not in self._prefetched and len(self._prefetched) < self._num_buffers - 1:
             self._prefetched[shard.data_ptr()] = self._start_read(shard)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """Start to gather all ranks' shards into ``full``. As ``Channel.all_gather``."""
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        """Start to gather the ranks' shards into ``full``. As ``Channel.all_gather``."""
         # With one rank the shard is the whole full buffer, and is read straight into it.
         if self.is_read_directly:
             return self.store.read(shard, full)
@@ -92,7 +94,7 @@ class OffloadedShards:
                 # A failed read must free the buffer, too.
                 buffer.busy = False
         with self._on_read_stream():
-            buffer.gather = self._transport.gather.all_gather(full, arrived, label)
+            buffer.gather = self._transport.gather.all_gather(full, arrived, label, ranks)
         return buffer.gather
 
     def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:

@@ -90,14 +90,9 @@ class OptimizerShard:
         # The update is issued between the store's transfers, so they must be ordered by the device's streams.
         return shards.store if shards.store.copies is not None else None
 
-    def gradient_for_norm(self, world_size: int) -> torch.Tensor:
-        """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
-        # A sharded gradient has 1/world of the elements already. Of others at least this slice is summed.
-        gradient = self.unit_grads.flat_grads
-        if self.unit_grads.is_sharded:
-            return gradient
-        size = self.unit.layout.numel // world_size
-        return gradient[self.unit.rank * size : (self.unit.rank + 1) * size]
+    def gradient_for_norm(self) -> torch.Tensor:
+        """Return the part of the summed gradients that this rank counts: one divided by the number of ranks."""
+        return self.unit_grads.unreplicated_part(self.unit_grads.flat_grads)
 
     def reload_master(self) -> None:
         """Copy parameters that were written from outside into the master. Other elements keep the master's bits."""

@@ -76,6 +76,11 @@ class StepReduction:
     ) -> None:
         self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
         self._timer = timer
+        # The number of this rank's part of every unit, where it is not the rank's own number.
+        degrees = shards[0].unit.degrees if shards else None
+        piece = transport.rank if degrees is None else degrees.piece(transport.rank, transport.world_size)
+        is_ordered = degrees is None or degrees.numbers_in_order_of_ranks(transport.world_size)
+        self._piece = None if is_ordered else piece
         self._num_params = sum(len(shard.unit.params) for shard in shards)
         self._flags: list[float] = []
         # The values of ``_flags``, on the device.
@@ -115,17 +120,18 @@ class StepReduction:
         One collective of a float64 vector carries all of them, followed by the checksums of outside writes, which are
         compared here.
         """
-        values = to_device([0.0, late, *self._local_facts()], self.device)
-        world_size = self._transport.world_size
+        values = to_device([late, *self._local_facts()], self.device)
+        squared_norm_of_rank = torch.zeros(1, dtype=torch.float64, device=self.device)
         for shard in self._shards:
             # The norm of offloaded gradients was computed before they left the device.
             squared_norm = shard.unit_grads.squared_norm
             if squared_norm is None:
-                squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
+                squared_norm = _squared_norm(shard.gradient_for_norm())
             # The norms are added on their device, in the order of the units, which is the same at every stage.
-            values[0] += squared_norm
+            squared_norm_of_rank += squared_norm
+        values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values])
         with self._timer.span("reduce"):
-            sums = self._transport.all_reduce_scalars(values, label).tolist()
+            sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label)).tolist()
             # Ranks that ran different collectives are reported here, before anything is updated.
             self._transport.check_order()
         first_checksum = 2 + self._num_params
@@ -148,16 +154,34 @@ class StepReduction:
         if self._reducer.has_late_gradients:
             self._reducer.reduce_late_gradients()
         with self._timer.span("update", label="norm"):
-            world_size = self._transport.world_size
-            norm = ops.squared_norms([shard.gradient_for_norm(world_size) for shard in self._shards])
+            norm = ops.squared_norms([shard.gradient_for_norm() for shard in self._shards])
             flags = self._local_facts()
             # The flags seldom change, and a copy to the device costs a launch.
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
-            values = torch.cat([norm.view(1), self._device_flags])
+            values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
             with self._timer.span("reduce"):
-                sums = self._transport.all_reduce_scalars(values, label)
+                sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
+
+    def _in_order_of_pieces(self, squared_norm: torch.Tensor) -> torch.Tensor:
+        """Return the squared norm of this rank's part of every unit, 1-D, so that a sum over ranks keeps the order.
+
+        Between hybrid degrees and others the ranks have different parts of the units. The norms of the parts are added
+        in the order of the parts, whichever ranks have them, so that the sum has the same bits.
+        """
+        if self._piece is None:
+            return squared_norm
+        norms = squared_norm.new_zeros(self._transport.world_size)
+        norms[self._piece] = squared_norm[0]
+        return norms
+
+    def _sum_pieces(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums over ranks with the norms of all parts, which come first, added to one number."""
+        if self._piece is None:
+            return sums
+        num_pieces = self._transport.world_size
+        return torch.cat([sums[:num_pieces].cumsum(0)[-1:], sums[num_pieces:]])
 
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, then its checksums of outside writes."""

@@ -24,7 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.partition.degrees import degrees_of
 from zeroengine.plan.checkpoint_copy import checkpoint_copy_bytes
 from zeroengine.plan.gathered_bytes import GatheredUnit, PrefetchLimits, most_gathered_bytes
 from zeroengine.plan.gradient_buffer_bytes import (
@@ -169,7 +169,7 @@ def predict_states(
             'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
             "write each stage and device to compare"
         )
-    degrees = degrees_of_stage(int(zero.stage), setting.world_size)
+    degrees = degrees_of(int(zero.stage), zero.degree_numbers, setting.world_size)
     on_gpu = setting.device == "cuda"
     placement = plan_placement(
         plans, degrees, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu

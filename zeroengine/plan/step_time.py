@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from zeroengine.config import Config
 from zeroengine.offload.placement_plan import plan_placement
-from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.partition.degrees import degrees_of
 from zeroengine.plan.activations import MicroStep, OperationCount
 from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
 from zeroengine.plan.model_facts import ModelFacts
@@ -72,7 +72,7 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     """
     setting = setting_of(machine, config)
     zero = config.zero_optimization
-    degrees = degrees_of_stage(int(zero.stage), setting.world_size)
+    degrees = degrees_of(int(zero.stage), zero.degree_numbers, setting.world_size)
     plans, align = model.plans(config), setting.shard_align_bytes
     on_gpu = machine.device == "cuda"
     placement = plan_placement(plans, degrees, config, setting.world_size, align, has_device_memory=on_gpu)

@@ -197,7 +197,7 @@ class Gatherer(BackwardListener):
         if unit.degrees.optimizer > unit.degrees.parameters:
             with self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather_of_update(self._gather_for_use)
-            self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer))
+            self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer, unit.degrees.parameters))
 
     def end_update(self) -> None:
         """Complete the update. If peers read this rank's parameters in place, return when all of them have done so."""
@@ -222,6 +222,7 @@ class Gatherer(BackwardListener):
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
             if unit.state is GatherState.GATHERING:
                 self.ensure_gathered(unit)
+            unit.wait_for_update()
             unit.check_parameters()
             self._release(unit)
             self.deferred_frees.replace_buffer(unit)
@@ -468,9 +469,9 @@ class Gatherer(BackwardListener):
             self.deferred_frees.warn()
 
 
-def received_bytes(unit: Unit, degree: int) -> int:
-    """Return the bytes that an all-gather of ``unit`` from ``degree`` ranks brings to this rank."""
-    return unit.full_buffer.nbytes * (degree - 1) // degree
+def received_bytes(unit: Unit, degree: int, within: int = 1) -> int:
+    """Return the bytes that an all-gather of shards at ``degree`` into one at ``within`` brings to this rank."""
+    return unit.full_buffer.nbytes // within - unit.full_buffer.nbytes // degree
 
 
 def _restore_view(gatherer_ref: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:

@@ -151,7 +151,7 @@ class OffloadedGradients:
             sum_buffer.holds_sum, buffer = False, total_buffer
         total = _shard_view(buffer.memory, unit_grads, unit_grads.dtype)
         # The sum is in device memory now. Later, the norm of the step would have to read it back from the store.
-        unit_grads.squared_norm = ops.squared_norm(total)
+        unit_grads.squared_norm = ops.squared_norm(unit_grads.unreplicated_part(total))
         assert unit_grads.store is not None
         buffer.unit_grads, buffer.holds_sum = unit_grads, False
         buffer.write = unit_grads.store.write(total, unit_grads.flat_grads)
@@ -174,7 +174,7 @@ class OffloadedGradients:
                 total.add_(latest)
             elif total is not latest:
                 total.copy_(latest)
-            unit_grads.squared_norm = ops.squared_norm(total)
+            unit_grads.squared_norm = ops.squared_norm(unit_grads.unreplicated_part(total))
             self._ordered_writes[unit_grads] = store.write(total, unit_grads.flat_grads)
         return reduced
 

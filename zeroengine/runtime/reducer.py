@@ -256,10 +256,12 @@ class Reducer(BackwardListener):
             self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
             self._works.append((unit.name, self._channel.all_reduce(unit_grads.flat_grads, unit.name)))
-            self._count_bytes(unit_grads.flat_grads, all_reduce=True)
+            self._count_bytes(unit_grads.flat_grads, 1)
         else:
-            self._works.append((unit.name, self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name)))
-            self._count_bytes(unit_grads.flat_grads, all_reduce=False)
+            levels = unit.degrees.levels_to(unit.degrees.optimizer)
+            work = self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name, levels=levels)
+            self._works.append((unit.name, work))
+            self._count_bytes(unit_grads.flat_grads, unit.degrees.optimizer)
         unit_grads.launched_in_step = True
 
     def _launch_from_buffer(
@@ -267,13 +269,17 @@ class Reducer(BackwardListener):
     ) -> None:
         """Reduce ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
         # A buffer for the largest unit may serve a smaller one.
-        flat = buffer.memory[: unit_grads.unit.layout.numel]
+        unit = unit_grads.unit
+        flat = buffer.memory[: unit.layout.numel]
+        levels = unit.degrees.levels_to(flat.numel() // target.numel())
         if unit_grads.store is not None:
-            reduce = partial(self._launch_collective, buffer, flat=flat, label=unit_grads.unit.name, accumulate=False)
+            reduce = partial(
+                self._launch_collective, buffer, flat=flat, levels=levels, label=unit.name, accumulate=False
+            )
             buffer.work = self._offloaded.reduce_and_store(unit_grads, reduce, accumulate)
         else:
-            buffer.work = self._launch_collective(buffer, target, flat, unit_grads.unit.name, accumulate)
-            self._works.append((unit_grads.unit.name, buffer.work))
+            buffer.work = self._launch_collective(buffer, target, flat, levels, unit.name, accumulate)
+            self._works.append((unit.name, buffer.work))
         self._buffer_pool.mark_launched(buffer)
 
     def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
@@ -281,17 +287,27 @@ class Reducer(BackwardListener):
         with self._timer.span("reduce", unit_grads.unit.name):
             return self._buffer_pool.acquire(unit_grads)
 
-    def _count_bytes(self, flat: torch.Tensor, all_reduce: bool) -> None:
-        """Count what a reduce of ``flat`` brings to this rank: an all-reduce is a reduce-scatter and an all-gather."""
+    def _count_bytes(self, flat: torch.Tensor, degree: int) -> None:
+        """Count what a reduce of ``flat`` to shards of ``degree`` brings to this rank.
+
+        Every other rank sends a slice. An all-reduce is a reduce-scatter to all ranks and an all-gather.
+        """
         world_size = self._transport.world_size
-        self._timer.count("reduce", (1 + all_reduce) * flat.nbytes * (world_size - 1) // world_size)
+        slices = 2 * (world_size - 1) / world_size if degree == 1 else (world_size - 1) / degree
+        self._timer.count("reduce", int(flat.nbytes * slices))
 
     def _launch_collective(
-        self, buffer: GradientBuffer, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
+        self,
+        buffer: GradientBuffer,
+        target: torch.Tensor,
+        flat: torch.Tensor,
+        levels: tuple[int, ...],
+        label: str,
+        accumulate: bool,
     ) -> Work:
-        self._count_bytes(flat, all_reduce=target.numel() == flat.numel())
+        self._count_bytes(flat, flat.numel() // target.numel())
         if target.numel() < flat.numel():
-            buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
+            buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate, levels)
             return buffer.collective
         # An all-reduce leaves the sum in the buffer, so it is copied to where the gradients are kept.
         buffer.collective = self._channel.all_reduce(flat, label)

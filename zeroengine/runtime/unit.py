@@ -89,6 +89,11 @@ class Unit:
         self.layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
+        # The all-gather, in progress, of the updated optimizer shards into the parameter shard.
+        self._update_work: Work | None = None
+        # The ranks whose parameter shards are the full buffer, and whose optimizer shards are the parameter shard.
+        self._gather_ranks = degrees.owners(transport.rank, degrees.parameters)
+        self._update_ranks = degrees.owners(transport.rank, degrees.optimizer, degrees.parameters)
 
         self.offloaded_shards = offloaded_shards
         self._gather_channel = offloaded_shards or transport.gather
@@ -218,9 +223,11 @@ class Unit:
     def start_gather(self) -> None:
         """Launch the all-gather of the full buffer. The parameters stay placeholders until ``finish_gather``."""
         assert self._buffer is not None
+        # Peers read this rank's shard from here on.
+        self.wait_for_update()
         self._buffer.allocate()
         self.state = GatherState.GATHERING
-        self.gather_work = self._gather_channel.all_gather(self.full_buffer, self.shard, self.name)
+        self.gather_work = self._gather_channel.all_gather(self.full_buffer, self.shard, self.name, self._gather_ranks)
 
     def gathered_bytes(self) -> int:
         """Return the bytes of the full buffer now; 0 if it is the shard."""
@@ -237,14 +244,24 @@ class Unit:
 
     def start_gather_of_update(self, resolver: Resolver) -> None:
         """Launch the all-gather of the updated optimizer shards. A use of a parameter calls ``resolver`` first."""
+        shard = self.shard_of_degree(self.degrees.optimizer)
+        if self.is_releasable:
+            # The unit is released, and the next gather of the full buffer waits for this.
+            self._update_work = self._transport.gather.all_gather(self.shard, shard, self.name, self._update_ranks)
+            return
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             # The released class would treat an assignment to ``data`` as a use, so it is swapped first.
             mark_gathered(param)
             param.data = placeholder
             mark_released(param, resolver)
         self.state = GatherState.GATHERING
-        shard = self.shard_of_degree(self.degrees.optimizer)
-        self.gather_work = self._transport.gather.all_gather(self.full_buffer, shard, self.name)
+        self.gather_work = self._transport.gather.all_gather(self.full_buffer, shard, self.name, self._update_ranks)
+
+    def wait_for_update(self) -> None:
+        """Order the current stream behind the all-gather of updated optimizer shards into ``shard``."""
+        if self._update_work is not None:
+            self._update_work.wait_stream()
+            self._update_work = None
 
     def mark_released(self, resolver: Resolver) -> None:
         """Let every use of a parameter call ``resolver`` first. ``free_full_buffer`` frees the memory."""

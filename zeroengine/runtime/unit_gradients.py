@@ -121,6 +121,7 @@ class UnitGradients:
     ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
+        self._world_size = transport.world_size
         kept = GradientFormat.of_unit(
             unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
         )
@@ -178,6 +179,13 @@ class UnitGradients:
         self.slot_filled = [False] * len(self.slot_filled)
         self.has_grad = [False] * len(self.has_grad)
         self.launched_in_step = False
+
+    def unreplicated_part(self, flat_grads: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``flat_grads`` (1-D, such as the attribute) that no other rank counts: a view."""
+        unit = self.unit
+        start, stop = unit.layout.unreplicated_range(unit.rank, unit.degrees.optimizer, self._world_size)
+        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.is_sharded else 0
+        return flat_grads[start - base : stop - base]
 
     def shard_of_degree(self, degree: int) -> torch.Tensor:
         """Return this rank's shard, at ``degree``, of the summed gradients (1-D, a view)."""

@@ -83,4 +83,6 @@ def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:
             dist.all_reduce(torch.zeros((), device=group.device), group=channel_group)
         with group.collective_errors("to register memory with NCCL"):
             pools = {"gather": RegisteredPool(gather, group.device), "reduce": RegisteredPool(reduce, group.device)}
-    return NCCLTransport(gather, reduce, group.device, group.backend, group.start_watchdog(timeout), pools)
+    return NCCLTransport(
+        gather, reduce, group.device, group.backend, group.start_watchdog(timeout), pools, nccl_timeout
+    )

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.watchdog import Watchdog
+from zeroengine.partition.degrees import Degrees, shard_index
 from zeroengine.utils.work import Then, Work
 
 
@@ -75,6 +78,7 @@ class GlooChannel:
         self._name, self._group = name, group
         self.watchdog, self.timeout = watchdog, timeout
         self._rank, self._size = group.rank(), group.size()
+        self._all_ranks = tuple(range(self._size))
         # The number of the last operation. All ranks issue the same operations, so their numbers are equal.
         self._seq = 0
         # Receive buffers that are free again, by length and dtype.
@@ -82,17 +86,29 @@ class GlooChannel:
         # For each sum, by its address, the last operation that writes it.
         self._writers: dict[int, Work] = {}
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
         """Send this rank's shard to every peer, and receive theirs in place."""
-        slices = list(full.chunk(self._size))
+        ranks = ranks or self._all_ranks
+        slices = dict(zip(ranks, full.chunk(len(ranks)), strict=True))
         # The shard may be this rank's slice of the full buffer already.
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
-        return self._exchange("gather", label, [shard] * self._size, slices)
+        return self._exchange("gather", label, dict.fromkeys(ranks, shard), slices)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Send every peer its slice; add the received slices when the work is awaited."""
-        sent = list(full.chunk(self._size))
+        slices = list(full.chunk(full.numel() // shard.numel()))
+        levels = (self._size,) if levels is None else levels
+        sent = [slices[shard_index(rank, levels)] for rank in self._all_ranks]
         key = (shard.numel(), full.dtype)
         spare = self._spare.setdefault(key, [])
         arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
@@ -106,7 +122,8 @@ class GlooChannel:
 
         # Works may be awaited in any order, but accumulations into one shard build on one another.
         before = self._writers.get(shard.data_ptr()) if accumulate else None
-        work = Then(self._exchange("reduce", label, sent, pieces), finish, after=before)
+        exchange = self._exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
+        work = Then(exchange, finish, after=before)
         self._writers[shard.data_ptr()] = work
         return work
 
@@ -117,8 +134,8 @@ class GlooChannel:
         self._seq += 1
         second_seq = self._seq
         first = self.reduce_scatter(own_slice, full, label)
-        slices = list(full.chunk(self._size))
-        gather = partial(self._exchange, "gather", label, [own_slice] * self._size, slices, second_seq)
+        slices = dict(enumerate(full.chunk(self._size)))
+        gather = partial(self._exchange, "gather", label, dict.fromkeys(slices, own_slice), slices, second_seq)
         return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
@@ -133,9 +150,14 @@ class GlooChannel:
         return True
 
     def _exchange(
-        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], seq: int = 0
+        self,
+        kind: str,
+        label: str,
+        sent: Mapping[int, torch.Tensor],
+        received: Mapping[int, torch.Tensor],
+        seq: int = 0,
     ) -> GlooWork:
-        """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
+        """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it. Both have the same ranks as keys.
 
         The tag holds the operation's number and name, so different operations never match: they stall, and the watchdog
         reports them.
@@ -151,8 +173,10 @@ class GlooChannel:
         with self.watchdog.guard(what):
             # Each rank starts with its next neighbor, so that not all ranks send to the same one. Receives are posted
             # before sends, so that arriving data finds its buffer.
-            for step in range(1, self._size):
-                to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+            ranks = sorted(sent)
+            position, size = ranks.index(self._rank), len(ranks)
+            for step in range(1, size):
+                to, source = ranks[(position + step) % size], ranks[(position - step) % size]
                 works.append(self._group.recv([received[source]], source, tag))
                 works.append(self._group.send([sent[to]], to, tag))
         return GlooWork(self, what, works)
@@ -172,6 +196,9 @@ class GlooTransport:
         self._watchdog, self._group = watchdog, group
         self.gather = GlooChannel("gather", group, watchdog, limit)
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory: Gloo can send from any memory."""

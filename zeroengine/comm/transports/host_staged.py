@@ -11,7 +11,9 @@ from weakref import WeakSet
 
 import torch
 
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, refill
+from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Then, Work
 
 
@@ -25,10 +27,12 @@ class HostStagedChannel:
         # Gathers that write to other memory than the shard that they sent.
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
         """Gather in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(full, full.dtype)
-        inner = self._inner.all_gather(on_host, _copy_to_host(shard), label)
+        inner = self._inner.all_gather(on_host, _copy_to_host(shard), label, ranks)
         # If the shard is a slice of the full buffer, the copy of the result overwrites it.
         is_separate = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
         work = Then(inner, partial(full.copy_, on_host))
@@ -36,11 +40,18 @@ class HostStagedChannel:
             self._sent_by_copy.add(work)
         return work
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
         # A sum that is accumulated stays in fp32, so that only the total is rounded.
         summed = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
-        inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label)
+        inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label, levels=levels)
 
         def copy_back() -> None:
             if accumulate:
@@ -84,6 +95,10 @@ class HostStagedTransport:
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
         self.shard_align_bytes = inner.shard_align_bytes
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Prepare the transport in host memory."""
+        self._inner.open_groups(degrees, group)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory on the device."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.small_transfers import HostCopy, to_device
-from zeroengine.utils.work import Then, Work, synchronize_stream
+from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 
 # torch 2.13 renamed these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -102,6 +105,12 @@ class NCCLChannel:
         pool: RegisteredPool | None = None,
     ) -> None:
         self.group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
+        self._rank, self._all_ranks = group.rank(), tuple(range(group.size()))
+        # The communicators of parts of the ranks, by the ranks in ascending order.
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Where an operation takes several collectives, those after the first are issued on this stream, so that the
+        # computation does not wait for the first.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._seq = 0
         # A checksum of every operation so far, which the ranks compare at each step.
         self.order = 0
@@ -121,20 +130,91 @@ class NCCLChannel:
     def _allocations(self) -> AbstractContextManager[None]:
         return nullcontext() if self._pool is None else self._pool.allocations()
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """Launch an all-gather."""
-        self.record(f"gather {label}")
-        return self.issue(lambda: _all_gather(full, shard, group=self.group, async_op=True))
+    def add_group(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        """Let operations among ``ranks`` use a communicator. Close it with this transport."""
+        self._groups[tuple(sorted(ranks))] = group
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All communicators."""
+        return [self.group, *self._groups.values()]
+
+    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        key = tuple(sorted(ranks))
+        return self.group if key == self._all_ranks else self._groups[key]
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        """Launch an all-gather. Shards that do not lie in the order of their ranks go through a temporary buffer."""
+        self.record(f"gather {label}")
+        ranks = ranks or self._all_ranks
+        if len(ranks) == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return Completed()
+        group = self._group_of(ranks)
+        in_order = sorted(ranks)
+        if list(ranks) == in_order:
+            return self.issue(lambda: _all_gather(full, shard, group=group, async_op=True))
+        arrived = self.empty(full.numel(), full.dtype)
+
+        def put_in_order() -> None:
+            places = [in_order.index(rank) for rank in ranks]
+            full.view(len(ranks), -1).copy_(arrived.view(len(ranks), -1)[places])
+            arrived.untyped_storage().resize_(0)
+
+        return Then(self.issue(lambda: _all_gather(arrived, shard, group=group, async_op=True)), put_in_order)
+
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Launch a reduce-scatter. A sum that must be cast or accumulated goes through a temporary buffer."""
+        if levels is not None and levels != (len(self._all_ranks),):
+            return self._reduce_by_levels(shard, full, label, accumulate, levels)
         # NCCL can neither cast the sum nor add it to its target.
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
-        if direct:
-            return work
+        return work if direct else self._take_over(work, shard, target, accumulate)
+
+    def _reduce_by_levels(
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool, levels: tuple[int, ...]
+    ) -> Work:
+        """Reduce-scatter within each level after another, then sum over the ranks that have the same slice."""
+        self.record(f"reduce {label}")
+        rank, world_size = self._rank, len(self._all_ranks)
+        summed, below, work = full, 1, None
+        for level in levels:
+            ranks = ranks_of_level(rank, below, level)
+            target = self.empty(summed.numel() * below // level, full.dtype)
+            reduce = partial(_reduce_scatter, target, summed, group=self._group_of(ranks), async_op=True)
+            work, summed, below = self._issue_after(work, reduce), target, level
+        if below < world_size:
+            group = self._group_of(ranks_of_level(rank, below, world_size))
+            work = self._issue_after(work, partial(dist.all_reduce, summed, group=group, async_op=True))
+        assert work is not None
+        return self._take_over(work, shard, summed, accumulate)
+
+    def _issue_after(self, before: Work | None, run: Callable[[], dist.Work | None]) -> Work:
+        """Issue a collective behind the collective ``before``, without making the current stream wait for that."""
+        if before is None or self._stream is None:
+            if before is not None:
+                before.wait_stream()
+            return self.issue(run)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            before.wait_stream()
+            return self.issue(run)
+
+    def _take_over(self, work: Work, shard: torch.Tensor, target: torch.Tensor, accumulate: bool) -> Work:
+        """Return the work that copies or adds the sum in ``target`` to ``shard``, and frees ``target``."""
 
         def take_over() -> None:
             if accumulate:
@@ -190,9 +270,10 @@ class NCCLTransport:
         name: str,
         watchdog: Watchdog | None,
         pools: Mapping[ChannelName, RegisteredPool] | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.name = name
-        self._pools = pools or {}
+        self._pools, self._timeout = pools or {}, timeout
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
@@ -200,6 +281,16 @@ class NCCLTransport:
         # The orders that were summed but not yet compared: the sums over ranks of the two channels' checksums, this
         # rank's checksums, and its last operations for people.
         self._orders: tuple[HostCopy, list[float], str] | None = None
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Make the communicators that units of these degrees need. A collective."""
+        for channel, rank_sets in (
+            (self.gather, (ranks for unit in degrees for ranks in unit.gather_groups(self.rank))),
+            (self.reduce, (ranks for unit in degrees for ranks in unit.reduce_groups(self.rank, self.world_size))),
+        ):
+            for ranks in dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets):
+                if 1 < len(ranks) < self.world_size:
+                    channel.add_group(ranks, group.new_group(group.backend, self._timeout, ranks))
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return memory of the channel's registered pool, or torch's own."""
@@ -252,5 +343,5 @@ class NCCLTransport:
             self._watchdog.close()
             # After an error a communicator may be stuck in an operation, and ends with the process.
             if sys.exc_info()[0] is None:
-                destroy_group(self.gather.group)
-                destroy_group(self.reduce.group)
+                for group in (*self.gather.groups, *self.reduce.groups):
+                    destroy_group(group)

@@ -16,9 +16,11 @@ import mmap
 
 import torch
 
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
 from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import CHANNELS, SharedMemory
+from zeroengine.partition.degrees import Degrees
 
 
 class SharedMemoryTransport:
@@ -39,6 +41,9 @@ class SharedMemoryTransport:
         channels += [SharedMemoryChannel(memory, name, timeout, channels) for name in CHANNELS]
         self.gather, self.reduce = channels
         self._scalars: list[torch.Tensor] = []
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return memory of this rank's file if operations send from it, else torch's own."""

@@ -41,6 +41,7 @@ from zeroengine.comm.transports.shared_memory_file import (
     check_result,
 )
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.work import Work
 
 GATHER, REDUCE, SCALARS = range(3)
@@ -100,14 +101,19 @@ class SharedMemoryChannel:
         # The addresses of each rank's counters.
         self._posted, self._summed, self._executed = ([start + i * CACHE_LINE for start in starts] for i in range(3))
         self._lib = memory.lib
+        self._all_ranks = tuple(range(memory.world_size))
         self._seq = 0
         self._pending: deque[SharedMemoryWork] = deque()
 
     # -- operations -------------------------------------------------------------------------------
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
         """Post the shard; map or read those of the peers once they have posted them."""
         memory = self._memory
+        ranks = ranks or self._all_ranks
+        own_position = ranks.index(memory.rank)
         nbytes, base = shard.nbytes, full.data_ptr()
         work = self._post(GATHER, label, shard)
         # Only whole pages can be mapped. Other shards are copied.
@@ -115,43 +121,74 @@ class SharedMemoryChannel:
         bring = self._map if mapped else self._read
         if mapped:
             # This rank's own shard is mapped like the others, so that the full buffer holds no copy of it.
-            own = partial(bring, memory.peers[memory.rank], work.seq, base + memory.rank * nbytes, nbytes)
+            own = partial(bring, memory.peers[memory.rank], work.seq, base + own_position * nbytes, nbytes)
             work.steps.append(PeerRead((), (), own))
-        elif base + memory.rank * nbytes != shard.data_ptr():
-            full.chunk(memory.world_size)[memory.rank].copy_(shard)
-        for peer in memory.others:
-            step = partial(bring, peer, work.seq, base + peer.rank * nbytes, nbytes)
-            work.steps.append(PeerRead(self._posted, (peer.rank,), step))
+        elif base + own_position * nbytes != shard.data_ptr():
+            full.chunk(len(ranks))[own_position].copy_(shard)
+        for position, rank in enumerate(ranks):
+            if rank != memory.rank:
+                step = partial(bring, memory.peers[rank], work.seq, base + position * nbytes, nbytes)
+                work.steps.append(PeerRead(self._posted, (rank,), step))
         return self._issue(work)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Post ``full``; add all ranks' slices once they have posted theirs."""
-        return self._issue(self._post_sum(shard, full, label, accumulate))
+        memory = self._memory
+        index = memory.rank if levels is None else shard_index(memory.rank, levels)
+        work = self._post(REDUCE, label, full)
+        own_slice = full[index * shard.numel() : (index + 1) * shard.numel()]
+        sharers = [rank for rank in self._all_ranks if levels and shard_index(rank, levels) == index]
+        # A sum in place would overwrite what others that have the same slice still read.
+        if len(sharers) > 1 and shard.data_ptr() == own_slice.data_ptr():
+            self._sum_in_place(work, full, own_slice, sharers)
+        else:
+            self._sum_slice(work, full, own_slice, shard, accumulate)
+        return self._issue(work)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum this rank's slice, then read the slices that the peers have summed."""
+        work = self._post(REDUCE, label, full)
+        self._sum_in_place(work, full, full, self._all_ranks)
+        return self._issue(work)
+
+    def _sum_in_place(
+        self, work: SharedMemoryWork, full: torch.Tensor, shared_slice: torch.Tensor, sharers: Sequence[int]
+    ) -> None:
+        """Let each of ``sharers`` sum a part of a slice of ``full``, and then read the parts of the others."""
         memory = self._memory
-        n = full.numel() // memory.world_size
-        work = self._post_sum(full[memory.rank * n : (memory.rank + 1) * n], full, label, False)
+        parts = dict(zip(sharers, shared_slice.chunk(len(sharers)), strict=True))
+        own_part = parts[memory.rank]
+        self._sum_slice(work, full, own_part, own_part, accumulate=False)
         own_counter = self._summed[memory.rank]
         # Peers read the sum from this rank's memory, so the counter is raised when it is complete.
         work.steps.append(PeerRead((), (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
-        for peer in memory.others:
-            start = peer.rank * n * full.element_size()
-            read = partial(self._read, peer, work.seq, full.data_ptr() + start, n * full.element_size(), start)
-            work.steps.append(PeerRead(self._summed, (peer.rank,), read))
-        return self._issue(work)
+        for rank, part in parts.items():
+            if rank != memory.rank:
+                start = part.data_ptr() - full.data_ptr()
+                read = partial(self._read, memory.peers[rank], work.seq, part.data_ptr(), part.nbytes, start)
+                work.steps.append(PeerRead(self._summed, (rank,), read))
 
-    def _post_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool) -> SharedMemoryWork:
-        memory = self._memory
-        n = shard.numel()
-        work = self._post(REDUCE, label, full)
-        own_slice = full[memory.rank * n : (memory.rank + 1) * n]
+    def _sum_slice(
+        self,
+        work: SharedMemoryWork,
+        full: torch.Tensor,
+        own_slice: torch.Tensor,
+        target: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
+        """Add all ranks' values of a slice of ``full`` into ``target``, once they have posted ``full``."""
         # The kernel adds while it reads. Other dtypes go through copies.
-        add = self._sum_kernel if {full.dtype, shard.dtype} <= ops.DTYPE_CODES.keys() else self._sum_copies
-        read_and_add = partial(add, shard, own_slice, work.seq, accumulate, memory.rank * own_slice.nbytes)
-        work.steps.append(PeerRead(self._posted, range(memory.world_size), read_and_add))
-        return work
+        add = self._sum_kernel if {full.dtype, target.dtype} <= ops.DTYPE_CODES.keys() else self._sum_copies
+        start = own_slice.data_ptr() - full.data_ptr()
+        read_and_add = partial(add, target, own_slice, work.seq, accumulate, start)
+        work.steps.append(PeerRead(self._posted, self._all_ranks, read_and_add))
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Read the vectors of all ranks, and add them in rank order. Waits for peers."""

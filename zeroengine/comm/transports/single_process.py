@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, ResizableBuffer, refill
+from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Completed, Work
 
 
 class SingleProcessChannel:
     """See ``interfaces.Channel``. Every operation is complete when it returns."""
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
         """Copy the shard, unless it is the full buffer."""
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Completed()
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
         """Copy or add the only slice."""
         # The only slice is the whole sum. Both operations cast it to the shard's dtype.
         if accumulate:
@@ -48,6 +59,9 @@ class SingleProcessTransport:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.gather = self.reduce = SingleProcessChannel()
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""
