@@ -61,7 +61,10 @@ ALIASES = {
     "zero_optimization.stage3_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
     "zero_optimization.stage3_max_live_parameters": "zero_optimization.max_live_parameters",
+    "zero_optimization.mics_shard_size": "zero_optimization.degrees.parameters",
 }
+# Values under second spellings that ask for nothing.
+UNSET_ALIASES: dict[str, tuple[Any, ...]] = {"zero_optimization.mics_shard_size": (-1, None)}
 
 # For these keys false asks for something, too, so only null is silent.
 _NULL_ONLY = (None,)
@@ -203,8 +206,8 @@ _ROWS = {
         _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
         _refused("zero_quantized_gradients", "it changes results: reductions are exact"),
         _refused("zeropp_loco_param", "it changes results: reductions are exact", switch=""),
-        _refused("mics_shard_size", "partitioning over part of the ranks (MiCS) is not available yet", off=(-1, None)),
-        _refused("mics_hierarchical_params_gather", "partitioning over part of the ranks (MiCS) is not available yet"),
+        _no_effect("mics_hierarchical_params_gather", "a degree of one machine gathers within it, and NCCL knows which "
+            "ranks share a machine"),
     ],
     "optimizer.params.": [
         _no_effect("torch_adam", "the fused update computes the same as torch's"),

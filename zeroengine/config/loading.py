@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
+from zeroengine.config.deepspeed_keys import ALIASES, UNSET_ALIASES, KeySorter, is_disabled_precision
 from zeroengine.config.filling import changed_source, filled_source
 from zeroengine.config.keys import most_similar
 from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
@@ -116,7 +116,15 @@ def _canonicalize(source: ConfigSource) -> None:
     for written, canonical in ALIASES.items():
         old, new = tuple(written.split(".")), tuple(canonical.split("."))
         section, new_section = source.get(old[:-1]), source.get(new[:-1])
-        if not isinstance(section, dict) or old[-1] not in section or not isinstance(new_section, dict):
+        if not isinstance(section, dict) or old[-1] not in section:
+            continue
+        if section[old[-1]] in UNSET_ALIASES.get(written, ()):
+            del section[old[-1]]
+            continue
+        # The section of the canonical spelling may be one that the file does not have.
+        if new_section is None and new[:-2] == old[:-1]:
+            new_section = section[new[-2]] = {}
+        if not isinstance(new_section, dict):
             continue
         # The same value twice is harmless. Two different values have no order that could decide.
         if new[-1] in new_section and new_section[new[-1]] != section[old[-1]]:

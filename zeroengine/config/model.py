@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError, model_validator
 
 from zeroengine.config import batch, sinks
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
@@ -16,7 +17,7 @@ from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
-from zeroengine.config.source import ConfigSource, walk
+from zeroengine.config.source import ConfigSource, describe, walk
 from zeroengine.errors import ConfigError
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
@@ -46,7 +47,13 @@ BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
-Degree = Positive | Literal["all", "node"]
+def _degree(value: Any) -> int | str:
+    if value in ("all", "node") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value  # type: ignore[no-any-return]
+    raise ValueError(f'found {describe(value)}; write a number of ranks, "node" or "all"')
+
+
+Degree = Annotated[int | str, PlainValidator(_degree, json_schema_input_type=Positive | Literal["all", "node"])]
 
 
 class DegreesSection(Section):
@@ -67,8 +74,15 @@ class DegreesSection(Section):
     def _take_over(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        gradients = data.get("gradients", data.get("parameters", 1))
-        return {"gradients": gradients, "optimizer": data.get("optimizer", gradients), **data}
+        taken_over: dict[str, Any] = {}
+        for before, name in pairwise(("parameters", "gradients", "optimizer")):
+            value = data.get(before, taken_over.get(before, 1))
+            try:
+                taken_over[name] = _degree(value)
+            except ValueError:
+                # The wrong value is reported where it is written, and only there.
+                break
+        return {**taken_over, **data}
 
     @property
     def stage(self) -> int:

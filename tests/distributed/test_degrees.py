@@ -1,0 +1,248 @@
+"""States partitioned over some of the ranks: the bits, the bytes and the checkpoints of stage 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from zeroengine import ZeroEngineError
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+Triple = tuple[int, int, int]
+# Parameters, gradients and optimizer, where four ranks have hybrid degrees.
+SHORT: tuple[Triple, ...] = ((2, 2, 2), (1, 1, 2), (1, 2, 4), (2, 2, 4), (2, 4, 4), (4, 4, 4))
+
+
+def triples(world_size: int) -> list[Triple]:
+    """All legal degrees: each divides the next one, and the last divides the number of ranks."""
+    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+    return [
+        (parameters, gradients, optimizer)
+        for optimizer in divisors
+        for gradients in divisors
+        for parameters in divisors
+        if optimizer % gradients == 0 and gradients % parameters == 0
+    ]
+
+
+class PartlyTrained(TinyLM):
+    """A tied head, a frozen block, and a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True, blocks=3)
+        self.blocks[1].requires_grad_(False)
+        self.unused = nn.Linear(5, 7)
+
+
+def degree_config(triple: Triple, **more: Any) -> dict[str, Any]:
+    settings = config(0, gradient_clipping=0.5, **more)
+    zero = settings["zero_optimization"]
+    del zero["stage"]
+    zero["degrees"] = dict(zip(("parameters", "gradients", "optimizer"), triple, strict=True))
+    return settings
+
+
+def train(settings: dict[str, Any], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Each step's loss of this rank, and the final state on rank 0."""
+    engine = zeroengine.initialize(build(PartlyTrained), config=settings)
+    losses = []
+    for number in range(steps * int(engine.config.gradient_accumulation_steps)):
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    state = engine.full_state_dict(rank0_only=True)
+    engine.close()
+    return losses, state
+
+
+def differences(
+    chosen: Sequence[Triple], steps: int, expected_of: Triple, more: dict[str, Any], tolerance: float = 0.0
+) -> list[Any]:
+    """The triples whose losses or weights differ from those of ``expected_of``."""
+    dist.init_process_group("gloo")
+    losses, state = train(degree_config(expected_of, **more), steps)
+    assert len(set(losses)) == len(losses)
+    found = []
+    for triple in chosen:
+        own_losses, own_state = train(degree_config(triple, **more), steps)
+        if tolerance:
+            same = own_losses == pytest.approx(losses, rel=0, abs=tolerance)
+        else:
+            same = own_losses == losses and all(torch.equal(own_state[name], state[name]) for name in state)
+        if not same:
+            found.append((triple, own_losses, losses))
+    return found
+
+
+def assert_no_differences(world_size: int, *arguments: Any, timeout: float = 90.0) -> None:
+    assert run_ranks(world_size, differences, *arguments, timeout=timeout) == [[]] * world_size
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_losses_and_weights_have_the_bits_of_stage_0(transport: str) -> None:
+    assert_no_differences(4, SHORT, 4, (1, 1, 1), {"comm": {"transport": transport}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_all_degrees_have_the_bits_of_stage_0(world_size: int, transport: str) -> None:
+    more = {"comm": {"transport": transport}}
+    assert_no_differences(world_size, triples(world_size), 20, (1, 1, 1), more, timeout=900)
+
+
+def accumulated(world_size: int, chosen: Sequence[Triple]) -> None:
+    """With accumulation, gradients of one rank are summed first at degree 1, and those of one micro-step above."""
+    more = {"gradient_accumulation_steps": 3}
+    whole = [triple for triple in chosen if triple[1] == 1]
+    assert_no_differences(world_size, whole, 2, (1, 1, 1), more)
+    cut = [triple for triple in chosen if triple[1] > 1]
+    assert_no_differences(world_size, cut, 2, (world_size,) * 3, more)
+    arguments = (cut, 2, (1, 1, 1), more, 1e-5)
+    assert_no_differences(world_size, *arguments)
+
+
+def test_with_accumulation_degrees_agree_on_each_side_of_gradient_degree_1() -> None:
+    accumulated(4, ((1, 1, 2), (1, 2, 4), (2, 2, 2)))
+
+
+@pytest.mark.slow
+def test_with_accumulation_all_degrees_agree_on_each_side_of_gradient_degree_1() -> None:
+    accumulated(4, triples(4))
+
+
+def test_bf16_has_the_same_bits_at_all_degrees() -> None:
+    assert_no_differences(4, ((2, 2, 2), (2, 2, 4)), 3, (4, 4, 4), {"bf16": {"enabled": True}})
+
+
+def test_offloaded_states_have_the_same_bits(tmp_path: Path) -> None:
+    away = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    assert_no_differences(4, ((2, 2, 2), (1, 2, 4)), 3, (1, 1, 1), away)
+
+
+def test_offloaded_parameters_have_the_same_bits() -> None:
+    away = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
+    assert_no_differences(4, ((2, 2, 2), (4, 4, 4)), 3, (2, 2, 2), away)
+
+
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+def state_bytes(chosen: Sequence[Triple]) -> list[Any]:
+    dist.init_process_group("gloo")
+    found = []
+    for triple in chosen:
+        engine = zeroengine.initialize(build(TinyLM), config=degree_config(triple))
+        memory = engine.memory()
+        found.append((memory.parameters, memory.gradients, memory.optimizer))
+        engine.close()
+    return found
+
+
+def test_each_state_takes_its_bytes_divided_by_its_degree() -> None:
+    chosen = ((1, 1, 1), *SHORT)
+    whole, *others = run_ranks(4, state_bytes, chosen)[0]
+    for (parameters, gradients, optimizer), found in zip(SHORT, others, strict=True):
+        expected = (whole[0] / parameters, whole[1] / gradients, whole[2] / optimizer)
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------
+
+
+def save(folder: Path, triple: Triple) -> list[float]:
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(PartlyTrained), config=degree_config(triple))
+    losses = list(steps(engine, range(3)))
+    engine.save_checkpoint(folder)
+    return losses + list(steps(engine, range(3, 6)))
+
+
+def steps(engine: zeroengine.Engine, numbers: range) -> Iterator[float]:
+    for number in numbers:
+        # Every rank has the same data, so that the number of ranks changes nothing but rounding.
+        loss = engine(*batch(number, 0))
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+
+def resume(folder: Path, chosen: Sequence[Triple]) -> list[list[float]]:
+    dist.init_process_group("gloo")
+    found = []
+    for triple in chosen:
+        engine = zeroengine.initialize(build(PartlyTrained, seed=7), config=degree_config(triple))
+        engine.load_checkpoint(folder)
+        found.append(list(steps(engine, range(3, 6))))
+        engine.close()
+    return found
+
+
+def test_checkpoints_go_from_any_degrees_to_any_others(tmp_path: Path) -> None:
+    losses = run_ranks(4, save, tmp_path, (2, 2, 4))[0]
+    for world_size, chosen in ((4, ((1, 1, 1), (2, 2, 2), (4, 4, 4))), (2, ((1, 2, 2), (2, 2, 2)))):
+        for found in run_ranks(world_size, resume, tmp_path, chosen)[0]:
+            assert found[0] == pytest.approx(losses[3], abs=1e-6) and found == pytest.approx(losses[3:], rel=1e-4)
+            assert world_size == 2 or found == losses[3:]
+
+
+# -- the configuration ------------------------------------------------------------------------------
+
+
+def degrees_of(section: dict[str, Any], world_size: int = 8, ranks_per_node: int | None = 4) -> tuple[int, int, int]:
+    resolved = load({"zero_optimization": section}).resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    numbers = resolved.zero_optimization.degree_numbers
+    assert numbers is not None
+    return numbers[::-1]
+
+
+def test_words_stand_for_numbers_of_ranks_and_a_degree_is_that_before_it() -> None:
+    assert degrees_of({"degrees": {"parameters": "node", "gradients": "node", "optimizer": "all"}}) == (4, 4, 8)
+    assert degrees_of({"degrees": {"parameters": "node"}}) == (4, 4, 4)
+    assert degrees_of({"degrees": {"gradients": 2, "optimizer": "all"}}) == (1, 2, 8)
+    assert degrees_of({"degrees": {"optimizer": "all"}}) == (1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "stage"),
+    [({"optimizer": 4}, 1), ({"gradients": 4}, 2), ({"parameters": "node"}, 3), ({"parameters": 1}, 0)],
+)
+def test_degrees_are_those_of_one_stage(degrees: dict[str, Any], stage: int) -> None:
+    assert load({"zero_optimization": {"degrees": degrees}}).zero_optimization.stage == stage
+    assert load({"zero_optimization": {"degrees": degrees, "stage": stage}}).zero_optimization.stage == stage
+    with pytest.raises(ConfigError, match=f"is stage {stage}, and stage is {(stage + 1) % 4}; leave stage out"):
+        load({"zero_optimization": {"degrees": degrees, "stage": (stage + 1) % 4}})
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"parameters": 3}, "degrees.parameters is 3, and must divide the 8 ranks; write 1 or 2 or 4 or 8"),
+        ({"parameters": 2, "gradients": 1}, r"degrees.gradients is 1, .* divided by parameters's 2; write 2 or 4 or 8"),
+        ({"gradients": 8, "optimizer": 4}, r"degrees.optimizer is 4, .* divided by gradients's 8; write 8"),
+    ],
+)
+def test_degrees_that_do_not_divide_say_which_would_do(degrees: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        degrees_of({"degrees": degrees})
+
+
+def test_the_degree_of_a_node_needs_even_nodes() -> None:
+    with pytest.raises(ConfigError, match="equally many ranks on every machine"):
+        degrees_of({"degrees": {"parameters": "node"}}, ranks_per_node=0)
+
+
+def test_degrees_of_the_engine_are_checked_against_its_ranks() -> None:
+    with pytest.raises(ZeroEngineError, match="must divide the 1 ranks; write 1"):
+        zeroengine.initialize(build(TinyLM), config=degree_config((2, 2, 2)))
