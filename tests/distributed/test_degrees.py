@@ -15,6 +15,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
+from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 
@@ -134,6 +135,19 @@ def test_offloaded_states_have_the_same_bits(tmp_path: Path) -> None:
 def test_offloaded_parameters_have_the_same_bits() -> None:
     away = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
     assert_no_differences(4, ((2, 2, 2), (4, 4, 4)), 3, (2, 2, 2), away)
+
+
+def differences_on_collectives(chosen: Sequence[Triple]) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        # The transport of NCCL, whose collectives Gloo has as well.
+        patch.setattr(
+            "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
+        )
+        return differences(chosen, 3, (1, 1, 1), {}, 1e-5)
+
+
+def test_the_collectives_of_nccl_give_the_sums_of_stage_0() -> None:
+    assert run_ranks(4, differences_on_collectives, triples(4)) == [[]] * 4
 
 
 # -- bytes ------------------------------------------------------------------------------------------
