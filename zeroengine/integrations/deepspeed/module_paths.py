@@ -27,6 +27,7 @@ from zeroengine.integrations.deepspeed import (
     parameters,
     script_utils,
     settings,
+    tiling,
     torch_autocast,
     unavailable,
     zero,
@@ -112,6 +113,7 @@ _PARTITION_PARAMETERS = {
 }
 _SECTIONS = {name: kind for name, kind in _CLASSES.items() if name.startswith("DeepSpeedZero")}
 _PIPE = {name: _CLASSES[name] for name in ("LayerSpec", "PipelineModule", "TiedLayerSpec")}
+_TILING = {"TiledLinear": tiling.TiledLinear, "TiledLinearReturnBias": tiling.TiledLinearReturnBias}
 _ADAMS = {"DeepSpeedCPUAdam": ops.DeepSpeedCPUAdam, "FusedAdam": ops.FusedAdam}
 
 # The names of each module, by its path below ``deepspeed``.
@@ -182,7 +184,11 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.pipe.module": _PIPE,
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
     "runtime.utils": {"see_memory_usage": script_utils.see_memory_usage},
-    "runtime.zero": {**_PARTITION_PARAMETERS, "unwrap_model_for_generation": zero.unwrap_model_for_generation},
+    "runtime.zero": {
+        **_PARTITION_PARAMETERS,
+        **_TILING,
+        "unwrap_model_for_generation": zero.unwrap_model_for_generation,
+    },
     "runtime.zero.config": {
         **_SECTIONS,
         "DeepSpeedZeroConfig": settings.DeepSpeedZeroConfig,
@@ -213,7 +219,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "unwrap_model_for_generation": zero.unwrap_model_for_generation,
     },
     "runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": optimizer.DeepSpeedZeroOptimizer},
-    "runtime.zero.tiling": {name: _CLASSES[name] for name in ("TiledLinear", "TiledLinearReturnBias")},
+    "runtime.zero.tiling": _TILING,
     "runtime.zero.utils": {"ZeRORuntimeException": settings.ZeRORuntimeException, "is_zero_param": zero.is_zero_param},
     "utils": {
         "OnDevice": script_utils.OnDevice,

@@ -57,8 +57,6 @@ CLASSES = {
     ),
     "OnebitAdam": unavailable_class("OnebitAdam", "it compresses its communication, which changes results; use Adam"),
     "OnebitLamb": unavailable_class("OnebitLamb", "it compresses its communication, which changes results; use Adam"),
-    "TiledLinear": unavailable_class("TiledLinear", "cut the layer into several torch.nn.Linear"),
-    "TiledLinearReturnBias": unavailable_class("TiledLinearReturnBias", "cut the layer into several torch.nn.Linear"),
     "ZeroOneAdam": unavailable_class("ZeroOneAdam", "it compresses its communication, which changes results; use Adam"),
 }
 FUNCTIONS = {

@@ -18,6 +18,8 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.parameters import ZeroParamStatus as ZeroParamStatus
 from zeroengine.integrations.deepspeed.parameters import ZeroParamType as ZeroParamType
 from zeroengine.integrations.deepspeed.parameters import refuses_writes
+from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
+from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
 
 
