@@ -89,3 +89,22 @@ def norms_of_groups() -> None:
 
 def test_norms_of_groups_make_up_the_norm_of_the_gradient() -> None:
     run_ranks(2, norms_of_groups)
+
+
+def test_a_skipped_step_leaves_the_norm_of_before() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 1), config=config)
+    norms = []
+    for factor in (1e6, 1.0, 1e6):
+        engine.backward(engine(torch.ones(1, 2, dtype=torch.float16)).sum().float() * factor)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert engine.skipped_steps == 2
+    # The gradient is 1 for each of the three parameters.
+    assert norms == pytest.approx([0.0, 3**0.5, 3**0.5], rel=1e-3)
+    engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ class EngineProperties(nn.Module):
         self.engine, self._config = engine, config
         # The samples of all ranks, where every step() updates and no configuration says how many micro-steps it ends.
         self._unmanaged_samples = 0
+        self._last_finite_norm = 0.0
 
     # -- counters ---------------------------------------------------------------------------------
 
@@ -69,8 +71,16 @@ class EngineProperties(nn.Module):
     cur_scale = loss_scale
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None before the first step."""
-        return self.engine.grad_norm
+        """Return the norm of the last step's gradient before clipping; None before the first step.
+
+        In fp16 a step that was skipped leaves the finite norm that was read before, or 0, as in DeepSpeed.
+        """
+        norm = self.engine.grad_norm
+        if norm is None or not self.engine.config.scales_loss:
+            return norm
+        if math.isfinite(norm):
+            self._last_finite_norm = norm
+        return self._last_finite_norm
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param group."""
