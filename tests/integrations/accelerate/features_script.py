@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import GradScalerKwargs, ProjectConfiguration, set_seed
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from safetensors.torch import load_file
 from torch import nn
@@ -211,6 +211,40 @@ def configured_optimizer() -> list[list[float]]:
     return [values, expected]
 
 
+def losses_of_updates(accelerator: ZeroAccelerator) -> list[float]:
+    """Return the loss before each of 8 updates on one batch. Steps that are skipped change nothing."""
+    model, optimizer, _, _ = prepared(accelerator)
+    losses: list[float] = []
+    for _ in range(60):
+        loss = loss_of(model, data()[:4])
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [] if accelerator.optimizer_step_was_skipped else [loss.item()]
+        if len(losses) == 8:
+            break
+    return losses
+
+
+def fp16_from_arguments() -> list[Any]:
+    """Train in fp16 as the arguments say, from a scale of the loss at which gradients overflow."""
+    fp32 = on_engine(2)
+    expected = losses_of_updates(fp32)
+    fp32.free_memory(*fp32._models)
+    keys = ("enabled", "initial_scale_power", "loss_scale_window")
+    scale = GradScalerKwargs(init_scale=2.0**24, growth_interval=1000)
+    facts = []
+    for section in ({}, {"fp16": dict.fromkeys(keys, "auto")}):
+        more = {"data_types": {"buffer_dtype": "fp16"}, **section}
+        accelerator = on_engine(2, more, mixed_precision="fp16", kwargs_handlers=[scale])
+        losses = losses_of_updates(accelerator)
+        (own,) = accelerator._training_engines()
+        facts.append([str(next(own.module.parameters()).dtype), own.skipped_steps, own.loss_scale, losses])
+        accelerator.free_memory(own.module)
+    return [expected, *facts]
+
+
 def skipped_step() -> list[Any]:
     accelerator = on_engine(2)
     model, optimizer, _, scheduler = prepared(accelerator)
@@ -322,6 +356,7 @@ def main() -> None:
         "weights": weights_are_whole(),
         "no_sync": [local_gradients(0), local_gradients(3)],
         "configured": configured_optimizer(),
+        "fp16": fp16_from_arguments(),
         "skipped": skipped_step(),
         "named": named_checkpoints(),
         "errors": errors_of_training(),

@@ -53,6 +53,15 @@ def test_mixed_precision_of_bf16_trains_parameters_in_bf16(results: list[dict[st
     assert first > 0 and last < 2.8
 
 
+def test_fp16_of_the_arguments_trains_like_fp32_after_its_scale_has_fallen(results: list[dict[str, Any]]) -> None:
+    for of_rank in results:
+        expected, *found = of_rank["fp16"]
+        assert len(expected) == 8 and expected[-1] < expected[0] - 0.1
+        for dtype, num_skipped, scale, losses in found:
+            assert dtype == "torch.float16" and num_skipped > 0 and scale < 2.0**24
+            assert losses == pytest.approx(expected, abs=0.02)
+
+
 def test_a_model_that_was_evaluated_trains_from_its_exact_values(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         exact, difference, is_finite = of_rank["evaluated"]
