@@ -1,6 +1,7 @@
 """accelerate: `ZeroAccelerator`, an `Accelerator` that trains on zeroengine.
 
 - `accelerator.py`: the class.
+- `checks.py`: what it refuses.
 - `settings.py`: the arguments of `Accelerator` and its environment variables, against the configuration.
 - `wrappers.py`: the optimizer and the schedule that `prepare` returns.
 - `engines.py`: the engines that `prepare` makes.

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    AutocastKwargs,
-    DynamoBackend,
-    GradScalerKwargs,
-    compile_regions,
-)
+from accelerate.utils import AutocastKwargs
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader
@@ -24,9 +19,9 @@ from zeroengine.comm.launched_ranks import has_peers, join_launched_ranks
 from zeroengine.config import Config, load
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import check_undistributed, engine_of
-from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.accelerate import settings, states
+from zeroengine.integrations.accelerate import checks, settings, states
 from zeroengine.integrations.accelerate.engines import (
+    compiled,
     frozen,
     make_evaluation_engine,
     make_training_engine,
@@ -63,9 +58,7 @@ class ZeroAccelerator(Accelerator):
     def __init__(self, zero_config: str | Path | Mapping[str, Any] | Config | None = None, **arguments: Any) -> None:
         settings.check_not_distributed_otherwise(arguments)
         config, self._requested_precision = load(zero_config), arguments.pop("mixed_precision", None)
-        for handler in arguments.get("kwargs_handlers") or ():
-            if isinstance(handler, GradScalerKwargs):
-                config = settings.fill_loss_scale(config, handler)
+        config = settings.fill_loss_scales(config, arguments.get("kwargs_handlers") or ())
         # Values that "auto" stands for are filled into what was written, which this keeps.
         self._written_config = config
         config = settings.fill_precision(config, self._requested_precision)
@@ -78,12 +71,7 @@ class ZeroAccelerator(Accelerator):
             arguments.setdefault("cpu", True)
         # The engine computes in the configuration's precision, so accelerate must neither cast nor scale.
         super().__init__(mixed_precision="no", **arguments)
-        if self.num_processes == 1 and has_peers():
-            raise ZeroEngineError(
-                f"accelerate trains in one process, and {os.environ['WORLD_SIZE']} were started: its state was made "
-                "before, without the CPUs. Make ZeroAccelerator first, or write Accelerator(cpu=True), "
-                "PartialState(cpu=True) or TrainingArguments(use_cpu=True) there."
-            )
+        checks.check_trains_with_peers(self.num_processes)
         self.zero_config = config
         self._precision = settings.precision_of(config)
         self._batch_sizes: list[int] = []
@@ -121,7 +109,7 @@ class ZeroAccelerator(Accelerator):
         for optimizer in optimizers:
             prepared[id(optimizer)] = own = self._prepare_optimizer(optimizer, schedules.get(id(optimizer)))
             if id(optimizer) in schedules:
-                prepared[id(schedules[id(optimizer)])] = EngineOwnedSchedule(own.engine)
+                prepared[id(schedules[id(optimizer)])] = EngineOwnedSchedule(own.present_rates)
         return super().prepare(*(prepared.get(id(arg), arg) for arg in args), device_placement=device_placement)
 
     def prepare_model(
@@ -139,11 +127,7 @@ class ZeroAccelerator(Accelerator):
         """
         # unwrap_model() below would take such a wrapper off, and leave its hooks in the model.
         check_undistributed(model)
-        if self.verify_device_map(model):
-            raise ZeroEngineError(
-                f"{type(model).__name__} was loaded with a device_map over several devices: zeroengine partitions it "
-                "over the ranks. Load it without device_map."
-            )
+        checks.check_on_one_device(model, self.verify_device_map(model))
         inner = self.unwrap_model(model, keep_torch_compile=False)
         engine = engine_of(inner)
         if engine in self._evaluation_engines and not evaluation_mode and trainable_parameters(inner):
@@ -156,11 +140,8 @@ class ZeroAccelerator(Accelerator):
                 self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine({})))
             else:
                 self._waiting.append(inner)
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO and model is inner:
-            options = self.state.dynamo_plugin.to_kwargs()
-            regional = self.state.dynamo_plugin.use_regional_compilation
-            compiled: Any = compile_regions(inner, **options) if regional else torch.compile(inner, **options)
-            model = compiled
+        if model is inner:
+            model = compiled(inner, self.state.dynamo_plugin)
         if not any(known is model for known in self._models):
             self._models.append(model)
         setattr(model, PREPARED, True)
@@ -197,11 +178,7 @@ class ZeroAccelerator(Accelerator):
         engine = engine_of(model)
         if engine is None:
             return
-        if engine in self._training_engines():
-            raise ZeroEngineError(
-                f"{type(model).__name__} is trained by another optimizer already. Each model has one: use its param "
-                "groups, or call accelerator.free_memory(model) first to start again."
-            )
+        checks.check_is_not_trained(model, engine in self._training_engines())
         # An earlier training, which free_memory() has ended, or an evaluation.
         self._evaluation_engines = [known for known in self._evaluation_engines if known is not engine]
         engine.release()
@@ -224,12 +201,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             ZeroEngineError: The configuration names a schedule as well, or this one is over another optimizer.
         """
-        if self.zero_config.scheduler is not None:
-            raise ZeroEngineError(
-                f"there are two schedules: {type(scheduler).__name__}, which was passed to prepare(), and "
-                f"{self.zero_config.scheduler.type}, which the configuration names. Remove the section scheduler from "
-                "the configuration, or pass accelerate.utils.deepspeed.DummyScheduler(optimizer)."
-            )
+        checks.check_one_schedule(scheduler, self.zero_config)
         check_schedule(scheduler, self._optimizers)
         return super().prepare_scheduler(scheduler)
 
@@ -249,12 +221,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             ZeroEngineError: A model was prepared without its optimizer, or several models have loss scales.
         """
-        if self._waiting:
-            raise ZeroEngineError(
-                f"backward(): {type(self._waiting[0]).__name__} was prepared without its optimizer, and is not "
-                "partitioned yet. Write model, optimizer = accelerator.prepare(model, optimizer), or prepare the "
-                "optimizer as well."
-            )
+        checks.check_all_have_optimizers(self._waiting)
         engines = self._training_engines()
         if not engines:
             super().backward(loss, **kwargs)
@@ -268,12 +235,8 @@ class ZeroAccelerator(Accelerator):
             engines = engines_of(model.parameters())
         if len(engines) == 1:
             engines[0].backward(loss, **kwargs)
-        elif any(engine.config.scales_loss for engine in engines):
-            raise ZeroEngineError(
-                f"backward() in fp16 with {len(engines)} models: each scales the loss by a number of its own. Write "
-                "accelerator.backward(loss, model=model) with the model that this loss trains."
-            )
         else:
+            checks.check_unscaled(engines)
             # The loss may depend on several models, such as a generator's on its discriminator.
             loss.backward(**kwargs)
 
@@ -297,11 +260,7 @@ class ZeroAccelerator(Accelerator):
             ZeroEngineError: `even_batches` is false, so that ranks may have different numbers of batches.
         """
         even = self.even_batches if even_batches is None else even_batches
-        if not even and self.num_processes > 1:
-            raise ZeroEngineError(
-                "join_uneven_inputs(even_batches=False): every rank takes part in each gathering of parameters, so all "
-                "need as many batches. Leave even_batches out, which repeats samples at the end of the data."
-            )
+        checks.check_even_batches(even, self.num_processes)
         yield
 
     def clip_grad_norm_(
@@ -323,10 +282,7 @@ class ZeroAccelerator(Accelerator):
             norm: torch.Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
             return norm
         engine = engine_to_clip(params, norm_type)
-        if not self.sync_gradients:
-            raise ZeroEngineError(
-                "clip_grad_norm_() before the last micro-step of a step. Write `if accelerator.sync_gradients:` above."
-            )
+        checks.check_step_ends(self.sync_gradients)
         engine.set_gradient_accumulation_boundary(True)
         return engine.clip_grad_norm_(max_norm)
 
@@ -337,11 +293,7 @@ class ZeroAccelerator(Accelerator):
             ZeroEngineError: The parameters belong to an engine.
         """
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if engines_of(params):
-            raise ZeroEngineError(
-                "clip_grad_value_(): gradients are reduced into buckets and partitioned. Write "
-                "accelerator.clip_grad_norm_(model.parameters(), max_norm)."
-            )
+        checks.check_not_engines(engines_of(params))
         super().clip_grad_value_(params, clip_value)
 
     @contextlib.contextmanager

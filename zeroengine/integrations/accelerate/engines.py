@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.operations import convert_to_fp32
 from torch import nn
@@ -29,6 +30,16 @@ def parameters_of(optimizer: torch.optim.Optimizer | DummyOptim) -> list[torch.T
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a model that require a gradient."""
     return [param for param in model.parameters() if param.requires_grad]
+
+
+def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """Return a model compiled as accelerate was asked to, or the model itself."""
+    if plugin.backend == DynamoBackend.NO:
+        return model
+    options = plugin.to_kwargs()
+    compile_model: Any = compile_regions if plugin.use_regional_compilation else torch.compile
+    module: nn.Module = compile_model(model, **options)
+    return module
 
 
 def make_training_engine(

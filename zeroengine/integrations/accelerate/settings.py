@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import (
@@ -121,6 +121,18 @@ def _describe_precision(config: Config, wanted: str) -> str:
         return f'"torch_autocast": {{"enabled": true, "dtype": "{config.torch_autocast.dtype}"}}'
     configured = precision_of(config)
     return f'"{configured}": {{"enabled": true}}' if configured != "no" else f'"{wanted}": {{"enabled": false}}'
+
+
+def fill_loss_scales(config: Config, handlers: Iterable[object]) -> Config:
+    """Return the configuration with the loss scale of a `GradScalerKwargs` among `handlers`, if there is one.
+
+    Raises:
+        ZeroEngineError: As of `fill_loss_scale`.
+    """
+    for handler in handlers:
+        if isinstance(handler, GradScalerKwargs):
+            config = fill_loss_scale(config, handler)
+    return config
 
 
 def fill_loss_scale(config: Config, handler: GradScalerKwargs) -> Config:

@@ -1,7 +1,8 @@
-"""The optimizer and the schedule that `ZeroAccelerator.prepare` returns."""
+"""The optimizer and the schedule that an accelerator on the engine returns from `prepare`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
 
     Attributes:
         engine: The engine.
+        last_rates: The learning rates of the last update, by param group.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -30,6 +32,11 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         # so there the schedule needs it, as with a GradScaler.
         self._reads_outcome = engine.config.scales_loss or engine.device.type == "cpu"
         self._is_overflow = False
+        self.last_rates = self.present_rates()
+
+    def present_rates(self) -> list[float]:
+        """Return the learning rates of the next update, by param group."""
+        return [group["lr"] for group in self.param_groups]
 
     def step(self, closure: Any = None) -> None:
         """End the step of the engine where the micro-step in progress is the last one; otherwise do nothing.
@@ -45,28 +52,32 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return
         skipped = self.engine.skipped_steps if self._reads_outcome else 0
+        # The engine steps the schedule of its configuration after the update.
+        self.last_rates = self.present_rates()
         # A backward under accelerator.no_sync may have been the last one before the step.
-        self.engine.set_gradient_accumulation_boundary(True)
+        if self.engine.config.manual_accumulation:
+            self.engine.set_gradient_accumulation_boundary(True)
         super().step()
         self._is_overflow = self._reads_outcome and self.engine.skipped_steps > skipped
 
 
 class EngineOwnedSchedule:
-    """What `prepare` returns for a `DummyScheduler`: the engine steps and saves the schedule of its configuration.
+    """Stands for the schedule of the configuration, which the engine steps and saves.
 
     Args:
-        engine: The engine.
+        rates: Returns the learning rates by param group: those of the next update, as schedules of torch do, or those
+            of the last one, which a trainer logs.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, rates: Callable[[], list[float]]) -> None:
+        self._rates = rates
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has stepped the schedule after the update."""
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each param group."""
-        return [group["lr"] for group in self._engine.optimizer.param_groups]
+        return self._rates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the engine's checkpoint has the state."""

@@ -9,70 +9,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import engine_of, initialize
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 from zeroengine.integrations.transformers.settings import config_of_evaluation, config_of_frozen_model
 
 
 def _make_trainable(params: list[nn.Parameter]) -> None:
     for param in params:
         param.requires_grad_()
-
-
-class EngineOptimizer(AcceleratedOptimizer):
-    """An optimizer whose `step` is the engine's, and which tells whether the engine skipped the last step.
-
-    Args:
-        optimizer: The optimizer that was passed to `initialize`.
-        engine: The engine.
-
-    Attributes:
-        last_rates: The learning rates of the last update, by param group.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        # Hyperparameters stay on the CPU, and the states are the engine's.
-        super().__init__(optimizer, device_placement=False, scaler=None)
-        self._engine = engine
-        self.last_rates = [group["lr"] for group in optimizer.param_groups]
-
-    def step(self, closure: Any = None) -> None:
-        """End the step of the engine."""
-        skipped_before = self._engine.skipped_steps
-        # The engine steps the schedule of its configuration after the update.
-        self.last_rates = [group["lr"] for group in self.param_groups]
-        super().step(closure)
-        self._is_overflow = self._engine.skipped_steps > skipped_before
-
-
-class EngineSchedule:
-    """What a trainer takes for its schedule where the configuration names one, which the engine steps and saves.
-
-    Args:
-        optimizer: The optimizer of the trainer.
-    """
-
-    def __init__(self, optimizer: EngineOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, *args: Any) -> None:
-        """Do nothing: the engine has stepped its schedule after the update."""
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the last update, by param group."""
-        return self._optimizer.last_rates
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the state of the schedule is part of the engine's checkpoint."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing, as in `state_dict`."""
 
 
 class TrainerAccelerator(Accelerator):
@@ -110,8 +59,8 @@ class TrainerAccelerator(Accelerator):
             return super().prepare(*args, device_placement=device_placement)
         model, optimizer = models[0], optimizers[0]
         engine = self._training_engine(model, optimizer)
-        if not isinstance(optimizer, EngineOptimizer):
-            optimizer = EngineOptimizer(optimizer, engine)
+        if not isinstance(optimizer, ZeroAcceleratedOptimizer) or optimizer.engine is not engine:
+            optimizer = ZeroAcceleratedOptimizer(engine, getattr(optimizer, "optimizer", optimizer))
         optimizer._is_accelerate_prepared = True
         self._optimizers.append(optimizer)
         prepared = {models[0]: self._without_wrapping(model)}

@@ -24,7 +24,8 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import gathered
 from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.transformers.accelerator import EngineSchedule, TrainerAccelerator
+from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
+from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
 from zeroengine.integrations.transformers.settings import load_settings, with_manual_accumulation, with_number_of_steps
 from zeroengine.optim.factory import build_optimizer
 
@@ -148,7 +149,7 @@ class ZeroTrainerMixin(Trainer):
                 f'the trainer was given a {type(self.lr_scheduler).__name__}, and the configuration names "scheduler": '
                 f'{{"type": "{self._settings.scheduler.type}"}}. Leave one of the two out.'
             )
-        self.lr_scheduler = EngineSchedule(self.optimizer)
+        self.lr_scheduler = EngineOwnedSchedule(lambda: self.optimizer.last_rates)
         # The next call of `train` makes another one.
         self._created_lr_scheduler = True
         return self.lr_scheduler
