@@ -85,7 +85,8 @@ def load_settings(config: Any) -> Config:
     """
     tree = read_settings(config)
     # The engine under DeepSpeed's names reads these keys itself.
-    tree.pop("managed_gradient_accumulation", None)
+    for name in ("managed_gradient_accumulation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
+        tree.pop(name, None)
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
     if isinstance(tree.get("optimizer"), dict):
