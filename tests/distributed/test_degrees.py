@@ -45,11 +45,12 @@ class PartlyTrained(TinyLM):
         self.unused = nn.Linear(5, 7)
 
 
-def degree_config(triple: Triple, **more: Any) -> dict[str, Any]:
+def degree_config(triple: Triple, secondary: int | None = None, **more: Any) -> dict[str, Any]:
     settings = config(0, gradient_clipping=0.5, **more)
     zero = settings["zero_optimization"]
     del zero["stage"]
     zero["degrees"] = dict(zip(("parameters", "gradients", "optimizer"), triple, strict=True))
+    zero["degrees"]["secondary_parameters"] = secondary
     return settings
 
 
@@ -150,6 +151,49 @@ def test_the_collectives_of_nccl_give_the_sums_of_stage_0() -> None:
     assert run_ranks(4, differences_on_collectives, triples(4)) == [[]] * 4
 
 
+# -- the second copy of the parameters --------------------------------------------------------------
+
+
+def with_second_copy(transport: str) -> list[Any]:
+    """Losses with and without it, and the bytes that gathers bring in a step, by the degree of the second copy."""
+    dist.init_process_group("gloo")
+    found = []
+    for secondary in (None, 2, 1):
+        more = {"comm": {"transport": transport}, "gradient_accumulation_steps": 2}
+        settings = degree_config((4, 4, 4), secondary, **more)
+        engine = zeroengine.initialize(build(PartlyTrained), config=settings)
+        received = engine._parts.timer.count = CountedBytes()  # type: ignore[method-assign, assignment]
+        losses = []
+        for number in range(6):
+            loss = engine(*batch(number, engine.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        # Three steps bring three quarters of the trained units each, and of the frozen ones once.
+        least = sum(unit.layout.numel * 4 * 3 // 4 * (3 if unit.trainable else 1) for unit in engine._parts.units)
+        found.append((losses, received.total["gather"] / least, engine.memory().parameters))
+        engine.close()
+    return found
+
+
+class CountedBytes:
+    def __init__(self) -> None:
+        self.total: dict[str, int] = {"gather": 0, "reduce": 0}
+
+    def __call__(self, kind: str, nbytes: int) -> None:
+        self.total[kind] += nbytes
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_second_copy_changes_no_bit_and_is_gathered_from_within_its_ranks(transport: str) -> None:
+    for (losses, received, parameters), two, one in run_ranks(4, with_second_copy, transport):
+        assert two[0] == losses and one[0] == losses
+        # After the first gather the others bring a half of a unit, or nothing.
+        assert one[1] == 1 < two[1] < received
+        # A quarter of the parameters, and a half or all of them.
+        assert two[2] == pytest.approx(parameters * 3, rel=0.01) and one[2] == pytest.approx(parameters * 5, rel=0.01)
+
+
 # -- bytes ------------------------------------------------------------------------------------------
 
 
@@ -218,7 +262,7 @@ def degrees_of(section: dict[str, Any], world_size: int = 8, ranks_per_node: int
     resolved = load({"zero_optimization": section}).resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     numbers = resolved.zero_optimization.degree_numbers
     assert numbers is not None
-    return numbers[::-1]
+    return numbers["parameters"], numbers["gradients"], numbers["optimizer"]
 
 
 def test_words_stand_for_numbers_of_ranks_and_a_degree_is_that_before_it() -> None:
@@ -250,6 +294,17 @@ def test_degrees_are_those_of_one_stage(degrees: dict[str, Any], stage: int) -> 
 def test_degrees_that_do_not_divide_say_which_would_do(degrees: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         degrees_of({"degrees": degrees})
+
+
+def test_a_second_copy_alone_belongs_to_parameters_over_all_ranks() -> None:
+    section = {"stage": 3, "zero_hpz_partition_size": 4}
+    assert degrees_of(section) == (8, 8, 8)
+    resolved = load({"zero_optimization": section}).resolve(world_size=8, ranks_per_node=4)
+    assert resolved.zero_optimization.degree_numbers["secondary"] == 4  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"secondary_parameters is 3, .* less; write 1 or 2 or 4"):
+        degrees_of({"degrees": {"secondary_parameters": 3}})
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        load({"zero_optimization": section | {"offload_param": {"device": "cpu"}}})
 
 
 def test_the_degree_of_a_node_needs_even_nodes() -> None:

@@ -62,9 +62,13 @@ ALIASES = {
     "zero_optimization.stage3_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
     "zero_optimization.stage3_max_live_parameters": "zero_optimization.max_live_parameters",
     "zero_optimization.mics_shard_size": "zero_optimization.degrees.parameters",
+    "zero_optimization.zero_hpz_partition_size": "zero_optimization.degrees.secondary_parameters",
 }
 # Values under second spellings that ask for nothing.
-UNSET_ALIASES: dict[str, tuple[Any, ...]] = {"zero_optimization.mics_shard_size": (-1, None)}
+UNSET_ALIASES: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.mics_shard_size": (-1, None),
+    "zero_optimization.zero_hpz_partition_size": (0, 1, None),
+}
 
 # For these keys false asks for something, too, so only null is silent.
 _NULL_ONLY = (None,)
@@ -200,8 +204,6 @@ _ROWS = {
         _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
         _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
         _refused("zenflow", "ZenFlow changes results", switch=""),
-        _refused("zero_hpz_partition_size", "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
-            off=(0, 1, None)),
         _refused("zero_quantized_weights", "it changes results: gathers are exact"),
         _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
         _refused("zero_quantized_gradients", "it changes results: reductions are exact"),

@@ -68,13 +68,17 @@ class DegreesSection(Section):
     """Ranks that hold the gradients once."""
     optimizer: Degree = 1
     """Ranks that hold the optimizer's state once."""
+    secondary_parameters: Annotated[Degree | None, NULL] = None
+    """Ranks that hold a second copy of the parameters once, such as "node". A step gathers from `parameters` ranks at
+    first, and from these in backward. null: there is no second copy."""
 
     @model_validator(mode="before")
     @classmethod
     def _take_over(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        taken_over: dict[str, Any] = {}
+        # A second copy alone, as DeepSpeed's hpZ, belongs to parameters that are partitioned over all ranks.
+        taken_over: dict[str, Any] = {"parameters": "all"} if data.get("secondary_parameters") else {}
         for before, name in pairwise(("parameters", "gradients", "optimizer")):
             value = data.get(before, taken_over.get(before, 1))
             try:
@@ -104,9 +108,12 @@ class DegreesSection(Section):
                 'degrees: "node" needs equally many ranks on every machine, and consecutive ones; write a number'
             )
         words = {"all": world_size, "node": "node" if ranks_per_node is None else ranks_per_node}
-        numbers: dict[str, Any] = {name: words.get(value, value) for name, value in self}
+        numbers: dict[str, Any] = {name: words.get(value, value) for name, value in self if value is not None}
+        self._check_secondary(numbers.get("secondary_parameters"), numbers["parameters"])
         below, below_name = 1, ""
         for name, number in numbers.items():
+            if name == "secondary_parameters":
+                continue
             if not isinstance(number, int):
                 continue
             if number % below or world_size % number:
@@ -118,6 +125,17 @@ class DegreesSection(Section):
                 )
             below, below_name = number, name
         return self.model_copy(update=numbers)
+
+    @staticmethod
+    def _check_secondary(secondary: Any, parameters: Any) -> None:
+        if not isinstance(secondary, int) or not isinstance(parameters, int):
+            return
+        if secondary >= parameters > 1 or parameters % secondary:
+            fitting = [d for d in range(1, parameters) if parameters % d == 0]
+            raise ValueError(
+                f"degrees.secondary_parameters is {secondary}, and must divide degrees.parameters, {parameters}, "
+                f"and be less; write {' or '.join(map(str, fitting)) or 'null'}"
+            )
 
 
 class ZeroOptimization(Section):
@@ -164,14 +182,27 @@ class ZeroOptimization(Section):
                 f"degrees partition {partitioned}, which is stage {self.degrees.stage}, and stage is {self.stage!r}; "
                 "leave stage out"
             )
+        if self.degrees is not None and self.degrees.secondary_parameters and self.offload_param.device != "none":
+            raise ValueError(
+                "degrees.secondary_parameters keeps a copy of the parameters in the device's memory, and offload_param "
+                "moves them away; leave one of them out"
+            )
         return self
 
     @property
-    def degree_numbers(self) -> tuple[int, int, int] | None:
-        """The degrees of optimizer, gradients and parameters, or None where the stage decides. Needs `resolve`."""
-        if self.degrees is None:
+    def degree_numbers(self) -> dict[str, int] | None:
+        """The numbers of `partition.degrees.Degrees`, or None where the stage decides. Needs `resolve`."""
+        degrees = self.degrees
+        if degrees is None:
             return None
-        return int(self.degrees.optimizer), int(self.degrees.gradients), int(self.degrees.parameters)
+        # Where every rank holds the parameters, there is nothing to gather twice.
+        secondary = degrees.secondary_parameters if degrees.parameters != 1 else None
+        return {
+            "optimizer": int(degrees.optimizer),
+            "gradients": int(degrees.gradients),
+            "parameters": int(degrees.parameters),
+            "secondary": int(secondary or 0),
+        }
 
     @model_validator(mode="after")
     def _check_offload(self) -> ZeroOptimization:

@@ -27,7 +27,8 @@ class Memory:
 
     Attributes:
         device: The device of the engine. All of the following are bytes of its memory, except ``cpu`` and ``nvme``.
-        parameters: The parameters in the compute dtype: shards, or whole parameters at parameter degree 1.
+        parameters: The parameters in the compute dtype: shards, with those of the second copy if there is one, or whole
+            parameters at parameter degree 1.
         gradients: The summed gradients that are kept between backwards.
         master: The fp32 master weights, if the compute dtype is lower.
         optimizer: The moments.
@@ -121,6 +122,9 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
         )
+    if medium is None:
+        second_copies = (unit.secondary_shard for unit in parts.units)
+        sizes["parameters"] += sum(resident_bytes(shard) for shard in second_copies if shard is not None)
     return sizes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -28,12 +29,16 @@ class Degrees:
         levels: The degrees that number the shards, ascending, each of which divides the next. All units of a model have
             the same levels, so that a rank owns the same part of every unit, whatever the unit's degrees. The degrees
             are among them, or 1. Empty: the unit's own degrees.
+        secondary: The number of consecutive ranks over which a second copy of the parameters is partitioned, from which
+            they are gathered again after their first use in a step (hpZ of ZeRO++, arXiv 2306.10209). It divides
+            ``parameters``. 0: there is no second copy.
     """
 
     optimizer: int
     gradients: int
     parameters: int
     levels: tuple[int, ...] = ()
+    secondary: int = 0
 
     def __post_init__(self) -> None:
         chain = (self.parameters, self.gradients, self.optimizer)
@@ -65,8 +70,14 @@ class Degrees:
         return shard_index(rank, (*self.levels, world_size))
 
     def gather_groups(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks with which ``rank`` gathers parameters, and those with which it gathers updated ones."""
-        return self.owners(rank, self.parameters), self.owners(rank, self.optimizer, self.parameters)
+        """Return the ranks with which ``rank`` gathers parameters: at first, again, and after an update."""
+        again = self.secondary_owners(rank) if self.secondary else ()
+        return self.owners(rank, self.parameters), again, self.owners(rank, self.optimizer, self.parameters)
+
+    def secondary_owners(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the second copy of the parameters with ``rank``, in the order of its shards."""
+        first = rank // self.secondary * self.secondary
+        return tuple(range(first, first + self.secondary))
 
     def reduce_groups(self, rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks with which ``rank`` reduces gradients, level by level, and then over all copies."""
@@ -116,9 +127,13 @@ STAGES = {
 }
 
 
-def degrees_of(stage: int, numbers: tuple[int, int, int] | None, world_size: int) -> Degrees:
-    """Return the degrees in ``numbers`` (optimizer, gradients, parameters); None: those of the stage."""
-    return degrees_of_stage(stage, world_size) if numbers is None else Degrees(*numbers)
+def degrees_of(stage: int, numbers: Mapping[str, int] | None, world_size: int) -> Degrees:
+    """Return the degrees with these numbers, by the name of the attribute; None: those of the stage."""
+    return (
+        degrees_of_stage(stage, world_size)
+        if numbers is None
+        else Degrees(numbers["optimizer"], numbers["gradients"], numbers["parameters"], secondary=numbers["secondary"])
+    )
 
 
 def degrees_of_stage(stage: int, world_size: int) -> Degrees:

@@ -20,7 +20,7 @@ def degrees_of_unit(plan: UnitPlan, degrees: Degrees, persistence_threshold: int
         degrees: The degrees of the stage.
         persistence_threshold: Elements up to which a unit is small.
     """
-    return dataclasses.replace(degrees, parameters=1) if plan.numel <= persistence_threshold else degrees
+    return dataclasses.replace(degrees, parameters=1, secondary=0) if plan.numel <= persistence_threshold else degrees
 
 
 def layout_of_unit(plan: UnitPlan, degrees: Degrees, world_size: int, shard_align_bytes: int) -> FlatLayout:

@@ -180,6 +180,7 @@ def predict_states(
     sizes, is_fused = _optimizer_sizes(units, config, probe)
     for unit, states in zip(units, sizes, strict=True):
         ledger.add("parameters", unit.shard_bytes, placement.param_location if unit.shard_offloaded else None)
+        ledger.add("parameters", unit.secondary_bytes, None)
         if unit.gradients is not None:
             location = placement.optimizer_location if unit.states_offloaded else None
             ledger.add("gradients", unit.gradient_bytes, location if unit.gradients.is_offloaded else None)

@@ -52,6 +52,11 @@ class UnitBytes:
         return self.layout.shard_numel(self.degrees.parameters) * self.plan.dtype.itemsize
 
     @property
+    def secondary_bytes(self) -> int:
+        """Bytes of the shard of the second copy of the parameters; 0 if there is none."""
+        return self.full_bytes // self.degrees.secondary if self.degrees.secondary and not self.shard_offloaded else 0
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the summed gradients that the rank keeps; 0 for a frozen unit."""
         if self.gradients is None:

@@ -132,9 +132,10 @@ class Gatherer(BackwardListener):
     def start_gather(self, unit: Unit) -> None:
         """Launch the all-gather of a released unit."""
         if unit.is_released:
+            degree = unit.gathers_from
             with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather()
-            self._timer.count("gather", received_bytes(unit, unit.degrees.parameters))
+            self._timer.count("gather", received_bytes(unit, degree))
             self._live_numel += unit.layout.numel
 
     def ensure_gathered(self, unit: Unit) -> None:
@@ -192,6 +193,7 @@ class Gatherer(BackwardListener):
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
         # Autograd then refuses a backward through a graph that saved the previous values.
         torch.autograd.graph.increment_version(unit.params)
+        unit.forget_secondary()
         # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
         # the new values.
         if unit.degrees.optimizer > unit.degrees.parameters:

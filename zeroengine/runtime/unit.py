@@ -94,6 +94,9 @@ class Unit:
         # The ranks whose parameter shards are the full buffer, and whose optimizer shards are the parameter shard.
         self._gather_ranks = degrees.owners(transport.rank, degrees.parameters)
         self._update_ranks = degrees.owners(transport.rank, degrees.optimizer, degrees.parameters)
+        # The second copy of the parameters: this rank's shard of it, and whether it holds the present values.
+        self.secondary_shard: torch.Tensor | None = None
+        self._secondary_is_current = False
 
         self.offloaded_shards = offloaded_shards
         self._gather_channel = offloaded_shards or transport.gather
@@ -106,6 +109,8 @@ class Unit:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
+                if degrees.secondary:
+                    self.secondary_shard = transport.empty(self.layout.numel // degrees.secondary, self.dtype, "gather")
             else:
                 shard = offloaded_shards.store.empty(numel, self.dtype)
             self._allocate_buffer()
@@ -227,7 +232,10 @@ class Unit:
         self.wait_for_update()
         self._buffer.allocate()
         self.state = GatherState.GATHERING
-        self.gather_work = self._gather_channel.all_gather(self.full_buffer, self.shard, self.name, self._gather_ranks)
+        shard, ranks = self.shard, self._gather_ranks
+        if self.secondary_shard is not None and self._secondary_is_current:
+            shard, ranks = self.secondary_shard, self.degrees.secondary_owners(self.rank)
+        self.gather_work = self._gather_channel.all_gather(self.full_buffer, shard, self.name, ranks)
 
     def gathered_bytes(self) -> int:
         """Return the bytes of the full buffer now; 0 if it is the shard."""
@@ -241,6 +249,21 @@ class Unit:
                 param.data = view
         self._required_grad = [param.requires_grad for param in self.params]
         self.state, self.gather_work = GatherState.GATHERED, None
+        if self.secondary_shard is not None and not self._secondary_is_current:
+            numel = self.secondary_shard.numel()
+            first = self.rank % self.degrees.secondary * numel
+            self.secondary_shard.copy_(self.full_buffer[first : first + numel])
+            self._secondary_is_current = True
+
+    @property
+    def gathers_from(self) -> int:
+        """The number of ranks that the next gather brings shards from."""
+        is_secondary = self.secondary_shard is not None and self._secondary_is_current
+        return self.degrees.secondary if is_secondary else self.degrees.parameters
+
+    def forget_secondary(self) -> None:
+        """Gather from the parameter shards next, because they change. Call it on every rank."""
+        self._secondary_is_current = False
 
     def start_gather_of_update(self, resolver: Resolver) -> None:
         """Launch the all-gather of the updated optimizer shards. A use of a parameter calls ``resolver`` first."""
@@ -384,6 +407,7 @@ class Unit:
         """Update this rank's shard after a write to the full buffer."""
         if not self.is_releasable:
             return
+        self.forget_secondary()
         start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
         if self.offloaded_shards is None:
             self.shard.copy_(self.full_buffer[start:stop])
