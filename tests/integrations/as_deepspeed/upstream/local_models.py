@@ -42,6 +42,7 @@ def gptj(folder: Path) -> None:
     torch.manual_seed(0)
     config = GPTJConfig(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=2, rotary_dim=4)
     GPTJForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
 
 
 def mobilevit(folder: Path) -> None:
