@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
@@ -253,6 +254,42 @@ def test_checkpoints_go_from_any_degrees_to_any_others(tmp_path: Path) -> None:
         for found in run_ranks(world_size, resume, tmp_path, chosen)[0]:
             assert found[0] == pytest.approx(losses[3], abs=1e-6) and found == pytest.approx(losses[3:], rel=1e-4)
             assert world_size == 2 or found == losses[3:]
+
+
+# -- a mesh ----------------------------------------------------------------------------------------
+
+
+def mesh_degrees(names: tuple[str, str], settings: list[dict[str, Any]]) -> list[Any]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    found: list[Any] = []
+    for zero in settings:
+        model, settings_of_engine = build(TinyLM), config(0)
+        zero["stage3_param_persistence_threshold"] = 0
+        settings_of_engine["zero_optimization"] = zero
+        try:
+            engine = zeroengine.initialize(model, config=settings_of_engine, process_group=mesh)
+        except ZeroEngineError as error:
+            found.append(str(error))
+            continue
+        loss = engine(*batch(0, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        degrees = engine._parts.units[0].degrees
+        found.append((degrees.parameters, degrees.gradients, degrees.optimizer))
+        engine.close()
+    return found
+
+
+def test_a_mesh_of_replicas_partitions_over_its_second_axis() -> None:
+    settings: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
+    settings += [{"degrees": {"parameters": 2}}, {"degrees": {"parameters": 4}}, {"stage": "auto"}]
+    found = run_ranks(4, mesh_degrees, ("dp_replicate", "dp_shard"), settings)[1]
+    assert found[:5] == [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2)]
+    assert "process_group is a mesh that partitions over 2 ranks; leave one of them out" in found[5]
+    assert 'write "stage": 3' in found[6]
+    found = run_ranks(4, mesh_degrees, ("dp", "tp"), [{"stage": 3}])[0]
+    assert "found a DeviceMesh of 2 dimensions" in found[0] and '"replicate" and "shard"' in found[0]
 
 
 # -- the configuration ------------------------------------------------------------------------------

@@ -126,6 +126,31 @@ class DegreesSection(Section):
             below, below_name = number, name
         return self.model_copy(update=numbers)
 
+    @classmethod
+    def of_mesh(cls, written: DegreesSection | None, stage: int | str, shard_ranks: int) -> DegreesSection:
+        """Return the degrees of a stage whose states are partitioned over one dimension of a mesh.
+
+        Args:
+            written: The degrees of the configuration as numbers; None: it has a stage alone.
+            stage: The stage of the configuration.
+            shard_ranks: The size of that dimension.
+
+        Raises:
+            ValueError: The stage is "auto", or the degrees of the configuration are others.
+        """
+        if not isinstance(stage, int):
+            raise ValueError(f'stage is {stage!r}, and process_group is a mesh for hybrid sharding; write "stage": 3')
+        numbers = [shard_ranks if stage >= lowest else 1 for lowest in (3, 2, 1)]
+        degrees = cls(**dict(zip(("parameters", "gradients", "optimizer"), numbers, strict=True)))
+        if written is None:
+            return degrees
+        if [written.parameters, written.gradients, written.optimizer] != numbers:
+            raise ValueError(
+                f"degrees are {written}, and process_group is a mesh that partitions over {shard_ranks} ranks; leave "
+                "one of them out"
+            )
+        return written
+
     @staticmethod
     def _check_secondary(secondary: Any, parameters: Any) -> None:
         if not isinstance(secondary, int) or not isinstance(parameters, int):
@@ -464,7 +489,12 @@ class Config(Section):
         return self._fill(self, self._written, values, framework, must_match)
 
     def resolve(
-        self, *, world_size: int, model_dtype: torch.dtype | None = None, ranks_per_node: int | None = None
+        self,
+        *,
+        world_size: int,
+        model_dtype: torch.dtype | None = None,
+        ranks_per_node: int | None = None,
+        shard_ranks: int | None = None,
     ) -> Config:
         """Return the configuration with the batch sizes, the precision and the degrees filled in.
 
@@ -472,6 +502,7 @@ class Config(Section):
             world_size: The number of ranks.
             model_dtype: The dtype of the model's parameters, which decides `"enabled": "auto"` of bf16 and fp16.
             ranks_per_node: The number of ranks of each machine. None: the degree "node" stays.
+            shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over. None: there is none.
 
         Raises:
             ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, or the schedule lacks
@@ -494,9 +525,12 @@ class Config(Section):
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
         zero = self.zero_optimization
-        if zero.degrees is not None:
+        if zero.degrees is not None or shard_ranks is not None:
             try:
-                zero = zero.model_copy(update={"degrees": zero.degrees.over(world_size, ranks_per_node)})
+                degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node)
+                if shard_ranks is not None:
+                    degrees = DegreesSection.of_mesh(degrees, zero.stage, shard_ranks)
+                zero = zero.model_copy(update={"degrees": degrees})
             except ValueError as error:
                 raise ConfigError(f"{self._source}: zero_optimization: {error}") from None
         resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16, "zero_optimization": zero})

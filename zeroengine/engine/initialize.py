@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroengine.comm.group import Group, as_process_group, backend_of, default_device
+from zeroengine.comm.group import Group, as_process_group, backend_of, default_device, shard_ranks_of
 from zeroengine.comm.launched_ranks import join_launched_ranks
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
@@ -84,7 +84,8 @@ def initialize(
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
         process_group: The ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
-            ``mesh["dp"]``. None: all ranks.
+            ``mesh["dp"]``. A mesh of two, whose names end in "replicate" and "shard", is hybrid sharding (HSDP): the
+            stage partitions over the ranks of the second. None: all ranks.
 
     Raises:
         ZeroEngineError: The input is wrong. Raised on every rank; the message says what to write instead.
@@ -126,7 +127,7 @@ def _make_engine(
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
-    ranks_per_node = group.ranks_per_node()
+    ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
     # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
     with group.collective_errors("to initialize"):
         # Each check assumes that the previous checks passed.
@@ -153,7 +154,9 @@ def _make_engine(
         settings = config if isinstance(config, Config) else load(config)
         # Some settings depend on the model's dtype or the number of ranks.
         dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
-        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node)
+        settings = settings.resolve(
+            world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node, shard_ranks=shard_ranks
+        )
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:
                 mixed_precision.check_supported(low, group.device)

@@ -56,6 +56,13 @@ def test_policies_become_keys(arguments: dict[str, Any], expected: dict[str, Any
     assert {key: config.get(key) for key in expected} == expected
 
 
+def test_a_number_of_ranks_to_reshard_over_is_the_degree_of_a_second_copy() -> None:
+    config = config_of_policies(reshard_after_forward=4)
+    assert config["zero_optimization"] == {"degrees": {"parameters": "all", "secondary_parameters": 4}}
+    degrees = load(config).resolve(world_size=8).zero_optimization.degree_numbers
+    assert degrees == {"optimizer": 8, "gradients": 8, "parameters": 8, "secondary": 4}
+
+
 def test_a_model_in_low_precision_is_updated_in_it_as_by_fsdp2() -> None:
     config = config_of_policies(untied().to(LOW), mp_policy=MixedPrecisionPolicy(param_dtype=LOW))
     assert "bf16" not in config
@@ -70,7 +77,6 @@ def mixed_model() -> nn.Module:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"reshard_after_forward": 4}, "reshard_after_forward=4 .* write True, which is stage 3"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward: found 'no'; write True"),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)}, "found param_dtype=torch.float64; write"),
         ({"mp_policy": MixedPrecisionPolicy(LOW, output_dtype=torch.float32)}, r"engine\(batch\).to\(torch.float32\)"),
@@ -124,8 +130,9 @@ def errors_of_modules() -> dict[str, str]:
     results["equal number"] = repr(one_block(reshard_after_forward=2)["zero_optimization"])
     note("plain", lambda: config_of_module(untied()))
     note("engine", lambda: config_of_module(zeroengine))
-    note("square", lambda: config_of_module(fully_shard(untied(), mesh=square)))
-    note("mesh", lambda: config_of_policies(mesh=square))
+    results["square"] = repr(config_of_module(fully_shard(untied(), mesh=square))["zero_optimization"])
+    results["mesh"] = repr(config_of_policies(mesh=square)["zero_optimization"])
+    results["kept"] = repr(config_of_policies(mesh=square, reshard_after_forward=False)["zero_optimization"])
     note("offload", lambda: one_block(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     note("precision", lambda: one_block(mp_policy=BF16))
     note("policies", lambda: config_of_policies(sharded()))
@@ -148,11 +155,12 @@ def test_a_module_tells_its_configuration_or_what_to_write() -> None:
         }
     )
     assert results.pop("equal number") == repr({"stage": 3})
+    # Two replicas, each of which is partitioned over one rank.
+    assert results.pop("square") == results.pop("mesh") == repr({"degrees": {"parameters": 1}})
+    assert results.pop("kept") == repr({"degrees": {"gradients": 1}})
     words = {
         "plain": "fully_shard was not applied to this model",
         "engine": "takes a torch.nn.Module, found module",
-        "square": "apply fully_shard without mesh",
-        "mesh": "mesh: found 2 dimensions",
         "offload": "the model has OffloadPolicy(), and blocks.0 has CPUOffloadPolicy(pin_memory=False)",
         "precision": "give all modules one policy",
         "policies": "Write config_of_module(model)",

@@ -39,9 +39,10 @@ def config_of_policies(
 
     Args:
         model: The plain model. Its dtype tells whether low precision has fp32 master weights. None: it is fp32.
-        mesh: A mesh of one dimension, which ``initialize`` takes as ``process_group=mesh``.
-        reshard_after_forward: None and True give stage 3, False gives stage 2. A number of ranks has no counterpart
-            unless it means one of these.
+        mesh: A mesh of one dimension, or of two for hybrid sharding (HSDP), which gives ``degrees``. ``initialize``
+            takes it as ``process_group=mesh``.
+        reshard_after_forward: None and True give stage 3, False gives stage 2. A number of ranks gives
+            ``degrees.secondary_parameters``.
         shard_placement_fn: Has no counterpart.
         mp_policy: The dtypes of parameters and of gradient reduction.
         offload_policy: ``CPUOffloadPolicy`` offloads parameters and optimizer state to CPU memory.
@@ -80,11 +81,10 @@ def config_of_policies(
             "dp_mesh_dims: there is data parallelism alone, without tensor, pipeline or sequence parallelism. Leave "
             'dp_mesh_dims out, and pass the data-parallel dimension: initialize(..., process_group=mesh["dp"])'
         )
-    check_mesh(mesh)
     world_size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else None
-    stage = stage_of(reshard_after_forward, world_size)
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    config["zero_optimization"] |= offload_keys(offload_policy or OffloadPolicy(), stage)
+    keys = partition_keys(reshard_after_forward, shard_ranks_of_mesh(mesh), world_size)
+    config: dict[str, Any] = {"zero_optimization": keys}
+    config["zero_optimization"] |= offload_keys(offload_policy or OffloadPolicy(), reshard_after_forward)
     config |= precision_keys(mp_policy or MixedPrecisionPolicy(), dtype_of(model))
     return config | accumulation_keys(gradient_accumulation_steps)
 
@@ -106,57 +106,60 @@ def check_policy_types(mp_policy: object, offload_policy: object) -> None:
             )
 
 
-def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Check that a mesh has one dimension.
+def shard_ranks_of_mesh(mesh: DeviceMesh | None) -> int | None:
+    """Return the number of ranks that ``fully_shard`` partitions over with this mesh; None: all ranks.
 
     Raises:
-        ZeroEngineError: It has two, as for hybrid sharding (HSDP), or more.
+        ZeroEngineError: It has more than two dimensions.
     """
-    if mesh is not None and mesh.ndim != 1:
-        raise ZeroEngineError(
-            f"mesh: found {mesh.ndim} dimensions. States are partitioned over all data-parallel ranks, and hybrid "
-            "sharding (HSDP), over part of them, is not available. Leave mesh out, for all ranks, or pass one "
-            'dimension: initialize(..., process_group=mesh["dp"])'
-        )
+    if mesh is None or mesh.ndim == 1:
+        return None
+    if mesh.ndim == 2:
+        return mesh.size(1)
+    raise ZeroEngineError(
+        f"mesh: found {mesh.ndim} dimensions. Pass the data-parallel ones: one, or two for hybrid sharding "
+        '(HSDP), such as mesh["replicate", "shard"]'
+    )
 
 
-def stage_of(reshard_after_forward: bool | int | None, world_size: int | None) -> int:
-    """Return the stage that releases parameters as ``reshard_after_forward`` says.
+def partition_keys(
+    reshard_after_forward: bool | int | None, shard_ranks: int | None, world_size: int | None
+) -> dict[str, Any]:
+    """Return the keys of ``zero_optimization`` that partition and release parameters as ``fully_shard`` does.
 
     Args:
         reshard_after_forward: As of ``fully_shard``. A number is the number of ranks that parameters are partitioned
             over between forward and backward.
+        shard_ranks: The number of ranks that states are partitioned over; None: all ranks.
         world_size: The number of ranks, or None if it is unknown.
 
     Raises:
-        ZeroEngineError: Parameters would be partitioned over a part of the ranks.
+        ZeroEngineError: ``reshard_after_forward`` is something else.
     """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return 2 if reshard_after_forward is False else 3
-    if not isinstance(reshard_after_forward, int):
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise ZeroEngineError(
             f"reshard_after_forward: found {reshard_after_forward!r}; write True, which is stage 3, or False, stage 2"
         )
     # FSDP2 treats these two numbers as False and True.
-    if reshard_after_forward == 1:
-        return 2
-    if reshard_after_forward == world_size:
-        return 3
-    raise ZeroEngineError(
-        f"reshard_after_forward={reshard_after_forward} partitions parameters over {reshard_after_forward} ranks "
-        "between forward and backward. Such a secondary partition is not available: write True, which is stage 3 "
-        "(least memory), or False, which is stage 2 (least communication)"
-    )
+    if reshard_after_forward in (1, shard_ranks or world_size) and not isinstance(reshard_after_forward, bool):
+        reshard_after_forward = reshard_after_forward != 1
+    partitioned = "gradients" if reshard_after_forward is False else "parameters"
+    degrees: dict[str, Any] = {}
+    if shard_ranks is not None:
+        degrees[partitioned] = shard_ranks
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        degrees = {"parameters": shard_ranks or "all", "secondary_parameters": reshard_after_forward}
+    return {"degrees": degrees} if degrees else {"stage": 2 if partitioned == "gradients" else 3}
 
 
-def offload_keys(policy: OffloadPolicy, stage: int) -> dict[str, Any]:
+def offload_keys(policy: OffloadPolicy, reshard_after_forward: bool | int | None) -> dict[str, Any]:
     """Return the keys of ``zero_optimization`` that keep states where the policy says.
 
     Raises:
         ZeroEngineError: Parameters would be offloaded at stage 2, or the policy is of an unknown class.
     """
     if isinstance(policy, CPUOffloadPolicy):
-        if stage != 3:
+        if reshard_after_forward is False or reshard_after_forward == 1:
             raise ZeroEngineError(
                 "CPUOffloadPolicy offloads parameters, and with reshard_after_forward=False (stage 2) they stay "
                 "gathered. Write reshard_after_forward=True, or leave offload_policy out and offload the optimizer's "

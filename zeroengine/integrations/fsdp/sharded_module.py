@@ -16,8 +16,8 @@ from zeroengine.integrations.fsdp.policies import (
     accumulation_keys,
     dtype_of,
     offload_keys,
+    partition_keys,
     precision_keys,
-    stage_of,
 )
 
 
@@ -29,6 +29,7 @@ class ShardedModule:
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | int | None
+    shard_ranks: int | None  # that parameters are partitioned over, where they are replicated as well
 
 
 def config_of_module(model: nn.Module, *, gradient_accumulation_steps: Accumulation = 1) -> dict[str, Any]:
@@ -37,7 +38,8 @@ def config_of_module(model: nn.Module, *, gradient_accumulation_steps: Accumulat
     ``initialize`` takes the plain model, so build the model a second time, or read the settings of one on the meta
     device, which needs no memory. The configuration has:
 
-    - the stage: 3 unless ``reshard_after_forward`` is False for every module;
+    - the stage: 3 unless ``reshard_after_forward`` is False for every module; or degrees, where a mesh has two
+      dimensions (HSDP);
     - the modules that ``fully_shard`` was applied to, as units; nested ones belong to the outermost below the root;
     - precision, with modules that compute in fp32 as ``keep_fp32_modules``;
     - offload.
@@ -57,10 +59,9 @@ def config_of_module(model: nn.Module, *, gradient_accumulation_steps: Accumulat
             "config_of_module(): fully_shard was not applied to this model. Apply it first, or write "
             "config_of_policies(mp_policy=..., offload_policy=..., reshard_after_forward=...)"
         )
-    stages = {stage_of(module.reshard_after_forward, None) for module in modules if module.name or len(modules) == 1}
-    stage = max(stages)
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    config["zero_optimization"] |= offload_keys(_same_offload(modules), stage)
+    reshard = _resharding(modules)
+    config: dict[str, Any] = {"zero_optimization": partition_keys(reshard, _shard_ranks(modules), None)}
+    config["zero_optimization"] |= offload_keys(_same_offload(modules), reshard)
     config |= _precision_keys(model, modules)
     if names := [module.name for module in modules if module.name]:
         config["units"] = _shortened(model, names)
@@ -75,28 +76,53 @@ def _read(name: str, module: FSDPModule) -> ShardedModule:
         policy, is_auto = state._mp_policy, state._auto_reshard_after_forward
         offload_policies = [group.offload_policy for group in groups]
         resharding = [(group.mesh_info, group.post_forward_mesh_info) for group in groups]
-        replicated = any(mesh.replicate_mesh_dim is not None for mesh, _ in resharding)
-        sizes = [
-            (mesh.shard_mesh_size, after and after.shard_mesh_size) for mesh, after in resharding if not replicated
-        ]
+        replicated = [mesh.replicate_mesh_dim is not None for mesh, _ in resharding]
+        sharded = all(mesh.shard_mesh_dim is not None for mesh, _ in resharding)
+        sizes = [(mesh.shard_mesh_size, after and after.shard_mesh_size) for mesh, after in resharding if sharded]
     except AttributeError as error:
         raise ZeroEngineError(
             f"config_of_module(): torch {torch.__version__} keeps the settings of fully_shard elsewhere ({error}). "
             "Write config_of_policies(mp_policy=..., offload_policy=..., reshard_after_forward=...)"
         ) from error
-    where = f"the module {name}" if name else "the model"
-    if replicated:
+    if not sharded:
+        where = f"the module {name}" if name else "the model"
         raise ZeroEngineError(
-            f"{where} is replicated over a dimension of its mesh. States are partitioned over all data-parallel ranks, "
-            "and hybrid sharding (HSDP), over part of them, is not available: apply fully_shard without mesh. For "
-            'replicate(...) write {"zero_optimization": {"stage": 0}}'
+            f"{where} is replicated and not partitioned. For replicate(...) write "
+            '{"zero_optimization": {"stage": 0}}'
         )
     reshard: bool | int | None = None
     # FSDP2 keeps the root's parameters gathered unless told otherwise, so its own choice says nothing of the model.
     if not is_auto and sizes:
         size, after = sizes[0]
         reshard = False if after is None else True if after == size else after
-    return ShardedModule(name, policy, offload_policies[0] if offload_policies else OffloadPolicy(), reshard)
+    offload_policy = offload_policies[0] if offload_policies else OffloadPolicy()
+    return ShardedModule(name, policy, offload_policy, reshard, sizes[0][0] if any(replicated) else None)
+
+
+def _resharding(modules: Sequence[ShardedModule]) -> bool | int | None:
+    """Return one ``reshard_after_forward`` for all modules: the one that releases parameters, if they differ."""
+    found = [module.reshard_after_forward for module in modules if module.name or len(modules) == 1]
+    numbers = sorted({value for value in found if value is not None and not isinstance(value, bool)})
+    if len(numbers) > 1:
+        raise ZeroEngineError(
+            f"reshard_after_forward: modules have {' and '.join(map(str, numbers))}. There is one number for the whole "
+            "model here: give all modules the same"
+        )
+    if numbers:
+        return numbers[0]
+    return False if all(value is False for value in found) else None
+
+
+def _shard_ranks(modules: Sequence[ShardedModule]) -> int | None:
+    """Return the number of ranks that all modules are partitioned over, where they are replicated as well."""
+    # A module without parameters of its own tells nothing.
+    sizes = {module.shard_ranks for module in modules if module.shard_ranks is not None}
+    if len(sizes) > 1:
+        raise ZeroEngineError(
+            f"mesh: modules are partitioned over {' and '.join(map(str, sorted(sizes)))} ranks. Give all of them the "
+            "same mesh"
+        )
+    return sizes.pop() if sizes else None
 
 
 def _same_offload(modules: Sequence[ShardedModule]) -> OffloadPolicy:
