@@ -29,7 +29,7 @@ def traced(bf16: bool) -> MicroStep:
 def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) -> StepTime:
     zero = {"stage": stage, **keys.pop("zero", {})}
     tree = {"gradient_accumulation_steps": accumulation, "zero_optimization": zero, **keys}
-    config = load(tree).resolve(world_size=machine.world_size)
+    config = load(tree).resolve(world_size=machine.world_size, ranks_per_node=machine.ranks_per_node)
     micro = traced(bool(config.bf16.enabled))
     states = predict_states(FACTS.plans(config), config, setting_of(machine, config))
     return predict_step(FACTS, config, micro, states, machine)
@@ -63,6 +63,26 @@ def test_a_transport_that_overlaps_hides_communication() -> None:
     assert predict(slow, 3).gather < without.gather
     fast = with_rates(GPUS, link=1e15, reduce_link=1e15, latency=0.0)
     assert predict(fast, 3).gather < 1e-5
+
+
+def test_degrees_within_a_node_leave_only_sums_of_shards_to_the_network() -> None:
+    # The links of a node take no time.
+    nodes = replace(with_rates(GPUS, latency=0.0, link=math.inf, reduce_link=math.inf, node_link=1e9), nodes=2)
+    of_model = 4 * FACTS.num_parameters / 1e9
+    without_overlap = {"overlap_comm": False}
+    gathered_anywhere = predict(nodes, 3, zero=without_overlap)
+    hybrid = predict(nodes, 3, zero={**without_overlap, "degrees": {"parameters": "node"}})
+    assert hybrid.gather == 0 < gathered_anywhere.gather
+    # Each rank sums its eighth over two nodes: half of it comes from the other one, and the other half of the sum.
+    copies = predict(replace(nodes, nodes=1), 3, zero=without_overlap).reduce
+    assert hybrid.reduce - copies == pytest.approx(of_model, rel=0.01)
+    all_updated = {"parameters": "node", "gradients": "node", "optimizer": "all"}
+    assert predict(nodes, 3, zero={**without_overlap, "degrees": all_updated}).gather == pytest.approx(
+        of_model / 2, rel=0.01
+    )
+    second = predict(nodes, 3, 4, zero={**without_overlap, "degrees": {"secondary_parameters": "node"}})
+    # One gather of four micro-steps crosses the network, of two gathers each.
+    assert second.gather < predict(nodes, 3, 4, zero=without_overlap).gather / 7
 
 
 def test_a_network_between_nodes_bounds_collectives() -> None:

@@ -79,7 +79,9 @@ def plan(
         tree[TRAIN] = batch
     # This checks the sizes, and finds the one that the others determine.
     open_sizes = tree.get(STEPS) is None and tree.get(MICRO) is None
-    sizes = load({**tree, MICRO: 1} if open_sizes else tree).resolve(world_size=target.world_size)
+    sizes = load({**tree, MICRO: 1} if open_sizes else tree).resolve(
+        world_size=target.world_size, ranks_per_node=target.ranks_per_node
+    )
     choices = choices_of(tree, target, can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS)
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
         choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
@@ -241,4 +243,7 @@ def _base_tree(
     for key in (MICRO, STEPS, TRAIN):
         if tree.get(key) in ("auto", None):
             tree.pop(key, None)
+    if loaded.zero_optimization.degrees is not None:
+        # Degrees are those of one stage, so no other stages are compared.
+        tree["zero_optimization"]["stage"] = loaded.zero_optimization.stage
     return tree, notes

@@ -87,8 +87,11 @@ class Estimator:
             tree["gradient_accumulation_steps"] = "manual"
         elif "train_batch_size" in tree:
             tree["train_batch_size"] = candidate.micro_batch * candidate.accumulation * self.machine.world_size
-        # A section that says nothing but the default would only distract.
         zero = tree["zero_optimization"]
+        if candidate.stage != self._tree.get("zero_optimization", {}).get("stage"):
+            # Degrees belong to another stage than that of the candidate.
+            zero = {key: value for key, value in zero.items() if key != "degrees"}
+        # A section that says nothing but the default would only distract.
         zero = {key: value for key, value in zero.items() if value not in ({"device": "none"}, None)}
         return {**tree, "zero_optimization": zero}
 
@@ -96,8 +99,11 @@ class Estimator:
         """Return the resolved configuration of a candidate."""
         if candidate not in self._configs:
             config = load(self.tree(candidate))
-            ranks = self.machine.world_size
-            self._configs[candidate] = config.resolve(world_size=ranks, model_dtype=self.model.dtype)
+            self._configs[candidate] = config.resolve(
+                world_size=self.machine.world_size,
+                model_dtype=self.model.dtype,
+                ranks_per_node=self.machine.ranks_per_node,
+            )
         return self._configs[candidate]
 
     @functools.cached_property

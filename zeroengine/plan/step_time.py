@@ -3,9 +3,10 @@
 [Note: What is modeled]
 compute   each operation takes the longer of its arithmetic and its bytes on a GPU, and the launches by the host may
           take longer than all of them; on a CPU these add up
-gather    stage 3: each module's units before its forward and its backward; the last of the forward stay.
-          Stages 1 and 2: each unit after its update. A transport that overlaps hides them behind the computation of
-          the same pass, but for the first
+gather    stage 3: each module's units before its forward and its backward; the last of the forward stay. With a
+          second copy of the parameters all but the first come from its ranks. Where the optimizer's degree is above
+          that of the parameters: each unit after its update. A transport that overlaps hides them behind the
+          computation of the same pass, but for the first
 reduce    the copy of gradients into buckets, and their sums: in each micro-step at stages 2 and 3, otherwise in the
           last one. A transport that overlaps hides the sums behind the backward, but for the last
 update    reads gradients for the norm, and reads and writes states once
@@ -90,13 +91,19 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
 
     gathered = [unit for unit in units if unit.degrees.parameters > 1]
     # A unit of several modules, such as an embedding that is tied to the head, is gathered for each of them.
-    in_pass = [collectives.gather(unit.full_bytes) for unit in gathered for _ in unit.plan.modules]
-    kept = collectives.gather(_last_in_forward(model, gathered).full_bytes) if gathered else 0.0
-    gather = accumulation * (exposed(in_pass, forward) + max(0.0, exposed(in_pass, backward) - kept))
+    uses = [unit for unit in gathered for _ in unit.plan.modules]
+    first = [collectives.gather(unit.full_bytes, unit.degrees.parameters) for unit in uses]
+    again = [collectives.gather(unit.full_bytes, unit.degrees.secondary or unit.degrees.parameters) for unit in uses]
+    kept = again[uses.index(_last_in_forward(model, gathered))] if gathered else 0.0
+    gather = exposed(first, forward) + (accumulation - 1) * exposed(again, forward)
+    gather += accumulation * max(0.0, exposed(again, backward) - kept)
     updated = [
         unit for unit in units if unit.gradients is not None and unit.degrees.optimizer > unit.degrees.parameters
     ]
-    gather += exposed([collectives.gather(unit.full_bytes) for unit in updated], forward)
+    gather += exposed(
+        [collectives.gather(unit.full_bytes, unit.degrees.optimizer, unit.degrees.parameters) for unit in updated],
+        forward,
+    )
 
     reduce = 0.0
     for sharded, times in ((True, accumulation), (False, 1)):
@@ -117,28 +124,42 @@ def _last_in_forward(model: ModelFacts, units: Sequence[UnitBytes]) -> UnitBytes
 
 
 class Collectives:
-    """The seconds of collectives between all ranks of a machine."""
+    """The seconds of collectives between ranks of a machine."""
 
     def __init__(self, machine: Machine) -> None:
-        rates = machine.rates
-        self._share = (machine.world_size - 1) / machine.world_size
-        self._latency = rates.latency
-        # A ring over several nodes crosses each node's network once, while its ranks use their own links.
-        network = rates.node_link if machine.nodes > 1 else float("inf")
-        self._gather, self._reduce = min(rates.link, network), min(rates.reduce_link, network)
+        self._rates, self._world_size = machine.rates, machine.world_size
+        self._ranks_per_node = machine.ranks_per_node
 
-    def gather(self, nbytes: int) -> float:
-        """Return the seconds of an all-gather of ``nbytes`` over all ranks."""
-        return self._latency + nbytes * self._share / self._gather if self._share else 0.0
+    def _rate(self, link: float, degree: int, within: int) -> float:
+        """Return the bytes per second that a rank receives from ``degree // within`` ranks, ``within`` apart."""
+        if degree <= self._ranks_per_node:
+            return link
+        # A ring over several nodes crosses each node's network once, while its ranks use their own links. Ranks that
+        # are some ranks apart form that many rings, which share the network.
+        return min(link, self._rates.node_link / min(within, self._ranks_per_node))
+
+    def gather(self, nbytes: int, degree: int, within: int = 1) -> float:
+        """Return the seconds of an all-gather of shards at ``degree`` into one at ``within``, of ``nbytes`` in all."""
+        received = nbytes / within - nbytes / degree
+        return self._rates.latency + received / self._rate(self._rates.link, degree, within) if received else 0.0
 
     def reduce(self, unit: UnitBytes) -> float:
-        """Return the seconds of the reduction of a unit's gradients, which is a gather more where they are whole."""
-        if not self._share:
+        """Return the seconds of the reduction of a unit's gradients.
+
+        They are summed among the ranks that hold different slices, and the sums among those that hold the same slice.
+        """
+        if self._world_size == 1:
             return 0.0
         assert unit.gradients is not None
         nbytes = unit.layout.numel * unit.gradients.reduce_dtype.itemsize
-        seconds = self._latency + nbytes * self._share / self._reduce
-        return seconds + (self.gather(nbytes) if unit.degrees.optimizer == 1 else 0.0)
+        degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
+        seconds = self._rates.latency
+        seconds += (nbytes - nbytes / degree) / self._rate(self._rates.reduce_link, degree, 1)
+        if degree < self._world_size:
+            received = nbytes / degree - nbytes / self._world_size
+            seconds += received / self._rate(self._rates.reduce_link, self._world_size, degree)
+            seconds += self.gather(nbytes, self._world_size, degree)
+        return seconds
 
 
 def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> float:
