@@ -177,6 +177,30 @@ def with_second_copy(transport: str) -> list[Any]:
     return found
 
 
+def load_frozen(folder: Path) -> list[float]:
+    """The loss before a load into a model whose units have second copies, after it, and of the saved weights."""
+    dist.init_process_group("gloo")
+    found = []
+    for seed in (1, 0):
+        engine = zeroengine.initialize(build(PartlyTrained, seed=seed), config=degree_config((4, 4, 4), 2))
+        loss = engine(*batch(0, 0))
+        engine.backward(loss)
+        engine.step()
+        found.append(engine(*batch(1, 0)).item())
+        if seed == 1:
+            engine.save_checkpoint(folder)
+            engine.close()
+            continue
+        engine.load_checkpoint(folder)
+        found.append(engine(*batch(1, 0)).item())
+    return found
+
+
+def test_what_is_loaded_replaces_the_second_copies_of_frozen_parameters(tmp_path: Path) -> None:
+    saved, before, after = run_ranks(4, load_frozen, tmp_path)[0]
+    assert after == saved != before
+
+
 class CountedBytes:
     def __init__(self) -> None:
         self.total: dict[str, int] = {"gather": 0, "reduce": 0}

@@ -187,7 +187,7 @@ class Gatherer(BackwardListener):
         """Prepare an update: ``quiesce``, and replace even the buffers that graphs saved through the user's hooks."""
         # Those graphs belong to the forward before this update.
         self.deferred_frees.begin_update()
-        self.quiesce()
+        self.quiesce(values_change=False)
 
     def publish_update(self, unit: Unit) -> None:
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
@@ -206,15 +206,19 @@ class Gatherer(BackwardListener):
         # On a transport that overlaps, the all-gathers of the update run on, and the next use of each unit waits for
         # its own. A transport that does not overlap gains nothing from that, and its peers may read in place.
         if not self._transport.overlaps:
-            self.quiesce()
+            self.quiesce(values_change=False)
             with self._timer.span("gather"):
                 self._transport.fence()
 
-    def quiesce(self) -> None:
+    def quiesce(self, *, values_change: bool = True) -> None:
         """Return with no gather in progress and every unit released that is not pinned, so that values may change.
 
         Call this where no forward can be in progress: a forward that Ctrl-C ended is forgotten. A full buffer that
         other tensors still alias is left to them, with its present values, and the unit takes a new one.
+
+        Args:
+            values_change: Whether values of any unit may change. Otherwise only those that ``publish_update`` is called
+                for.
 
         Raises:
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
@@ -225,6 +229,8 @@ class Gatherer(BackwardListener):
             if unit.state is GatherState.GATHERING:
                 self.ensure_gathered(unit)
             unit.wait_for_update()
+            if values_change:
+                unit.forget_secondary()
             unit.check_parameters()
             self._release(unit)
             self.deferred_frees.replace_buffer(unit)
