@@ -29,6 +29,7 @@ class Sent:
     kind: str
     numel: int  # of the whole buffer
     dtype: torch.dtype
+    num_ranks: int = 0
 
 
 @contextmanager
@@ -37,7 +38,8 @@ def spying() -> Iterator[list[Sent]]:
 
     def spy(kind: str, real: Callable[..., Any], whole: int) -> Callable[..., Any]:
         def collective(*tensors: torch.Tensor, **more: Any) -> Any:
-            seen.append(Sent(kind, tensors[whole].numel(), tensors[whole].dtype))
+            num_ranks = more["group"].size()
+            seen.append(Sent(kind, tensors[whole].numel(), tensors[whole].dtype, num_ranks))
             return real(*tensors, **more)
 
         return collective
@@ -190,3 +192,71 @@ def test_large_buckets_and_prefetching_change_no_volume() -> None:
     for zero in ({"overlap_comm": False}, {"reduce_bucket_size": 10**9}, {"prefetch_bucket_size": 1}):
         units, found = run_ranks(1, steps, 64, 3, 1, {"zero_optimization": zero})[0]
         assert units == plain[0] and volume(found[1]) == volume(plain[1][1]), zero
+
+
+# -- degrees ----------------------------------------------------------------------------------------
+
+
+def traffic_at(world_size: int, degrees: dict[str, Any], micro_steps: int) -> tuple[int, int, list[Sent]]:
+    """The elements of all units, those of the unit that a forward uses last, and what the third step sends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    settings = config(0, gradient_accumulation_steps=micro_steps, units=UNITS)
+    settings["zero_optimization"] = {"degrees": degrees, "stage3_param_persistence_threshold": 0}
+    engine = zeroengine.initialize(build(lambda: TinyLM(tied=False)), config=settings)
+    found = []
+    for step in range(3):
+        with spying() as seen:
+            for micro_step in range(micro_steps):
+                engine.backward(engine(*batch(step + micro_step, 0)))
+                engine.step()
+        found.append(seen)
+    sizes = {unit.name: unit.layout.numel for unit in engine._parts.units}
+    return sum(sizes.values()), sizes["head"], found[-1]
+
+
+def received(seen: list[Sent]) -> Counter[tuple[str, int]]:
+    """The elements that rank 0 receives by kind and number of ranks, of the collectives' arguments."""
+    total: Counter[tuple[str, int]] = Counter()
+    for sent in seen:
+        if sent.dtype is not torch.float64:
+            passes = 2 if sent.kind == "all-reduce" else 1
+            total[sent.kind, sent.num_ranks] += passes * sent.numel * (sent.num_ranks - 1) // sent.num_ranks
+    return total
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_mics_gathers_within_its_ranks_and_sums_shards_over_the_others(world_size: int) -> None:
+    """MiCS (arXiv 2205.00119), section 3.4: gradients are summed in two hops."""
+    whole, last, seen = run_ranks(1, traffic_at, world_size, {"parameters": 8}, 1)[0]
+    assert received(seen) == {
+        # The last unit of the forward stays for the backward.
+        ("gather", 8): (2 * whole - last) * 7 // 8,
+        ("reduce-scatter", 8): whole * 7 // 8,
+        ("all-reduce", world_size // 8): 2 * whole // 8 * (world_size // 8 - 1) // (world_size // 8),
+    }
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_updated_shards_of_all_ranks_reach_those_with_a_copy(world_size: int) -> None:
+    whole, last, seen = run_ranks(1, traffic_at, world_size, {"parameters": 8, "optimizer": "all"}, 1)[0]
+    nodes = world_size // 8
+    found = received(seen)
+    # The rank's eighth of the updated parameters comes from the ranks that hold the same eighth.
+    updated = whole // 8 * (nodes - 1) // nodes
+    within_node = (2 * whole - last) * 7 // 8
+    if nodes == 8:
+        assert found["gather", 8] == within_node + updated
+    else:
+        assert (found["gather", 8], found["gather", nodes]) == (within_node, updated)
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_hpz_gathers_once_from_all_ranks_and_then_within_its_ranks(world_size: int) -> None:
+    """ZeRO++ (arXiv 2306.10209), section 4.2."""
+    degrees = {"parameters": "all", "secondary_parameters": 8}
+    whole, last, seen = run_ranks(1, traffic_at, world_size, degrees, 2)[0]
+    assert received(seen) == {
+        ("gather", world_size): whole * (world_size - 1) // world_size,
+        ("gather", 8): (3 * whole - 2 * last) * 7 // 8,
+        ("reduce-scatter", world_size): 2 * whole * (world_size - 1) // world_size,
+    }
