@@ -108,6 +108,22 @@ def test_what_the_configuration_gives_stays() -> None:
     }
 
 
+@pytest.mark.parametrize("secondary", [None, "node"])
+def test_degrees_of_the_configuration_stay(secondary: str | None) -> None:
+    parameters = "node" if secondary is None else "all"
+    degrees = {"parameters": parameters, "optimizer": "all", "secondary_parameters": secondary}
+    config = {**BF16, "zero_optimization": {"degrees": degrees}, "train_micro_batch_size_per_gpu": 1}
+    plan = zeroengine.plan(decoder(2), config, machine(8 * GIB, nodes=2), checkpointing=True)
+    assert {estimate.candidate.stage for estimate in plan.estimates} == {3}
+    assert plan.configurations[0]["zero_optimization"]["degrees"] == degrees
+    plain = zeroengine.plan(
+        decoder(2), {**config, "zero_optimization": {"stage": 3}}, machine(8 * GIB, nodes=2), checkpointing=True
+    )
+    copies = [estimates[0].states.device["parameters"] for estimates in (plan.estimates, plain.estimates)]
+    # Sixteen ranks in two nodes of eight: a shard is an eighth, or a sixteenth and an eighth of the second copy.
+    assert copies[0] == pytest.approx(copies[1] * (2 if secondary is None else 3), rel=0.01)
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"Change train_batch_size to 96 or 104"):
         zeroengine.plan(decoder(), BF16, machine(8 * GIB), batch=100)

@@ -181,11 +181,13 @@ def choices_of(tree: Mapping[str, Any], machine: Machine, *, can_offload: bool =
         value = tree.get(key)
         return value if isinstance(value, int) else None
 
+    # A second copy of the parameters on the device contradicts parameters that are away.
+    has_second_copy = bool((zero.get("degrees") or {}).get("secondary_parameters"))
     stage = zero.get("stage", "auto")
     return Choices(
         stages=(stage,) if isinstance(stage, int) else (0, 1, 2, 3),
         offload_optimizer=open_places("offload_optimizer") if can_offload else ("none",),
-        offload_param=open_places("offload_param") if can_offload else ("none",),
+        offload_param=open_places("offload_param") if can_offload and not has_second_copy else ("none",),
         micro_batch=size("train_micro_batch_size_per_gpu"),
         accumulation=1 if tree.get("gradient_accumulation_steps") == "manual" else size("gradient_accumulation_steps"),
         batch=size("train_batch_size"),
