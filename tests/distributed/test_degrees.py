@@ -19,10 +19,20 @@ from zeroengine import ZeroEngineError
 from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
+from zeroengine.partition.cut import cut_units
+from zeroengine.plan.state_bytes import Setting, predict_states
 
 Triple = tuple[int, int, int]
+# The degrees of most units, and of those whose names match a pattern.
+PerUnit = tuple[int, int, int, tuple[str, Triple]]
+STATES = ("parameters", "gradients", "optimizer")
 # Parameters, gradients and optimizer, where four ranks have hybrid degrees.
 SHORT: tuple[Triple, ...] = ((2, 2, 2), (1, 1, 2), (1, 2, 4), (2, 2, 4), (2, 4, 4), (4, 4, 4))
+PER_UNIT: tuple[PerUnit, ...] = (
+    (2, 2, 4, ("blocks.*", (4, 4, 4))),
+    (1, 1, 1, ("blocks.0", (2, 2, 2))),
+    (4, 4, 4, ("rest*", (1, 2, 2))),
+)
 
 
 def triples(world_size: int) -> list[Triple]:
@@ -46,12 +56,15 @@ class PartlyTrained(TinyLM):
         self.unused = nn.Linear(5, 7)
 
 
-def degree_config(triple: Triple, secondary: int | None = None, **more: Any) -> dict[str, Any]:
+def degree_config(triple: Triple | PerUnit, secondary: int | None = None, **more: Any) -> dict[str, Any]:
     settings = config(0, gradient_clipping=0.5, **more)
     zero = settings["zero_optimization"]
     del zero["stage"]
-    zero["degrees"] = dict(zip(("parameters", "gradients", "optimizer"), triple, strict=True))
+    zero["degrees"] = dict(zip(STATES, triple[:3], strict=True))
     zero["degrees"]["secondary_parameters"] = secondary
+    zero["degrees"]["per_unit"] = [
+        {"units": pattern, **dict(zip(STATES, other, strict=True))} for pattern, other in triple[3:]
+    ]
     return settings
 
 
@@ -70,7 +83,7 @@ def train(settings: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
 
 
 def differences(
-    chosen: Sequence[Triple], steps: int, expected_of: Triple, more: dict[str, Any], tolerance: float = 0.0
+    chosen: Sequence[Triple | PerUnit], steps: int, expected_of: Triple, more: dict[str, Any], tolerance: float = 0.0
 ) -> list[Any]:
     """The triples whose losses or weights differ from those of ``expected_of``."""
     dist.init_process_group("gloo")
@@ -94,7 +107,7 @@ def assert_no_differences(world_size: int, *arguments: Any, timeout: float = 90.
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_losses_and_weights_have_the_bits_of_stage_0(transport: str) -> None:
-    assert_no_differences(4, SHORT, 4, (1, 1, 1), {"comm": {"transport": transport}})
+    assert_no_differences(4, (*SHORT, *PER_UNIT), 4, (1, 1, 1), {"comm": {"transport": transport}})
 
 
 @pytest.mark.slow
@@ -103,6 +116,15 @@ def test_losses_and_weights_have_the_bits_of_stage_0(transport: str) -> None:
 def test_all_degrees_have_the_bits_of_stage_0(world_size: int, transport: str) -> None:
     more = {"comm": {"transport": transport}}
     assert_no_differences(world_size, triples(world_size), 20, (1, 1, 1), more, timeout=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_degrees_of_single_units_have_the_bits_of_stage_0(transport: str) -> None:
+    """Between two degrees of one model there may be others, which number the shards of all units."""
+    middle: Any = [(2, 2, 2, ("blocks.*", other)) for other in ((4, 4, 4), (8, 8, 8), (1, 1, 4), (2, 2, 8), (1, 4, 8))]
+    middle += [(8, 8, 8, ("blocks.0", (4, 4, 4))), (1, 1, 8, ("blocks.*", (2, 4, 4)))]
+    assert_no_differences(8, middle, 10, (1, 1, 1), {"comm": {"transport": transport}}, timeout=300)
 
 
 def accumulated(world_size: int, chosen: Sequence[Triple]) -> None:
@@ -139,7 +161,7 @@ def test_offloaded_parameters_have_the_same_bits() -> None:
     assert_no_differences(4, ((2, 2, 2), (4, 4, 4)), 3, (2, 2, 2), away)
 
 
-def differences_on_collectives(chosen: Sequence[Triple]) -> list[Any]:
+def differences_on_collectives(chosen: Sequence[Triple | PerUnit]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # The transport of NCCL, whose collectives Gloo has as well.
         patch.setattr(
@@ -149,7 +171,7 @@ def differences_on_collectives(chosen: Sequence[Triple]) -> list[Any]:
 
 
 def test_the_collectives_of_nccl_give_the_sums_of_stage_0() -> None:
-    assert run_ranks(4, differences_on_collectives, triples(4)) == [[]] * 4
+    assert run_ranks(4, differences_on_collectives, [*triples(4), *PER_UNIT]) == [[]] * 4
 
 
 # -- the second copy of the parameters --------------------------------------------------------------
@@ -241,10 +263,31 @@ def test_each_state_takes_its_bytes_divided_by_its_degree() -> None:
         assert found == pytest.approx(expected, rel=0.01)
 
 
+def bytes_of_single_units() -> list[tuple[int, int, int]]:
+    """Of one engine: the bytes of each state that are measured, predicted, and expected by the units' own degrees."""
+    dist.init_process_group("gloo")
+    settings = degree_config((2, 2, 4, ("blocks.*", (4, 4, 4))))
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    memory = engine.memory()
+    resolved = load(settings).resolve(world_size=4)
+    predicted = predict_states(cut_units(build(TinyLM)), resolved, Setting(4, "cpu", "shm")).device
+    expected = dict.fromkeys(STATES, 0)
+    for unit in engine._parts.units:
+        degrees = (4, 4, 4) if unit.name.startswith("blocks.") else (2, 2, 4)
+        for state, degree in zip(STATES, degrees, strict=True):
+            expected[state] += 4 * unit.layout.numel * (2 if state == "optimizer" else 1) // degree
+    return [(getattr(memory, state), predicted[state], expected[state]) for state in STATES]
+
+
+def test_each_state_of_a_unit_takes_its_bytes_divided_by_the_units_own_degree() -> None:
+    for measured, predicted, expected in run_ranks(4, bytes_of_single_units)[0]:
+        assert measured == predicted == pytest.approx(expected, rel=0.01)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------
 
 
-def save(folder: Path, triple: Triple) -> list[float]:
+def save(folder: Path, triple: Triple | PerUnit) -> list[float]:
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(PartlyTrained), config=degree_config(triple))
     losses = list(steps(engine, range(3)))
@@ -261,7 +304,7 @@ def steps(engine: zeroengine.Engine, numbers: range) -> Iterator[float]:
         yield loss.item()
 
 
-def resume(folder: Path, chosen: Sequence[Triple]) -> list[list[float]]:
+def resume(folder: Path, chosen: Sequence[Triple | PerUnit]) -> list[list[float]]:
     dist.init_process_group("gloo")
     found = []
     for triple in chosen:
@@ -273,8 +316,9 @@ def resume(folder: Path, chosen: Sequence[Triple]) -> list[list[float]]:
 
 
 def test_checkpoints_go_from_any_degrees_to_any_others(tmp_path: Path) -> None:
-    losses = run_ranks(4, save, tmp_path, (2, 2, 4))[0]
-    for world_size, chosen in ((4, ((1, 1, 1), (2, 2, 2), (4, 4, 4))), (2, ((1, 2, 2), (2, 2, 2)))):
+    losses = run_ranks(4, save, tmp_path, PER_UNIT[0])[0]
+    of_four, of_two = ((1, 1, 1), (2, 2, 2), (4, 4, 4)), ((1, 2, 2), (2, 2, 2), PER_UNIT[1])
+    for world_size, chosen in ((4, of_four), (2, of_two)):
         for found in run_ranks(world_size, resume, tmp_path, chosen)[0]:
             assert found[0] == pytest.approx(losses[3], abs=1e-6) and found == pytest.approx(losses[3:], rel=1e-4)
             assert world_size == 2 or found == losses[3:]
@@ -355,6 +399,37 @@ def test_degrees_are_those_of_one_stage(degrees: dict[str, Any], stage: int) -> 
 def test_degrees_that_do_not_divide_say_which_would_do(degrees: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         degrees_of({"degrees": degrees})
+
+
+def test_degrees_of_single_units_complete_those_of_the_rest() -> None:
+    zero = {"parameters": "node", "optimizer": "all"}
+    one = {"units": "experts.*", "gradients": "all"}
+    section = {"degrees": {**zero, "per_unit": [one, {"units": "*", "parameters": 1, "gradients": 1}]}}
+    resolved = load({"zero_optimization": section}).resolve(world_size=8, ranks_per_node=4)
+    (first, experts), (_, others) = resolved.zero_optimization.unit_degree_numbers
+    assert first == "experts.*" and tuple(experts[state] for state in STATES) == (4, 8, 8)
+    assert tuple(others[state] for state in STATES) == (1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        (
+            {"parameters": 3, "gradients": 6, "optimizer": 6},
+            r"per_unit.0.parameters is 3, and degrees.parameters is 2: .* write 1 or 2",
+        ),
+        ({"parameters": 8, "gradients": 4}, r"per_unit.0.gradients is 4, and must divide .* divided by parameters's 8"),
+        ({"parameter": 2}, r"per_unit.0.parameter: unknown key. Did you mean .*per_unit.0.parameters"),
+    ],
+)
+def test_degrees_of_single_units_that_do_not_fit_say_which_would_do(degrees: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        degrees_of({"degrees": {"parameters": 2, "per_unit": [{"units": "*", **degrees}]}}, 24)
+
+
+def test_a_pattern_that_matches_no_unit_is_an_error_that_lists_units() -> None:
+    with pytest.raises(ZeroEngineError, match=r"'experts.\*' matches no unit. The units are .*blocks.0, blocks.1"):
+        zeroengine.initialize(build(TinyLM), config=degree_config((1, 1, 1, ("experts.*", (1, 1, 1)))))
 
 
 def test_a_second_copy_alone_belongs_to_parameters_over_all_ranks() -> None:

@@ -26,6 +26,7 @@ from zeroengine.offload.placement import place_states
 from zeroengine.ops import _aio_library
 from zeroengine.partition.cut import cut_units
 from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.partition.unit_layout import DegreeRules
 
 OPTIMIZER, OPTIMIZER_AND_PARAM = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)
@@ -314,7 +315,9 @@ def start_too_large(settings: dict[str, Any]) -> None:
         width = int((free.f_bavail * free.f_frsize / 4) ** 0.5) + 4096
         model = torch.nn.Linear(width, width, bias=False)
     cpu, config = torch.device("cpu"), load(settings).resolve(world_size=1)
-    place_states(cut_units(model), degrees_of_stage(2, 1), config, SingleProcessTransport(cpu), cpu, Timer())
+    place_states(
+        cut_units(model), DegreeRules(degrees_of_stage(2, 1)), config, SingleProcessTransport(cpu), cpu, Timer()
+    )
 
 
 def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:

@@ -48,6 +48,24 @@ def test_the_shards_of_each_degree_tile_the_buffer_and_each_is_held_equally_ofte
 
 @given(SHAPES, chains())
 @settings(max_examples=80, deadline=None)
+def test_a_rank_counts_the_same_part_of_units_of_all_degrees_and_each_part_once(
+    shapes: list[tuple[int, ...]], chain: tuple[Degrees, int]
+) -> None:
+    degrees, world_size = chain
+    layout = layout_of(shapes, degrees, world_size)
+    for degree in (1, degrees.parameters, degrees.gradients, degrees.optimizer):
+        ranges = [layout.unreplicated_range(rank, degree, world_size) for rank in range(world_size)]
+        assert ranges == [layout.unreplicated_range(rank, 1, world_size) for rank in range(world_size)]
+        assert sorted(ranges) == [
+            (part * layout.numel // world_size, (part + 1) * layout.numel // world_size) for part in range(world_size)
+        ]
+        for rank, (start, stop) in enumerate(ranges):
+            first, last = layout.shard_range(rank, degree)
+            assert first <= start <= stop <= last
+
+
+@given(SHAPES, chains())
+@settings(max_examples=80, deadline=None)
 def test_a_rank_s_optimizer_shard_lies_in_its_gradient_shard_and_that_in_its_parameter_shard(
     shapes: list[tuple[int, ...]], chain: tuple[Degrees, int]
 ) -> None:

@@ -75,7 +75,8 @@ def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...]:
         path: The key's path.
         kind: The type of the optimizer or scheduler whose section the key is in; None if unknown, or elsewhere.
     """
-    parent, paths = ".".join(path[:-1]), known_paths()
+    # The entries of a list have the same keys, whatever their number.
+    parent, paths = ".".join(part for part in path[:-1] if not part.isdigit()), known_paths()
     if kind is not None:
         # The keys of other types in the same section would be wrong suggestions.
         parent, paths = ".".join(path[1:-1]), tuple(_fields(_types(path[0])[kind], ""))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
-from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from zeroengine.config import batch, sinks
+from zeroengine.config.degrees import DegreesSection
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
-from zeroengine.config.source import ConfigSource, describe, walk
+from zeroengine.config.source import ConfigSource, walk
 from zeroengine.errors import ConfigError
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
@@ -45,122 +45,6 @@ def _spelled(*names: str) -> BeforeValidator:
 FloatName = Annotated[Literal["fp32", "bf16", "fp16"], _spelled("fp32", "bf16", "fp16")]
 BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
-
-
-def _degree(value: Any) -> int | str:
-    if value in ("all", "node") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f'found {describe(value)}; write a number of ranks, "node" or "all"')
-
-
-Degree = Annotated[int | str, PlainValidator(_degree, json_schema_input_type=Positive | Literal["all", "node"])]
-
-
-class DegreesSection(Section):
-    """The number of ranks that each state is partitioned over: a number, "node" for the ranks of one machine, or "all".
-
-    Each divides the next one, and the last divides the number of ranks. One that is left out is that before it.
-    """
-
-    parameters: Degree = 1
-    """Ranks that hold the parameters once. 1: every rank holds them whole."""
-    gradients: Degree = 1
-    """Ranks that hold the gradients once."""
-    optimizer: Degree = 1
-    """Ranks that hold the optimizer's state once."""
-    secondary_parameters: Annotated[Degree | None, NULL] = None
-    """Ranks that hold a second copy of the parameters once, such as "node". A step gathers from `parameters` ranks at
-    first, and from these in backward. null: there is no second copy."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_over(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        # A second copy alone, as DeepSpeed's hpZ, belongs to parameters that are partitioned over all ranks.
-        taken_over: dict[str, Any] = {"parameters": "all"} if data.get("secondary_parameters") else {}
-        for before, name in pairwise(("parameters", "gradients", "optimizer")):
-            value = data.get(before, taken_over.get(before, 1))
-            try:
-                taken_over[name] = _degree(value)
-            except ValueError:
-                # The wrong value is reported where it is written, and only there.
-                break
-        return {**taken_over, **data}
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage that partitions the same states."""
-        return sum(degree != 1 for degree in (self.parameters, self.gradients, self.optimizer))
-
-    def over(self, world_size: int, ranks_per_node: int | None) -> DegreesSection:
-        """Return the degrees as numbers.
-
-        Args:
-            world_size: The number of ranks.
-            ranks_per_node: The number of ranks of each machine. None: unknown, and "node" stays. 0: they differ.
-
-        Raises:
-            ValueError: They do not divide one another or the number of ranks. The message says which would do.
-        """
-        if ranks_per_node == 0 and "node" in dict(self).values():
-            raise ValueError(
-                'degrees: "node" needs equally many ranks on every machine, and consecutive ones; write a number'
-            )
-        words = {"all": world_size, "node": "node" if ranks_per_node is None else ranks_per_node}
-        numbers: dict[str, Any] = {name: words.get(value, value) for name, value in self if value is not None}
-        self._check_secondary(numbers.get("secondary_parameters"), numbers["parameters"])
-        below, below_name = 1, ""
-        for name, number in numbers.items():
-            if name == "secondary_parameters":
-                continue
-            if not isinstance(number, int):
-                continue
-            if number % below or world_size % number:
-                fitting = [d for d in range(below, world_size + 1, below) if world_size % d == 0]
-                over = f" and be divided by {below_name}'s {below}" if below > 1 else ""
-                raise ValueError(
-                    f"degrees.{name} is {number}, and must divide the {world_size} ranks{over}; write "
-                    f"{' or '.join(map(str, fitting)) or world_size}"
-                )
-            below, below_name = number, name
-        return self.model_copy(update=numbers)
-
-    @classmethod
-    def of_mesh(cls, written: DegreesSection | None, stage: int | str, shard_ranks: int) -> DegreesSection:
-        """Return the degrees of a stage whose states are partitioned over one dimension of a mesh.
-
-        Args:
-            written: The degrees of the configuration as numbers; None: it has a stage alone.
-            stage: The stage of the configuration.
-            shard_ranks: The size of that dimension.
-
-        Raises:
-            ValueError: The stage is "auto", or the degrees of the configuration are others.
-        """
-        if not isinstance(stage, int):
-            raise ValueError(f'stage is {stage!r}, and process_group is a mesh for hybrid sharding; write "stage": 3')
-        numbers = [shard_ranks if stage >= lowest else 1 for lowest in (3, 2, 1)]
-        degrees = cls(**dict(zip(("parameters", "gradients", "optimizer"), numbers, strict=True)))
-        if written is None:
-            return degrees
-        if [written.parameters, written.gradients, written.optimizer] != numbers:
-            raise ValueError(
-                f"degrees are {written}, and process_group is a mesh that partitions over {shard_ranks} ranks; leave "
-                "one of them out"
-            )
-        return written
-
-    @staticmethod
-    def _check_secondary(secondary: Any, parameters: Any) -> None:
-        if not isinstance(secondary, int) or not isinstance(parameters, int):
-            return
-        if secondary >= parameters > 1 or parameters % secondary:
-            fitting = [d for d in range(1, parameters) if parameters % d == 0]
-            raise ValueError(
-                f"degrees.secondary_parameters is {secondary}, and must divide degrees.parameters, {parameters}, "
-                f"and be less; write {' or '.join(map(str, fitting)) or 'null'}"
-            )
 
 
 class ZeroOptimization(Section):
@@ -207,7 +91,7 @@ class ZeroOptimization(Section):
                 f"degrees partition {partitioned}, which is stage {self.degrees.stage}, and stage is {self.stage!r}; "
                 "leave stage out"
             )
-        if self.degrees is not None and self.degrees.secondary_parameters and self.offload_param.device != "none":
+        if self.degrees is not None and self.degrees.has_second_copy and self.offload_param.device != "none":
             raise ValueError(
                 "degrees.secondary_parameters keeps a copy of the parameters in the device's memory, and offload_param "
                 "moves them away; leave one of them out"
@@ -220,14 +104,12 @@ class ZeroOptimization(Section):
         degrees = self.degrees
         if degrees is None:
             return None
-        # Where every rank holds the parameters, there is nothing to gather twice.
-        secondary = degrees.secondary_parameters if degrees.parameters != 1 else None
-        return {
-            "optimizer": int(degrees.optimizer),
-            "gradients": int(degrees.gradients),
-            "parameters": int(degrees.parameters),
-            "secondary": int(secondary or 0),
-        }
+        return degrees.numbers
+
+    @property
+    def unit_degree_numbers(self) -> list[tuple[str, dict[str, int]]]:
+        """The numbers of `partition.degrees.Degrees` of the units whose names match a pattern. Needs `resolve`."""
+        return [(pattern, degrees.numbers) for pattern, degrees in (self.degrees.by_pattern() if self.degrees else [])]
 
     @model_validator(mode="after")
     def _check_offload(self) -> ZeroOptimization:

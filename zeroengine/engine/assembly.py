@@ -35,8 +35,7 @@ from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import Degrees, degrees_of
-from zeroengine.partition.unit_layout import degrees_of_unit
+from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
@@ -128,21 +127,18 @@ class EngineParts:
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
-        zero = config.zero_optimization
-        degrees = degrees_of(int(zero.stage), zero.degree_numbers, group.world_size)
-        threshold = zero.param_persistence_threshold
-        unit_degrees = dict.fromkeys(degrees_of_unit(plan, degrees, threshold) for plan in plans)
-        self.transport.open_groups(tuple(unit_degrees), group)
+        rules = DegreeRules.of_settings(config.zero_optimization, group.world_size)
+        self.transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), group)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
-            self.placement = place_states(plans, degrees, config, self.transport, group.device, timer, copies)
+            self.placement = place_states(plans, rules, config, self.transport, group.device, timer, copies)
         undo.callback(self.placement.close)
         self.units: list[Unit] = []
         self.restoration = Restoration(self.units, group, self.transport, self.placement)
         undo.push(self.restoration)
         # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
-        self.units.extend(self._make_units(plans, degrees))
+        self.units.extend(self._make_units(plans, rules))
         _forbid_forward_while_unset(model, self.units, undo)
         # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
         mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
@@ -218,17 +214,15 @@ class EngineParts:
         if self.monitor is not None:
             self.monitor.event(kind, step, text, **facts)
 
-    def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> Iterator[Unit]:
+    def _make_units(self, plans: Sequence[UnitPlan], rules: DegreeRules) -> Iterator[Unit]:
         """Move the model's parameters into units, one after another, and return the freed memory to the system."""
-        threshold = self.config.zero_optimization.param_persistence_threshold
         count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(self.placement.optimizer_stores)
         # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
         # unit, rather than two copies of the model.
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):
-            unit_degrees = degrees_of_unit(plan, degrees, threshold)
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             master_store = next(master_stores) if plan.trainable else None
-            unit = Unit(plan, unit_degrees, self.transport, self.group.broadcast, stored, master_store)
+            unit = Unit(plan, rules.of_unit(plan), self.transport, self.group.broadcast, stored, master_store)
             # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
             # rounded.
             count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))

@@ -35,7 +35,7 @@ from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
-from zeroengine.partition.degrees import degrees_of
+from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.automatic import StatePlanner, fit_configuration
 from zeroengine.plan.free_memory import measure_free_memory
 from zeroengine.plan.state_bytes import Setting
@@ -171,9 +171,10 @@ def _make_engine(
             keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
         # With "auto" only stages are chosen at which the optimizer works.
-        zero = settings.zero_optimization
-        stage = 0 if zero.stage == "auto" else zero.stage
-        check_optimizer(base_optimizer, degrees_of(stage, zero.degree_numbers, group.world_size))
+        rules = DegreeRules.of_settings(settings.zero_optimization, group.world_size)
+        rules.check_patterns(plans)
+        for degrees in rules.all_degrees:
+            check_optimizer(base_optimizer, degrees)
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, because this takes memory and time.
         meta_init.initialize_meta_parameters(model)

@@ -22,7 +22,7 @@ from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.placement_plan import CPU_MEMORY, plan_placement
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.unit_layout import DegreeRules
 
 # A disk is measured only if it holds more bytes of states than this.
 MIN_TUNED_BYTES = 1 << 28
@@ -98,7 +98,7 @@ class Placement:
 
 def place_states(
     plans: Sequence[UnitPlan],
-    degrees: Degrees,
+    rules: DegreeRules,
     config: Config,
     transport: Transport,
     device: torch.device,
@@ -109,7 +109,7 @@ def place_states(
 
     Args:
         plans: The units.
-        degrees: The number of ranks that each state is partitioned over.
+        rules: The degrees of each unit.
         config: The configuration, with the place of each state.
         transport: Gathers the parameters, and determines the alignment of shards.
         device: The device that the model computes on.
@@ -126,7 +126,7 @@ def place_states(
         copies = GPUCopies(device, pin=all(section.pin_memory for section in sections))
     placed = plan_placement(
         plans,
-        degrees,
+        rules,
         config,
         transport.world_size,
         transport.shard_align_bytes,

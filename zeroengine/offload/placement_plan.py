@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -14,10 +15,11 @@ from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
-from zeroengine.partition.unit_layout import layout_of_unit
+from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 
 # The location of states in CPU memory. The location of states on a disk is the path of a folder.
 CPU_MEMORY = ""
+StateName = Literal["parameters", "gradients", "optimizer"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class PlacementPlan:
 
 def plan_placement(
     plans: Sequence[UnitPlan],
-    degrees: Degrees,
+    rules: DegreeRules,
     config: Config,
     world_size: int,
     shard_align_bytes: int,
@@ -70,7 +72,7 @@ def plan_placement(
 
     Args:
         plans: The units.
-        degrees: The number of ranks that each state is partitioned over.
+        rules: The degrees of each unit.
         config: The configuration, with the place of each state.
         world_size: The number of ranks.
         shard_align_bytes: ``Transport.shard_align_bytes``.
@@ -83,27 +85,29 @@ def plan_placement(
     if param_location is None and optimizer_location is None:
         return PlacementPlan(None, None, (False,) * len(plans), (False,) * len(trainable), {}, 0, 0, 0, 1)
 
-    numel_of = {id(plan): layout_of_unit(plan, degrees, world_size, shard_align_bytes).numel for plan in plans}
+    degrees_of = {id(plan): rules.of_unit(plan) for plan in plans}
+    numel_of = {
+        id(plan): layout_of_unit(plan, degrees_of[id(plan)], world_size, shard_align_bytes).numel for plan in plans
+    }
 
-    def shard_numel(plan: UnitPlan, degree: int) -> int:
-        return numel_of[id(plan)] // degree
+    def shard_numel(plan: UnitPlan, state: StateName) -> int:
+        return numel_of[id(plan)] // int(getattr(degrees_of[id(plan)], state))
 
     # Offloading the shard of a unit that stays gathered would free no memory.
     params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
     ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
     optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
     shard_bytes = [
-        padded_nbytes(shard_numel(plan, degrees.parameters) * plan.dtype.itemsize) * offloaded
+        padded_nbytes(shard_numel(plan, "parameters") * plan.dtype.itemsize) * offloaded
         for plan, offloaded in zip(plans, params_offloaded, strict=True)
     ]
-    keeps_gradients = can_offload_gradients(degrees, world_size)
     state_bytes = [
         offloaded
         * _optimizer_state_bytes(
             plan,
             config,
-            shard_numel(plan, degrees.optimizer),
-            shard_numel(plan, degrees.gradients) if keeps_gradients else None,
+            shard_numel(plan, "optimizer"),
+            shard_numel(plan, "gradients") if can_offload_gradients(degrees_of[id(plan)], world_size) else None,
         )
         for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
     ]
@@ -120,7 +124,7 @@ def plan_placement(
     )
     # If only parameters are offloaded from a GPU there is no pipeline, because the update runs on the GPU.
     has_pipeline = not has_device_memory or optimizer_location is not None
-    largest_shard = max((shard_numel(plan, degrees.optimizer) for plan in trainable), default=1)
+    largest_shard = max((shard_numel(plan, "optimizer") for plan in trainable), default=1)
     # No chunk need be longer than a shard.
     chunk_numel = min(zero.offload_optimizer.buffer_size, round_up_to_block(largest_shard))
     return PlacementPlan(

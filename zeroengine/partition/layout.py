@@ -139,10 +139,11 @@ class FlatLayout:
 
         Ranks that hold the same shard split it evenly. A sum over these ranges counts every element once.
         """
-        start, stop = self.shard_range(rank, degree)
-        # ``degree`` ranks tile the buffer once, so world_size / degree ranks hold each shard and split it.
-        size = (stop - start) * degree // world_size
-        return start + rank // degree * size, start + (rank // degree + 1) * size
+        # The parts are numbered by all levels, so a rank's part of every unit has the same number, whatever the unit's
+        # degree. It lies inside the rank's shard, because the numbers of parts refine those of shards.
+        size = self.numel // world_size
+        start = self.degrees.piece(rank, world_size) * size
+        return start, start + size
 
     def spans(self, rank: int, degree: int, within: tuple[int, int] | None = None) -> Iterator[ShardSpan]:
         """Yield the part of each parameter that lies in ``rank``'s shard at ``degree``, in buffer order.

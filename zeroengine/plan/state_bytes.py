@@ -24,7 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import degrees_of
+from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.checkpoint_copy import checkpoint_copy_bytes
 from zeroengine.plan.gathered_bytes import GatheredUnit, PrefetchLimits, most_gathered_bytes
 from zeroengine.plan.gradient_buffer_bytes import (
@@ -169,12 +169,12 @@ def predict_states(
             'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
             "write each stage and device to compare"
         )
-    degrees = degrees_of(int(zero.stage), zero.degree_numbers, setting.world_size)
+    rules = DegreeRules.of_settings(config.zero_optimization, setting.world_size)
     on_gpu = setting.device == "cuda"
     placement = plan_placement(
-        plans, degrees, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu
+        plans, rules, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu
     )
-    units = units_of_plans(plans, degrees, config, setting.world_size, setting.shard_align_bytes, placement)
+    units = units_of_plans(plans, rules, config, setting.world_size, setting.shard_align_bytes, placement)
     ledger = _Ledger()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
     sizes, is_fused = _optimizer_sizes(units, config, probe)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from zeroengine.config import Config
 from zeroengine.offload.placement_plan import plan_placement
-from zeroengine.partition.degrees import degrees_of
+from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.activations import MicroStep, OperationCount
 from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
 from zeroengine.plan.model_facts import ModelFacts
@@ -73,11 +73,11 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     """
     setting = setting_of(machine, config)
     zero = config.zero_optimization
-    degrees = degrees_of(int(zero.stage), zero.degree_numbers, setting.world_size)
+    rules = DegreeRules.of_settings(config.zero_optimization, setting.world_size)
     plans, align = model.plans(config), setting.shard_align_bytes
     on_gpu = machine.device == "cuda"
-    placement = plan_placement(plans, degrees, config, setting.world_size, align, has_device_memory=on_gpu)
-    units = units_of_plans(plans, degrees, config, setting.world_size, align, placement)
+    placement = plan_placement(plans, rules, config, setting.world_size, align, has_device_memory=on_gpu)
+    units = units_of_plans(plans, rules, config, setting.world_size, align, placement)
     accumulation = config.micro_steps_in_mean
     forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
     collectives = Collectives(machine)

@@ -12,7 +12,7 @@ from zeroengine.offload.placement_plan import PlacementPlan
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.partition.unit_layout import degrees_of_unit, layout_of_unit
+from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 from zeroengine.runtime.unit_gradients import GradientFormat
 
 
@@ -87,7 +87,7 @@ def value_bytes(plan: UnitPlan, device: str) -> int:
 
 def units_of_plans(
     plans: Sequence[UnitPlan],
-    degrees: Degrees,
+    rules: DegreeRules,
     config: Config,
     world_size: int,
     shard_align_bytes: int,
@@ -97,7 +97,7 @@ def units_of_plans(
 
     Args:
         plans: The units.
-        degrees: The degrees of the stage.
+        rules: The degrees of each unit.
         config: The resolved configuration.
         world_size: The number of ranks.
         shard_align_bytes: ``Transport.shard_align_bytes``.
@@ -106,7 +106,7 @@ def units_of_plans(
     units = []
     states_offloaded = iter(placement.optimizer_offloaded)
     for plan, shard_offloaded in zip(plans, placement.params_offloaded, strict=True):
-        unit_degrees = degrees_of_unit(plan, degrees, config.zero_optimization.param_persistence_threshold)
+        unit_degrees = rules.of_unit(plan)
         layout = layout_of_unit(plan, unit_degrees, world_size, shard_align_bytes)
         gradients, has_store = None, False
         if plan.trainable:
