@@ -295,7 +295,9 @@ def damaged(root: Path) -> None:
     assert "not " in refused(engine, root, "step-2")
     engine.load_checkpoint(root, fallback=True)
     assert engine.global_steps == 1, "the newest that is whole"
-    assert "checkpoint 'step-9' in" in refused(engine, root, "step-9")
+    said = refused(engine, root, "step-9")
+    assert said.startswith("checkpoint 'step-9' in") and "does not exist; there are: step-1, step-2, step-3." in said
+    assert "damaged" not in said and "fallback" not in said, "nothing comes before a name that was mistyped"
     assert "there is no folder" in refused(engine, root / "nowhere")
     if engine.rank == 0:
         (root / "step-1" / MANIFEST).write_text("{}")

@@ -53,6 +53,10 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+class MissingCheckpointError(CheckpointError):
+    """There is no checkpoint of this name."""
+
+
 class CheckpointFolder:
     """One folder of checkpoints on this rank's file system."""
 
@@ -156,7 +160,8 @@ class CheckpointFolder:
         """Return the directory of a checkpoint.
 
         Raises:
-            CheckpointError: There is no such checkpoint.
+            MissingCheckpointError: There is no such checkpoint.
+            CheckpointError: Its writer did not finish.
         """
         path = self.path / check_tag(tag)
         # A writer that died between two renames left the checkpoint under the name with `.replaced`. It is whole, so
@@ -168,8 +173,11 @@ class CheckpointFolder:
         if not (path / MANIFEST).is_file():
             tags = self.tags()
             others = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
-            state = "is not whole: its writer did not finish" if path.is_dir() else "does not exist"
-            raise CheckpointError(f"checkpoint {tag!r} in {self.path} {state}; {others}")
+            if not path.is_dir():
+                raise MissingCheckpointError(f"checkpoint {tag!r} in {self.path} does not exist; {others}")
+            raise CheckpointError(
+                f"checkpoint {tag!r} in {self.path} is not whole: its writer did not finish; {others}"
+            )
         return path
 
     def manifest(self, tag: str) -> Manifest:

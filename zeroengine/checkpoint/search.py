@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroengine.checkpoint.directory import CheckpointFolder
+from zeroengine.checkpoint.directory import CheckpointFolder, MissingCheckpointError
 from zeroengine.checkpoint.inspect import is_plain
 from zeroengine.checkpoint.manifest import Manifest, find_damage
 from zeroengine.checkpoint.restore import HalfLoadedError
@@ -31,6 +31,7 @@ class Candidate:
         path: Its directory.
         manifest: Its manifest; None where this rank cannot read it.
         problems: What any rank found wrong with its files.
+        is_missing: Whether no rank sees anything of that name.
     """
 
     tag: str
@@ -38,6 +39,7 @@ class Candidate:
     path: Path | None
     manifest: Manifest | None
     problems: list[str]
+    is_missing: bool
 
 
 class CheckpointSearch:
@@ -102,10 +104,13 @@ class CheckpointSearch:
         # The number is bounded, since a process that saves and removes without pause could make the search endless.
         for _ in range(MAX_SEARCHES):
             problems: list[str] = []
+            is_missing = False
             tags = self._tags_to_try(problems)
             subject = f"checkpoint {tags[0]}" if tags else f"every checkpoint in {self._directory.path}"
             for tag in tags:
                 candidate = self._examine(tag, lock)
+                # The first one is the one that was asked for, and the message is about it.
+                is_missing = candidate.is_missing if tag == tags[0] else is_missing
                 if not candidate.problems:
                     return candidate
                 # Ask before the lock is given back, as the checkpoint may be removed at any moment afterwards.
@@ -121,6 +126,9 @@ class CheckpointSearch:
         # The advice is left out where the fallback has already been tried.
         advice = "" if self._fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
         reasons = "; ".join(dict.fromkeys(problems[:MAX_PROBLEMS]))
+        if is_missing and not self._fallback:
+            # A tag that the user mistyped has nothing before it; one that `latest` names has.
+            raise MissingCheckpointError(f"{reasons}.{advice if self._tag is None else ''}")
         raise CheckpointError(f"{subject} is damaged: {reasons}.{advice}")
 
     def _tags_to_try(self, problems: list[str]) -> list[str]:
@@ -150,7 +158,7 @@ class CheckpointSearch:
                 lock.enter_context(self._directory.held(tag))
                 # The identity is taken under the lock, so it is that of the checkpoint which nobody can remove now.
                 identity = self._directory.identity(tag)
-        path, manifest = None, None
+        path, manifest, is_missing = None, None, False
         try:
             # Every rank reads the manifest for itself, which shows whether it sees the shared folder at all.
             path, manifest = self._directory.checkpoint(tag), self._directory.manifest(tag)
@@ -158,10 +166,12 @@ class CheckpointSearch:
             names = sorted(manifest.files)[self._group.rank :: self._group.world_size]
             problems = find_damage(path, manifest, names)
         except CheckpointError as error:
-            problems = [str(error)]
+            problems, is_missing = [str(error)], isinstance(error, MissingCheckpointError)
         # A problem of one file is a problem for all ranks.
-        all_problems = [problem for problems in self._group.all_gather_object(problems) for problem in problems]
-        return Candidate(tag, identity, path, manifest, list(dict.fromkeys(all_problems)))
+        findings = self._group.all_gather_object((problems, is_missing))
+        all_problems = [problem for problems, _ in findings for problem in problems]
+        is_missing_everywhere = all(is_missing for _, is_missing in findings)
+        return Candidate(tag, identity, path, manifest, list(dict.fromkeys(all_problems)), is_missing_everywhere)
 
     def _was_removed(self, candidate: Candidate) -> bool:
         """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
