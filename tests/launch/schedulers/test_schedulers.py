@@ -343,7 +343,15 @@ def test_long_names_are_told_apart_and_said() -> None:
         (["--launcher", "mpi"], "--launcher mpi: MPI has not started this process."),
         (["--launcher", "ssh"], "--launcher ssh: which hosts? Name a file of them with --hostfile"),
         (["--submit"], "--submit is for Slurm. Add --launcher slurm"),
-        (["--include", "a"], "--include has no meaning with --launcher local. Leave one of them out"),
+        (
+            ["--include", "a"],
+            "--include a: it chooses from the hosts of a --hostfile, and there is none. Add",
+        ),
+        (
+            ["--include", "localhost:0,1"],
+            "--include localhost:0,1: it chooses from the hosts of a --hostfile, and there is none. To use these GPUs "
+            "of this machine, write CUDA_VISIBLE_DEVICES=0,1 zero-launch --nproc 2",
+        ),
         (["--nnodes", "2"], "--nnodes 2: on which hosts? Name a file of them with --hostfile"),
         (["--port", "70000"], "--port 70000: ports go from 1 to 65535."),
         (["--max-restarts", "-1"], "--max-restarts -1: write 0 for none, or a positive number"),
