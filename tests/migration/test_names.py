@@ -93,6 +93,12 @@ def test_a_property_that_fails_fails_with_its_own_error() -> None:
     assert unanswered(object.__new__(zeroengine.Engine), ["module", "unheard_of"]) == ["module", "unheard_of"]
 
 
+def test_a_mistyped_name_is_answered_with_the_nearest_one() -> None:
+    engine = object.__new__(zeroengine.Engine)
+    with pytest.raises(AttributeError, match=r"'save_chekpoint'. The nearest name is save_checkpoint\."):
+        engine.save_chekpoint  # type: ignore[attr-defined]  # noqa: B018
+
+
 # -- what is told exists ------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import dis
 import functools
 import os
@@ -34,7 +35,16 @@ def engine_attribute(name: str, engine: object) -> str:
             return f"{plain}, which is a name of {DEEPSPEED}. {note}."
     if hasattr(vars(engine).get("module"), name):
         return f"{plain}. The model has it: write engine.module.{name}."
-    return plain
+    nearest = _nearest_name(name, tuple(dir(type(engine))))
+    return plain if nearest is None else f"{plain}. The nearest name is {nearest}."
+
+
+# Python's own suggestion is on the terminal alone; logs and reports of a launcher have the message.
+@functools.cache
+def _nearest_name(name: str, attributes: tuple[str, ...]) -> str | None:
+    """Return the public one of `attributes` that `name` may be a misspelling of, or None."""
+    public = [attribute for attribute in attributes if not attribute.startswith("_")]
+    return next(iter(difflib.get_close_matches(name, public, n=1, cutoff=0.8)), None)
 
 
 # Code that looks for an attribute of another library's engine may do so in every step, so the answer is cached.
