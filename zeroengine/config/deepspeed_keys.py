@@ -156,8 +156,7 @@ _ROWS = {
     ],
     "zero_optimization.": [
         _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
-        _no_effect("reduce_scatter", "the degrees of the stage decide: reduce-scatter where gradients are partitioned",
-            off=_NULL_ONLY),
+        _no_effect("reduce_scatter", "it is used wherever gradients are partitioned", off=_NULL_ONLY),
         _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always", off=_NULL_ONLY),
         _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
         _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them", off=_NULL_ONLY),
