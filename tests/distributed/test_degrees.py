@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroengine
+from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
@@ -83,10 +84,17 @@ def train(settings: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
 
 
 def differences(
-    chosen: Sequence[Triple | PerUnit], steps: int, expected_of: Triple, more: dict[str, Any], tolerance: float = 0.0
+    chosen: Sequence[Triple | PerUnit],
+    steps: int,
+    expected_of: Triple,
+    more: dict[str, Any],
+    tolerance: float = 0.0,
+    ranks_per_host: int = 0,
 ) -> list[Any]:
     """The triples whose losses or weights differ from those of ``expected_of``."""
     dist.init_process_group("gloo")
+    if ranks_per_host:
+        imagine_hosts(ranks_per_host)
     losses, state = train(degree_config(expected_of, **more), steps)
     assert len(set(losses)) == len(losses)
     found = []
@@ -127,14 +135,14 @@ def test_degrees_of_single_units_have_the_bits_of_stage_0(transport: str) -> Non
     assert_no_differences(8, middle, 10, (1, 1, 1), {"comm": {"transport": transport}}, timeout=300)
 
 
-def accumulated(world_size: int, chosen: Sequence[Triple]) -> None:
+def accumulated(world_size: int, chosen: Sequence[Triple], ranks_per_host: int = 0) -> None:
     """With accumulation, gradients of one rank are summed first at degree 1, and those of one micro-step above."""
     more = {"gradient_accumulation_steps": 3}
     whole = [triple for triple in chosen if triple[1] == 1]
-    assert_no_differences(world_size, whole, 2, (1, 1, 1), more)
+    assert_no_differences(world_size, whole, 2, (1, 1, 1), more, 0.0, ranks_per_host)
     cut = [triple for triple in chosen if triple[1] > 1]
-    assert_no_differences(world_size, cut, 2, (world_size,) * 3, more)
-    arguments = (cut, 2, (1, 1, 1), more, 1e-5)
+    assert_no_differences(world_size, cut, 2, (world_size,) * 3, more, 0.0, ranks_per_host)
+    arguments = (cut, 2, (1, 1, 1), more, 1e-5, ranks_per_host)
     assert_no_differences(world_size, *arguments)
 
 
@@ -145,6 +153,46 @@ def test_with_accumulation_degrees_agree_on_each_side_of_gradient_degree_1() -> 
 @pytest.mark.slow
 def test_with_accumulation_all_degrees_agree_on_each_side_of_gradient_degree_1() -> None:
     accumulated(4, triples(4))
+
+
+def test_two_hosts_have_the_bits_of_stage_0_at_all_degrees() -> None:
+    assert_no_differences(4, ((2, 2, 2), (1, 2, 4), (4, 4, 4)), 3, (1, 1, 1), {}, 0.0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2)])
+def test_hosts_have_the_bits_of_stage_0_at_all_degrees(world_size: int, ranks_per_host: int) -> None:
+    """Where hosts have three ranks, or there are three, some degrees straddle hosts."""
+    assert_no_differences(world_size, triples(world_size), 20, (1, 1, 1), {}, 0.0, ranks_per_host, timeout=900)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_accumulation_agree_on_each_side_of_gradient_degree_1() -> None:
+    accumulated(4, triples(4), ranks_per_host=2)
+
+
+def losses_on_hosts(*sizes: int) -> list[Any]:
+    """The transport and the losses of each of the ways to connect the ranks, over hosts with these numbers of ranks."""
+    dist.init_process_group("gloo")
+    imagine_hosts(*sizes)
+    found = []
+    for transport, triple in (("auto", (4, 4, 4)), ("gloo", (4, 4, 4)), ("gloo", (1, 1, 1))):
+        settings = degree_config(triple, comm={"transport": transport})
+        engine = zeroengine.initialize(build(PartlyTrained), config=settings)
+        name = engine._parts.transport.name
+        engine.close()
+        found.append((name, train(settings, 3)[0]))
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((2, 2), "two-level"), ((1, 3), "gloo")])
+def test_sums_go_host_by_host_on_every_transport(sizes: tuple[int, ...], name: str) -> None:
+    for auto, *others in run_ranks(4, losses_on_hosts, *sizes):
+        assert auto[0] == name and all(losses == auto[1] for _, losses in others)
+
+
+def test_bf16_has_the_same_bits_on_two_hosts() -> None:
+    assert_no_differences(4, ((2, 2, 2), (2, 2, 4)), 3, (4, 4, 4), {"bf16": {"enabled": True}}, 0.0, 2)
 
 
 def test_bf16_has_the_same_bits_at_all_degrees() -> None:

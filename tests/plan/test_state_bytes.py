@@ -159,7 +159,7 @@ def test_a_process_grows_by_what_is_predicted(peak: str) -> None:
     [
         ((0, "cpu", "shm"), "world_size is the number of ranks, at least 1; found 0"),
         ((2, "tpu", "shm"), 'device is "cpu" or "cuda", found \'tpu\''),
-        ((2, "cpu", "mpi"), "transport is one of shm, gloo, nccl, fake, local, single; found 'mpi'"),
+        ((2, "cpu", "mpi"), "transport is one of shm, gloo, two-level, nccl, fake, local, single; found 'mpi'"),
     ],
 )
 def test_a_wrong_setting_says_what_to_write(arguments: Any, message: str) -> None:

@@ -24,8 +24,8 @@ a second stream that uses a unit behind the first.
 - Dtypes. Gathers move bytes of any dtype. Sums take any floating dtype: float32, bfloat16 and float16 have kernels, and
   other dtypes go through torch. The shard and the full buffer of a reduce-scatter may differ in dtype.
 - Rounding. Every transport except NCCL's adds bfloat16 and float16 in float32, in rank order, and rounds once, to the
-  dtype of the target, so that equal inputs give equal bits. NCCL has its own order and rounding. Nothing here divides:
-  see "SUM only" in docs/design.md.
+  dtype of the target, so that equal inputs give equal bits. On several hosts each adds the ranks of a host, and then
+  the hosts in order. NCCL has its own order and rounding. Nothing here divides: see "SUM only" in docs/design.md.
 - Divergence. Ranks that issue different operations get a ``DivergenceError`` that names units and ranks. Shared memory
   compares the records of each operation when it is executed. Gloo tags each message with the operation's number and
   name, so that different operations stall and the watchdog reports them. NCCL compares a checksum of all operations so
@@ -276,6 +276,9 @@ class Transport(Protocol):
             dtype: Their dtype.
             copied: Whether gathered values must survive overwriting the shards that they came from.
         """
+
+    def staging_bytes(self) -> int:
+        """Return the bytes of memory that operations pass through and that is kept for the next ones."""
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""

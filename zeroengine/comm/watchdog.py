@@ -185,6 +185,10 @@ class Watchdog:
         finally:
             self._record.drop(issued)
 
+    def report(self) -> str:
+        """Return the positions of all ranks in one sentence. Waits a few seconds for their answers."""
+        return self._board.report(self._record.position) + "."
+
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turn a failure of the operation that is issued or awaited inside into an error that names units and ranks."""

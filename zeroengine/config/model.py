@@ -194,7 +194,8 @@ class Comm(Section):
     timeout_seconds: Annotated[float, Gt(0), Le(1e9)] = 600.0
     """Seconds after which a stalled collective is an error that names the unit and the ranks."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
-    """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it is available."""
+    """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it is available, and
+    Gloo between machines."""
     register_buffers: Literal[False, True, "symmetric"] = False
     """On NCCL: take the memory of collectives from registered pools, so that NCCL needs no copies of its own.
     "symmetric" is an older value that means true."""

@@ -35,7 +35,8 @@ class Memory:
         buckets: The buffers that gradients are reduced from.
         gathered: The full buffers of units that are released between uses, and are gathered now.
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
-        staging: Buffers between the stores of offloaded states and the computation.
+        staging: Buffers between the stores of offloaded states and the computation, and between hosts whose ranks share
+            memory.
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
         nvme: The bytes of the four states that are on a disk and not in memory.
@@ -72,7 +73,7 @@ class Memory:
         lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
         for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
             # Without offloading this row would only distract.
-            if name == "staging" and not offloaded:
+            if name == "staging" and not offloaded and not self.staging:
                 continue
             if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
                 continue
@@ -105,7 +106,9 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         buckets=parts.reducer.buffer_bytes(),
         put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
-        staging=parts.placement.send_buffer_bytes + (host_staging if computes_on_cpu else 0),
+        staging=parts.placement.send_buffer_bytes
+        + parts.transport.staging_bytes()
+        + (host_staging if computes_on_cpu else 0),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
         cpu=in_cpu | ({} if computes_on_cpu else {"staging": host_staging, "checkpoint": checkpoint_copy_bytes}),
         nvme=on_disk,

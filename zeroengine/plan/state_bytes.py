@@ -18,6 +18,7 @@ from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
@@ -44,6 +45,7 @@ BUFFERS = ("buckets", "gathered", "staging")
 TRANSPORTS: dict[str, type[Transport]] = {
     "shm": SharedMemoryTransport,
     "gloo": GlooTransport,
+    "two-level": TwoLevelTransport,
     "nccl": NCCLTransport,
     "fake": NCCLTransport,
     "local": SingleProcessTransport,
@@ -58,7 +60,7 @@ class Setting:
     Attributes:
         world_size: The number of ranks.
         device: The kind of device that the model computes on.
-        transport: The name of the transport: "shm", "gloo", "nccl", "single" (one rank) or "fake".
+        transport: The name of the transport: "shm", "gloo", "two-level", "nccl", "single" (one rank) or "fake".
 
     Raises:
         ZeroEngineError: A value is not one of these.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.ranks import RankFailed, run_ranks
 from zeroengine import ops
 from zeroengine.comm.group import Group
@@ -24,11 +25,15 @@ from zeroengine.utils.work import Work
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged"])
+# The hosts of "two-level" are imagined, with two ranks each.
+KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged", "two-level"])
 
 
 def transport_of(kind: str, timeout: float = 60.0) -> Transport:
     dist.init_process_group("gloo")
+    if kind == "two-level":
+        imagine_hosts(2)
+        return open_transport(Group(None, CPU), "auto", timeout)
     if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
         return HostStagedTransport(open_transport(Group(None, CPU), "gloo", timeout), CPU)
     return open_transport(Group(None, CPU), kind, timeout)
@@ -40,13 +45,28 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def summed(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """In rank order; low precision in fp32, rounded once."""
+def summed(pieces: list[torch.Tensor], per_host: int = 100) -> torch.Tensor:
+    """The ranks of each host in rank order, then the hosts; low precision in fp32, rounded once."""
+    return wide_sum(pieces, per_host).to(pieces[0].dtype)
+
+
+def wide_sum(pieces: list[torch.Tensor], per_host: int) -> torch.Tensor:
     wide = torch.float64 if pieces[0].dtype is torch.float64 else torch.float32
-    total = pieces[0].to(wide)
-    for piece in pieces[1:]:
-        total = total + piece.to(wide)
-    return total.to(pieces[0].dtype)
+    hosts = [pieces[first : first + per_host] for first in range(0, len(pieces), per_host)]
+    totals = []
+    for host in hosts:
+        total = host[0].to(wide)
+        for piece in host[1:]:
+            total = total + piece.to(wide)
+        totals.append(total)
+    total = totals[0]
+    for other in totals[1:]:
+        total = total + other
+    return total
+
+
+def ranks_per_host(transport: Transport) -> int:
+    return 2 if transport.name == "two-level" else transport.world_size
 
 
 class Script:
@@ -54,6 +74,7 @@ class Script:
 
     def __init__(self, transport: Transport, seed: int) -> None:
         self.transport, self.seed = transport, seed
+        self.per_host = ranks_per_host(transport)
         self.rank, self.size = transport.rank, transport.world_size
         self.shared = random.Random(seed)
         self.own = random.Random(1000 * seed + self.rank)
@@ -83,7 +104,7 @@ class Script:
         return self.transport.empty(numel, dtype, channel).copy_(everyone[self.rank]), everyone
 
     def mine(self, everyone: list[torch.Tensor]) -> torch.Tensor:
-        return summed([piece.chunk(self.size)[self.rank] for piece in everyone])
+        return summed([piece.chunk(self.size)[self.rank] for piece in everyone], self.per_host)
 
     def gather(self, numel: int, dtype: torch.dtype) -> None:
         shard, everyone = self.sent(numel, dtype, "gather")
@@ -112,9 +133,8 @@ class Script:
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             expected = None
             if second:
-                first = summed(parts[0]).to(wide)
-                added = sum((p.to(wide) for p in parts[1][1:]), parts[1][0].to(wide))
-                expected = (first + added).to(dtype)
+                first = summed(parts[0], self.per_host).to(wide)
+                expected = (first + wide_sum(parts[1], self.per_host)).to(dtype)
             self.open.append((self.transport.reduce, work, shard, expected))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
@@ -128,7 +148,7 @@ class Script:
         self.scatter(numel, dtype)
         if late:
             work.wait_stream()
-        assert torch.equal(full, summed(everyone))
+        assert torch.equal(full, summed(everyone, self.per_host))
 
     def scalars(self, numel: int, dtype: torch.dtype) -> None:
         numel = min(numel, 100)
@@ -147,7 +167,7 @@ def run_scripts(kind: str) -> None:
 
 @KINDS
 def test_operations_of_any_kind_size_and_dtype_may_be_awaited_in_any_order(kind: str) -> None:
-    run_ranks(3, run_scripts, kind)
+    run_ranks(4 if kind == "two-level" else 3, run_scripts, kind)
 
 
 def reuse_memory(kind: str) -> int:
@@ -166,13 +186,13 @@ def reuse_memory(kind: str) -> int:
         work.wait_stream()
     for step, shard in enumerate(shards):
         pieces = [values(step, rank, numel * size, torch.float32).chunk(size)[transport.rank] for rank in range(size)]
-        assert torch.equal(shard, summed(pieces)), step
+        assert torch.equal(shard, summed(pieces, ranks_per_host(transport))), step
     return waits
 
 
 @KINDS
 def test_memory_that_is_reusable_may_be_written_while_peers_are_behind(kind: str) -> None:
-    run_ranks(3, reuse_memory, kind)
+    run_ranks(4 if kind == "two-level" else 3, reuse_memory, kind)
 
 
 def gather_again(kind: str) -> None:
@@ -202,7 +222,7 @@ def gather_again(kind: str) -> None:
 
 @KINDS
 def test_a_released_buffer_shows_new_values_at_the_next_gather_and_its_writes_stay_local(kind: str) -> None:
-    run_ranks(2, gather_again, kind)
+    run_ranks(4 if kind == "two-level" else 2, gather_again, kind)
 
 
 def many_operations() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.comm.group import Group
+from zeroengine.comm.host_layout import layout_of
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
@@ -14,6 +18,7 @@ from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.errors import ZeroEngineError
 
 # NCCL's own watchdog ends the process without saying which rank stalled, so it waits longer than zeroengine's.
@@ -46,8 +51,15 @@ def open_transport(group: Group, kind: str, timeout: float, registered: bool = F
         # Gloo and shared memory move host memory only.
         return HostStagedTransport(_open_gloo(group, timeout), group.device)
     if kind != "gloo":
-        memory = _open_shared_memory(group)
+        hosts = _hosts(group)
+        # Ranks of one host share memory. Of several hosts, those of each do, if all have equally many.
+        layout = layout_of(hosts, group.rank) if kind == "auto" else None
+        ranks = next(ranks for ranks in hosts if group.rank in ranks) if layout else range(group.world_size)
+        memory = _open_shared_memory(group, ranks)
         if not isinstance(memory, str):
+            if layout is not None:
+                sockets, watchdog = group.new_group(group.backend, timeout), group.start_watchdog(timeout)
+                return TwoLevelTransport(memory, layout, sockets, watchdog, timeout)
             group.surround_long_waits(memory.long_wait)
             return SharedMemoryTransport(memory, timeout)
         if kind == "shm":
@@ -56,16 +68,27 @@ def open_transport(group: Group, kind: str, timeout: float, registered: bool = F
 
 
 def _open_gloo(group: Group, timeout: float) -> GlooTransport:
-    return GlooTransport(group.new_group(group.backend, timeout), group.start_watchdog(timeout), timeout)
+    hosts = _hosts(group)
+    return GlooTransport(group.new_group(group.backend, timeout), group.start_watchdog(timeout), timeout, hosts)
 
 
-def _open_shared_memory(group: Group) -> SharedMemory | str:
-    """Return the ranks' memory files, or the reason why some rank cannot use them: the same on all ranks."""
+def _hosts(group: Group) -> list[list[int]]:
+    """Return the ranks of each host, in the order of their first ranks. A collective."""
+    identities = group.all_gather_object(shared_memory_file.host_identity())
+    return list(ranks_by_value(dict(enumerate(identities))).values())
+
+
+def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | str:
+    """Return the memory files of ``ranks``, or the reason why some rank cannot use them: the same on all ranks."""
     addresses = group.all_gather_object(shared_memory_file.offer())
-    memory = shared_memory_file.open_memory(group.rank, addresses)
+    shared = [addresses[rank] for rank in ranks]
+    memory = shared_memory_file.open_memory(group.rank - ranks[0], shared, ranks[0])
     # If one rank cannot open a peer's memory, no rank may use shared memory.
     reasons = group.all_gather_object(memory if isinstance(memory, str) else None)
-    return next((reason for reason in reasons if reason is not None), memory)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is not None and not isinstance(memory, str):
+        memory.close()
+    return memory if reason is None else reason
 
 
 def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:

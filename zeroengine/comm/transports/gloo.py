@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
-from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, shard_index
 from zeroengine.utils.work import Then, Work
@@ -52,11 +52,16 @@ class GlooWork:
         """Return whether a wait has finished."""
         return not self._works
 
-    def done_within(self, seconds: float) -> bool:
-        """Return whether it is done, after waiting for at most ``seconds``."""
-        if seconds > 0 and self._works and self._waiter is None:
+    def watch(self) -> None:
+        """Start a thread that waits, so that ``done`` tells when everything was sent and received."""
+        if self._works and self._waiter is None:
             self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
             self._waiter.start()
+
+    def done_within(self, seconds: float) -> bool:
+        """Return whether it is done, after waiting for at most ``seconds``."""
+        if seconds > 0:
+            self.watch()
         if self._waiter is not None:
             self._waiter.join(seconds)
         return self.done()
@@ -72,10 +77,25 @@ class GlooWork:
 
 
 class GlooChannel:
-    """See ``interfaces.Channel``."""
+    """See ``interfaces.Channel``.
 
-    def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog, timeout: timedelta) -> None:
-        self._name, self._group = name, group
+    Args:
+        name: The channel's name.
+        group: The ranks.
+        watchdog: Reports stalls.
+        timeout: The time after which a stalled operation is an error.
+        hosts: The ranks of each host, which are added first. See ``rank_order_sum``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        watchdog: Watchdog,
+        timeout: timedelta,
+        hosts: Sequence[Sequence[int]],
+    ) -> None:
+        self._name, self._group, self._hosts = name, group, hosts
         self.watchdog, self.timeout = watchdog, timeout
         self._rank, self._size = group.rank(), group.size()
         self._all_ranks = tuple(range(self._size))
@@ -95,7 +115,7 @@ class GlooChannel:
         # The shard may be this rank's slice of the full buffer already.
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
-        return self._exchange("gather", label, dict.fromkeys(ranks, shard), slices)
+        return self.exchange("gather", label, dict.fromkeys(ranks, shard), slices)
 
     def reduce_scatter(
         self,
@@ -117,12 +137,12 @@ class GlooChannel:
         pieces.insert(self._rank, sent[self._rank])
 
         def finish() -> None:
-            sum_in_rank_order(shard, pieces, accumulate)
+            sum_by_host(shard, pieces, self._hosts, accumulate)
             spare.append(arrived)
 
         # Works may be awaited in any order, but accumulations into one shard build on one another.
         before = self._writers.get(shard.data_ptr()) if accumulate else None
-        exchange = self._exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
+        exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
         work = Then(exchange, finish, after=before)
         self._writers[shard.data_ptr()] = work
         return work
@@ -135,7 +155,7 @@ class GlooChannel:
         second_seq = self._seq
         first = self.reduce_scatter(own_slice, full, label)
         slices = dict(enumerate(full.chunk(self._size)))
-        gather = partial(self._exchange, "gather", label, dict.fromkeys(slices, own_slice), slices, second_seq)
+        gather = partial(self.exchange, "gather", label, dict.fromkeys(slices, own_slice), slices, second_seq)
         return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
@@ -149,7 +169,7 @@ class GlooChannel:
         work.wait_stream()
         return True
 
-    def _exchange(
+    def exchange(
         self,
         kind: str,
         label: str,
@@ -157,7 +177,14 @@ class GlooChannel:
         received: Mapping[int, torch.Tensor],
         seq: int = 0,
     ) -> GlooWork:
-        """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it. Both have the same ranks as keys.
+        """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
+
+        Args:
+            kind: What the exchange is for, for people.
+            label: The unit's name.
+            sent: By rank. This rank is among them, and its own value is ignored.
+            received: By rank, the same ones.
+            seq: The number of the operation, the same on all ranks. 0: the next number.
 
         The tag holds the operation's number and name, so different operations never match: they stall, and the watchdog
         reports them.
@@ -177,25 +204,30 @@ class GlooChannel:
             position, size = ranks.index(self._rank), len(ranks)
             for step in range(1, size):
                 to, source = ranks[(position + step) % size], ranks[(position - step) % size]
-                works.append(self._group.recv([received[source]], source, tag))
-                works.append(self._group.send([sent[to]], to, tag))
+                # Both sides know the sizes, and nothing is not worth a message.
+                if received[source].numel():
+                    works.append(self._group.recv([received[source]], source, tag))
+                if sent[to].numel():
+                    works.append(self._group.send([sent[to]], to, tag))
         return GlooWork(self, what, works)
 
 
 class GlooTransport:
-    """See ``interfaces.Transport``."""
+    """See ``interfaces.Transport``, and ``GlooChannel``."""
 
     name = "gloo"
     overlaps = True
     shard_align_bytes = 1
     refill = staticmethod(refill)
 
-    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float, hosts: Sequence[Sequence[int]] = ()
+    ) -> None:
         limit = timedelta(seconds=timeout)
         self.rank, self.world_size = group.rank(), group.size()
         self._watchdog, self._group = watchdog, group
-        self.gather = GlooChannel("gather", group, watchdog, limit)
-        self.reduce = GlooChannel("reduce", group, watchdog, limit)
+        self.gather = GlooChannel("gather", group, watchdog, limit, hosts)
+        self.reduce = GlooChannel("reduce", group, watchdog, limit, hosts)
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         """Return at once: ranks exchange with one another directly."""
@@ -207,6 +239,10 @@ class GlooTransport:
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of torch's own memory."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
+
+    def staging_bytes(self) -> int:
+        """Return 0: its receive buffers are counted as memory in passing."""
+        return 0
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of all ranks, and add them in rank order."""

@@ -108,6 +108,10 @@ class HostStagedTransport:
         """Return a buffer of torch's own memory on the device."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
+    def staging_bytes(self) -> int:
+        """Return the bytes of the transport in host memory."""
+        return self._inner.staging_bytes()
+
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum in host memory. The host waits for the device."""
         return self._inner.all_reduce_scalars(_copy_to_host(values), label).to(self._device)

@@ -305,6 +305,10 @@ class NCCLTransport:
         """Return a buffer of the gather channel's memory."""
         return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
 
+    def staging_bytes(self) -> int:
+        """Return 0: NCCL has its own."""
+        return 0
+
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
         # The sums of the last step have usually arrived by now, so reading them does not wait for the device.

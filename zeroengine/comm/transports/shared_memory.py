@@ -13,6 +13,7 @@ so when that returns all memory posted earlier may be written again.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +25,14 @@ from zeroengine.partition.degrees import Degrees
 
 
 class SharedMemoryTransport:
-    """See ``interfaces.Transport``. ``timeout``: seconds after which a stalled operation is an error."""
+    """See ``interfaces.Transport``.
+
+    Args:
+        memory: The memory files of all ranks.
+        timeout: Seconds after which a stalled operation is an error.
+        progress_others: See ``SharedMemoryChannel``.
+        report: See ``SharedMemoryChannel``.
+    """
 
     name = "shm"
     overlaps = False
@@ -32,14 +40,23 @@ class SharedMemoryTransport:
     shard_align_bytes = mmap.PAGESIZE
     refill = staticmethod(refill)
 
-    def __init__(self, memory: SharedMemory, timeout: float) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        timeout: float,
+        progress_others: Callable[[], None] | None = None,
+        report: Callable[[], str] | None = None,
+    ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self._memory = memory
-        # Both channels refer to this list, because a rank that waits on one executes operations of both. The list is
-        # complete once both exist.
-        channels: list[SharedMemoryChannel] = []
-        channels += [SharedMemoryChannel(memory, name, timeout, channels) for name in CHANNELS]
-        self.gather, self.reduce = channels
+        # All channels refer to this list, because a rank that waits on one executes operations of all. The list is
+        # complete once all exist. The last two serve ``TwoLevelTransport`` alone.
+        self._channels: list[SharedMemoryChannel] = []
+        names = CHANNELS if progress_others is not None else CHANNELS[:2]
+        self._channels += [
+            SharedMemoryChannel(memory, name, timeout, self._channels, progress_others, report) for name in names
+        ]
+        self.gather, self.reduce, *self.of_other_hosts = self._channels
         self._scalars: list[torch.Tensor] = []
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
@@ -55,6 +72,10 @@ class SharedMemoryTransport:
         # shard, so their values must be copied.
         return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype)
 
+    def staging_bytes(self) -> int:
+        """Return 0: peers read this rank's memory itself."""
+        return 0
+
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``interfaces.Transport``, and "Lifetimes" above."""
         # Two vectors alternate, because a rank is at most one such operation ahead of the slowest reader.
@@ -62,8 +83,8 @@ class SharedMemoryTransport:
             self._scalars = [self.empty(values.numel(), torch.float64, "reduce") for _ in range(2)]
         self._scalars.reverse()
         sent = self._scalars[0][: values.numel()].copy_(values)
-        self.gather.drain()
-        self.reduce.drain()
+        for channel in self._channels:
+            channel.drain()
         return self.reduce.all_reduce_scalars(sent, label)
 
     def check_order(self) -> None:
@@ -72,9 +93,9 @@ class SharedMemoryTransport:
     def fence(self) -> None:
         """Return when every peer has executed everything that this rank posted."""
         # This rank first executes its own operations. Otherwise two ranks could wait for each other.
-        for channel in (self.gather, self.reduce):
+        for channel in self._channels:
             channel.drain()
-        for channel in (self.gather, self.reduce):
+        for channel in self._channels:
             channel.fence()
 
     def close(self) -> None:

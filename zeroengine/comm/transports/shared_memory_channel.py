@@ -27,8 +27,6 @@ from typing import NamedTuple
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
-from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -37,15 +35,12 @@ from zeroengine.comm.transports.shared_memory_file import (
     MAX_POSTED,
     RECORD,
     SharedMemory,
-    SharedMemoryPeer,
-    check_result,
 )
+from zeroengine.comm.transports.shared_memory_reads import GATHER, KINDS, REDUCE, SCALARS, PeerReads
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.work import Work
 
-GATHER, REDUCE, SCALARS = range(3)
-KINDS = ("gather", "reduce", "all-reduce")
 POLL_US = 2000
 
 
@@ -53,6 +48,15 @@ def _short_label(label: str) -> bytes:
     """Return at most 100 bytes, which differ for different labels."""
     encoded = label.encode()
     return encoded if len(encoded) <= 100 else encoded[:91] + b"~%08x" % zlib.crc32(encoded)
+
+
+class Piece(NamedTuple):
+    """A part of what a rank sends, and where it goes."""
+
+    rank: int
+    start: int  # bytes from the beginning of what the rank sends
+    target: int  # an address of this process
+    nbytes: int
 
 
 class PeerRead(NamedTuple):
@@ -90,17 +94,26 @@ class SharedMemoryChannel:
         name: One of ``CHANNELS``.
         timeout: Seconds after which a stalled operation is an error.
         channels: All channels of this rank, once they exist. A waiting rank executes operations of all of them.
+        progress_others: Called while this rank waits: takes steps of operations that build on these channels.
+        report: Returns a sentence with each rank's position, for errors. None: these channels are all there is.
     """
 
     def __init__(
-        self, memory: SharedMemory, name: str, timeout: float, channels: Sequence[SharedMemoryChannel]
+        self,
+        memory: SharedMemory,
+        name: str,
+        timeout: float,
+        channels: Sequence[SharedMemoryChannel],
+        progress_others: Callable[[], None] | None = None,
+        report: Callable[[], str] | None = None,
     ) -> None:
         self._memory, self.name, self._timeout, self._channels = memory, name, timeout, channels
+        self._progress_others, self._report = progress_others, report or self._positions
         self._base = CHANNELS.index(name) * CHANNEL_BYTES
         starts = [ctypes.addressof(ctypes.c_char.from_buffer(peer.control, self._base)) for peer in memory.peers]
         # The addresses of each rank's counters.
         self._posted, self._summed, self._executed = ([start + i * CACHE_LINE for start in starts] for i in range(3))
-        self._lib = memory.lib
+        self._lib, self._reads = memory.lib, PeerReads(memory, self._base)
         self._all_ranks = tuple(range(memory.world_size))
         self._seq = 0
         self._pending: deque[SharedMemoryWork] = deque()
@@ -111,24 +124,56 @@ class SharedMemoryChannel:
         self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
     ) -> Work:
         """Post the shard; map or read those of the peers once they have posted them."""
-        memory = self._memory
-        ranks = ranks or self._all_ranks
-        own_position = ranks.index(memory.rank)
         nbytes, base = shard.nbytes, full.data_ptr()
-        work = self._post(GATHER, label, shard)
-        # Only whole pages can be mapped. Other shards are copied.
-        mapped = memory.is_mapped(full) and nbytes % mmap.PAGESIZE == 0
-        bring = self._map if mapped else self._read
-        if mapped:
-            # This rank's own shard is mapped like the others, so that the full buffer holds no copy of it.
-            own = partial(bring, memory.peers[memory.rank], work.seq, base + own_position * nbytes, nbytes)
-            work.steps.append(PeerRead((), (), own))
-        elif base + own_position * nbytes != shard.data_ptr():
-            full.chunk(len(ranks))[own_position].copy_(shard)
-        for position, rank in enumerate(ranks):
-            if rank != memory.rank:
-                step = partial(bring, memory.peers[rank], work.seq, base + position * nbytes, nbytes)
-                work.steps.append(PeerRead(self._posted, (rank,), step))
+        pieces = [Piece(rank, 0, base + i * nbytes, nbytes) for i, rank in enumerate(ranks or self._all_ranks)]
+        return self.share(shard, label, pieces, into=full)
+
+    def share(
+        self, sent: torch.Tensor, label: str, pieces: Sequence[Piece], into: torch.Tensor | None = None
+    ) -> SharedMemoryWork:
+        """Post ``sent``; map or read pieces of what the ranks have posted.
+
+        Args:
+            sent: 1-D, as long on every rank.
+            label: The unit's name.
+            pieces: What this rank reads, of its own memory as well.
+            into: The full buffer that the pieces go to, if they may be mapped.
+        """
+        memory = self._memory
+        work = self._post(GATHER, label, sent)
+        # Only whole pages can be mapped. Other pieces are copied.
+        mapped = into is not None and memory.is_mapped(into) and sent.nbytes % mmap.PAGESIZE == 0
+        bring = self._reads.map if mapped else self._reads.read
+        # This rank's own piece comes first, because it is ready. It is mapped like the others, so that the full buffer
+        # holds no copy of it.
+        for piece in sorted(pieces, key=lambda piece: piece.rank != memory.rank):
+            is_own = piece.rank == memory.rank
+            if is_own and not mapped and piece.target == sent.data_ptr() + piece.start:
+                continue
+            step = partial(bring, memory.peers[piece.rank], work.seq, piece.target, piece.nbytes, piece.start)
+            work.steps.append(PeerRead(self._posted, () if is_own else (piece.rank,), step))
+        return self._issue(work)
+
+    def sum_slices(
+        self,
+        full: torch.Tensor,
+        label: str,
+        slices: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        then: Callable[[], None],
+    ) -> SharedMemoryWork:
+        """Post ``full``; add all ranks' values of some slices of it.
+
+        Args:
+            full: 1-D.
+            label: The unit's name.
+            slices: Slices of ``full``, each with the target of its sum.
+            then: Called when all sums are complete.
+        """
+        work = self._post(REDUCE, label, full)
+        for own_slice, target in slices:
+            if own_slice.numel():
+                self._sum_slice(work, full, own_slice, target, accumulate=False)
+        work.steps.append(PeerRead((), (), then))
         return self._issue(work)
 
     def reduce_scatter(
@@ -172,7 +217,7 @@ class SharedMemoryChannel:
         for rank, part in parts.items():
             if rank != memory.rank:
                 start = part.data_ptr() - full.data_ptr()
-                read = partial(self._read, memory.peers[rank], work.seq, part.data_ptr(), part.nbytes, start)
+                read = partial(self._reads.read, memory.peers[rank], work.seq, part.data_ptr(), part.nbytes, start)
                 work.steps.append(PeerRead(self._summed, (rank,), read))
 
     def _sum_slice(
@@ -185,7 +230,7 @@ class SharedMemoryChannel:
     ) -> None:
         """Add all ranks' values of a slice of ``full`` into ``target``, once they have posted ``full``."""
         # The kernel adds while it reads. Other dtypes go through copies.
-        add = self._sum_kernel if {full.dtype, target.dtype} <= ops.DTYPE_CODES.keys() else self._sum_copies
+        add = self._reads.sum_kernel if {full.dtype, target.dtype} <= ops.DTYPE_CODES.keys() else self._reads.sum_copies
         start = own_slice.data_ptr() - full.data_ptr()
         read_and_add = partial(add, target, own_slice, work.seq, accumulate, start)
         work.steps.append(PeerRead(self._posted, self._all_ranks, read_and_add))
@@ -194,7 +239,7 @@ class SharedMemoryChannel:
         """Read the vectors of all ranks, and add them in rank order. Waits for peers."""
         out = torch.empty_like(values)
         work = self._post(SCALARS, label, values)
-        add = partial(self._sum_copies, out, values, work.seq, False, 0)
+        add = partial(self._reads.sum_copies, out, values, work.seq, False, 0)
         work.steps.append(PeerRead(self._posted, range(self._memory.world_size), add))
         self._issue(work).wait_host()
         return out
@@ -243,7 +288,7 @@ class SharedMemoryChannel:
         """Return when every peer has executed everything that this rank posted."""
         for peer in self._memory.others:
             # The ranks are awaited one by one, so that the error names the stalled rank.
-            self._require_counter(self._executed, self._seq, peer.rank, f"rank {peer.rank} to read")
+            self._require_counter(self._executed, self._seq, peer.rank, f"{self._memory.name_of(peer.rank)} to read")
 
     def drain(self) -> None:
         """Execute everything that is outstanding, waiting for peers."""
@@ -289,7 +334,8 @@ class SharedMemoryChannel:
         """Wait for a counter of ``rank``; a stall is an error."""
         if seq > 0 and not self._wait_for_counter(counters, seq, rank, time.monotonic() + self._timeout):
             raise DivergenceError(
-                f"rank {self._memory.rank} has waited {self._timeout:g} s (comm.timeout_seconds) for {waiting_for}. "
+                f"{self._memory.name_of(self._memory.rank)} has waited {self._timeout:g} s (comm.timeout_seconds) for "
+                f"{waiting_for}. "
                 f"{self._report()}"
             )
 
@@ -300,30 +346,28 @@ class SharedMemoryChannel:
             # The peer may itself wait for this rank, on either channel.
             for channel in self._channels:
                 channel.progress()
+            if self._progress_others is not None:
+                self._progress_others()
             # The wait is short, because operations of the other channel may become ready.
             if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
                 break
             # The process may have raised the counter just before it ended, so the counter is read again.
             if self._memory.peers[rank].ended() and not self._reached(address, seq):
-                raise DivergenceError(f"rank {rank} has ended. {self._report()}")
+                raise DivergenceError(f"{self._memory.name_of(rank)} has ended. {self._report()}")
             if time.monotonic() > deadline:
                 return False
         return True
 
-    # -- reads ------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def _record(self, rank: int, seq: int) -> tuple[int, int, int, int, str]:
-        start = self._base + COUNTERS_BYTES + seq % MAX_POSTED * RECORD.size
-        number, kind, nbytes, offset, label = RECORD.unpack_from(self._memory.peers[rank].control, start)
-        return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace")
-
-    def _report(self) -> str:
+    def _positions(self) -> str:
         """Return a sentence with each rank's last operation on each channel, and what else it waits for."""
         lines = []
         for peer in self._memory.peers:
             last = ", ".join(f"{channel.name}: {channel._describe(peer.rank)}" for channel in self._channels)
             wait = f", and waits for {what}" if (what := peer.wait()) else ""
-            lines.append(f"rank {peer.rank}{' (ended)' if peer.ended() else ''} last issued {last}{wait}")
+            name = self._memory.name_of(peer.rank) + (" (ended)" if peer.ended() else "")
+            lines.append(f"{name} last issued {last}{wait}")
         return "; ".join(lines) + "."
 
     def _describe(self, rank: int, seq: int | None = None) -> str:
@@ -331,60 +375,5 @@ class SharedMemoryChannel:
         last = self._lib.ze_load(self._posted[rank]) if seq is None else seq
         if last == 0:
             return "nothing yet"
-        _, kind, _, _, label = self._record(rank, last)
+        _, kind, _, _, label = self._reads.record(rank, last)
         return f"{KINDS[kind]} {label} (number {last})"
-
-    def _source(self, peer: SharedMemoryPeer, seq: int) -> int:
-        """Return the offset that ``peer`` posted.
-
-        Raises:
-            DivergenceError: The peer's operation differs from this rank's.
-        """
-        # Offsets depend on each rank's allocations, so they are not compared.
-        number, kind, nbytes, offset, label = self._record(peer.rank, seq)
-        own_number, own_kind, own_nbytes, _, own_label = self._record(self._memory.rank, seq)
-        if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
-            raise DivergenceError(
-                f"the ranks run different units: rank {self._memory.rank} is at {KINDS[own_kind]} {own_label} "
-                f"({own_nbytes} bytes), rank {peer.rank} at {KINDS[kind]} {label} ({nbytes} bytes). "
-                f"{DIFFERENT_UNITS_ADVICE}."
-            )
-        return offset
-
-    def _read(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
-        # Reading through the file turns a failure into an error. A load from a mapping would raise a signal.
-        result = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
-        check_result(result, f"reading the memory of rank {peer.rank}")
-
-    def _map(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int) -> None:
-        result = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq), False)
-        check_result(result, f"mapping the memory of rank {peer.rank}")
-
-    def _sum_kernel(self, target: torch.Tensor, own: torch.Tensor, seq: int, accumulate: bool, start: int) -> None:
-        """Read every peer's values and add them in rank order, in one pass over the memory.
-
-        Args:
-            target: The sum.
-            own: This rank's values.
-            seq: The number of the operation.
-            accumulate: Whether the sum is added to ``target``.
-            start: The offset of the values in what each rank posted, in bytes.
-        """
-        memory, count = self._memory, self._memory.world_size
-        local, fds, offsets = (ctypes.c_void_p * count)(), (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
-        local[memory.rank] = own.data_ptr()
-        for peer in memory.others:
-            fds[peer.rank], offsets[peer.rank] = peer.fd, self._source(peer, seq) + start
-        result = self._lib.ze_sum(
-            *(target.data_ptr(), ops.DTYPE_CODES[target.dtype], accumulate, target.numel()),
-            *(ops.DTYPE_CODES[own.dtype], count, local, fds, offsets),
-        )
-        check_result(result, "reading the memory of a peer rank")
-
-    def _sum_copies(self, target: torch.Tensor, own: torch.Tensor, seq: int, accumulate: bool, start: int) -> None:
-        """Do the same as ``_sum_kernel`` for any dtype, over copies of the peers' values."""
-        memory = self._memory
-        pieces = [own if peer.rank == memory.rank else torch.empty_like(own) for peer in memory.peers]
-        for peer in memory.others:
-            self._read(peer, seq, pieces[peer.rank].data_ptr(), own.nbytes, start)
-        sum_in_rank_order(target, pieces, accumulate)

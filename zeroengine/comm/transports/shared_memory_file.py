@@ -7,17 +7,20 @@ import ctypes
 import mmap
 import os
 import select
+import socket
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from zeroengine import ops
 from zeroengine.utils.rounding import round_up
 
-CHANNELS = ("gather", "reduce")
+# What came from other hosts is exchanged within the host on channels of its own. See ``two_level``.
+CHANNELS = ("gather", "reduce", "gather of other hosts", "reduce of other hosts")
 # The operations that a rank may post ahead of its peers. Their records are in a ring of this length.
 MAX_POSTED = 256
 # Sequence number, kind, bytes, offset and label.
@@ -37,7 +40,7 @@ CONTROL_BYTES = WAIT_OFFSET + WAIT_BYTES
 class RankAddress:
     """How peers find a rank's memory file."""
 
-    host: str  # see ``_host``
+    host: str  # see ``host_identity``
     pid: int
     fd: int
     inode: int
@@ -77,16 +80,29 @@ class MappedBuffer:
     """A ``Buffer`` into which a gather maps the pages of the ranks' shards, and copies nothing.
 
     Writes stay private to this process.
+
+    Args:
+        lib: The library.
+        numel: Elements.
+        dtype: Their dtype.
+        writable: Whether the buffer can also be written where nothing is mapped.
     """
 
-    def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype) -> None:
-        self._lib = lib
+    def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype, writable: bool) -> None:
+        self._lib, self._writable = lib, writable
         self._size = max(numel, 1) * dtype.itemsize
         self.tensor = _private_pages(numel, dtype)
         self._holds_memory = True
 
     def allocate(self) -> None:
         """Count the memory that the next gather maps."""
+        if self._writable and not self._holds_memory:
+            # A private mapping of this device is ordinary memory, in which writes make pages.
+            fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                check_result(self._lib.ze_map(self.tensor.data_ptr(), self._size, fd, 0, False), "mapping memory")
+            finally:
+                os.close(fd)
         self._holds_memory = True
 
     def free(self) -> None:
@@ -107,13 +123,21 @@ class MappedBuffer:
 class SharedMemory:
     """This rank's memory file, and those of its peers.
 
+    Ranks are numbered among those that share the memory. Only messages name them as the engine does.
+
+    Args:
+        rank: This rank.
+        fd: The descriptor of its file.
+        peers: Every rank, in rank order.
+        first_rank: The engine's number of rank 0.
+
     Attributes:
         peers: Every rank, in rank order.
         others: Every rank but this one.
         closed: Whether the engine is closed, so that nothing may be posted.
     """
 
-    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer]) -> None:
+    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], first_rank: int = 0) -> None:
         lib = ops.library()
         # Without the library ``offer`` returns no address.
         assert lib is not None
@@ -121,6 +145,7 @@ class SharedMemory:
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
         self.closed = False
+        self._first_rank = first_rank
         self._fd = fd
         self._end = CONTROL_BYTES
         # Address, bytes, and offset in the file of each tensor of ``empty``.
@@ -130,6 +155,10 @@ class SharedMemory:
         # The finalizer holds the descriptors and not this object, or the object would never be collected.
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of a rank in messages."""
+        return f"rank {self._first_rank + rank}"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialized memory of the file, 1-D, at the file's end."""
@@ -156,9 +185,9 @@ class SharedMemory:
                 return offset + address - start
         raise AssertionError("memory that is sent comes from Transport.empty")
 
-    def mapped_buffer(self, numel: int, dtype: torch.dtype) -> MappedBuffer:
-        """Return a new buffer that gathers map shards into."""
-        buffer = MappedBuffer(self.lib, numel, dtype)
+    def mapped_buffer(self, numel: int, dtype: torch.dtype, *, writable: bool = False) -> MappedBuffer:
+        """Return a new buffer that gathers map shards into. ``writable``: other values may be written beside them."""
+        buffer = MappedBuffer(self.lib, numel, dtype, writable)
         self._mapped.add(buffer.tensor.data_ptr())
         # The system may reuse the address for memory that is no mapped buffer.
         weakref.finalize(buffer, self._mapped.discard, buffer.tensor.data_ptr())
@@ -198,14 +227,19 @@ def offer() -> RankAddress | None:
         fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
         os.ftruncate(fd, CONTROL_BYTES)
-        address = RankAddress(_host(), os.getpid(), fd, os.fstat(fd).st_ino)
+        address = RankAddress(host_identity(), os.getpid(), fd, os.fstat(fd).st_ino)
         undo.pop_all()
         return address
     return None
 
 
-def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMemory | str:
+def open_memory(rank: int, addresses: Sequence[RankAddress | None], first_rank: int = 0) -> SharedMemory | str:
     """Open the memory file of every rank.
+
+    Args:
+        rank: This rank's place in ``addresses``.
+        addresses: Every rank's.
+        first_rank: The engine's number of the first of these ranks.
 
     Returns:
         The memory; or the reason why it cannot be used, and then everything is closed.
@@ -218,7 +252,7 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
         undo.callback(os.close, own_address.fd)
         for r, address in enumerate(addresses):
             if address is None or address.host != own_address.host:
-                return f"rank {r} runs on another host or without shared memory"
+                return f"rank {first_rank + r} runs on another host or without shared memory"
             try:
                 fd, pidfd = own_address.fd, -1
                 if r != rank:
@@ -230,12 +264,12 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
                         undo.callback(os.close, pidfd)
                 # In different containers the pid may belong to another process, and the peer may have closed the file.
                 if os.fstat(fd).st_ino != address.inode:
-                    return f"rank {r}'s memory is not visible from rank {rank}"
+                    return f"rank {first_rank + r}'s memory is not visible from rank {first_rank + rank}"
                 peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
             except OSError as error:
-                return f"rank {r}'s memory cannot be opened from rank {rank}: {error}"
+                return f"rank {first_rank + r}'s memory cannot be opened from rank {first_rank + rank}: {error}"
         undo.pop_all()
-    return SharedMemory(rank, own_address.fd, peers)
+    return SharedMemory(rank, own_address.fd, peers, first_rank)
 
 
 def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -245,11 +279,16 @@ def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
-def _host() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as f:
+def host_identity() -> str:
+    """Return the same text on ranks that can share memory."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # The boot id differs between hosts. Pids are valid only within one pid namespace, and containers that share it
         # differ in their network namespace.
-        return "/".join([f.read().strip(), os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
+        return "/".join([boot_id, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
+    except OSError:
+        # Systems other than Linux share no memory, but their sums go host by host as well.
+        return socket.gethostname()
 
 
 def _close_all(descriptors: set[int]) -> None:

@@ -73,6 +73,10 @@ class SingleProcessTransport:
             return PagedBuffer(numel, dtype)
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
+    def staging_bytes(self) -> int:
+        """Return 0: no operation needs any."""
+        return 0
+
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the values."""
         return values

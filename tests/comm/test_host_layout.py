@@ -1,0 +1,24 @@
+"""Which ranks of several hosts may share memory within their hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroengine.comm.host_layout import layout_of
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fits"),
+    [
+        ([[0, 1], [2, 3]], True),
+        ([[0, 1, 2], [3, 4, 5], [6, 7, 8]], True),
+        ([[0, 1, 2, 3]], False),
+        ([[0], [1]], False),
+        ([[0, 1], [2, 3, 4]], False),
+        ([[0, 2], [1, 3]], False),
+    ],
+)
+def test_hosts_with_equally_many_consecutive_ranks_have_a_layout(hosts: list[list[int]], fits: bool) -> None:
+    layout = layout_of(hosts, 1)
+    assert (layout is not None) == fits
+    assert layout is None or layout.ranks_by_host() == hosts

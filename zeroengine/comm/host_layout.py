@@ -1,0 +1,58 @@
+"""How ranks lie on hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """Hosts with equally many consecutive ranks.
+
+    Attributes:
+        rank: This rank.
+        num_hosts: The number of hosts.
+        ranks_per_host: The ranks of each.
+    """
+
+    rank: int
+    num_hosts: int
+    ranks_per_host: int
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return self.rank // self.ranks_per_host
+
+    @property
+    def local(self) -> int:
+        """This rank's number within its host."""
+        return self.rank % self.ranks_per_host
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The rank of each host that has this rank's number within it, this one among them."""
+        return list(range(self.local, self.world_size, self.ranks_per_host))
+
+    def ranks_by_host(self) -> list[list[int]]:
+        """Return the ranks of each host."""
+        size = self.ranks_per_host
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
+    def fits(self, degree: int) -> bool:
+        """Return whether shards of a degree lie alike on all hosts."""
+        return self.ranks_per_host % degree == 0 or degree % self.ranks_per_host == 0
+
+
+def layout_of(hosts: Sequence[Sequence[int]], rank: int) -> HostLayout | None:
+    """Return the layout of several hosts with equally many consecutive ranks, at least two; None for any other."""
+    size = len(hosts[0])
+    if len(hosts) == 1 or size == 1 or hosts != HostLayout(rank, len(hosts), size).ranks_by_host():
+        return None
+    return HostLayout(rank, len(hosts), size)

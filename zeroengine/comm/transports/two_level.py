@@ -1,0 +1,153 @@
+"""The transport between CPU ranks of several hosts: shared memory within each host, and Gloo between the hosts.
+
+Each byte goes to another host once per host, and not once per rank. A rank exchanges only with its *counterparts*, the
+ranks of the same number within their hosts, and shares what arrives with the other ranks of its host.
+
+[Note: Steps]
+A gather sends the shard to the counterparts, and the ranks of the host share what arrived. A reduce first adds slices
+of the host's ranks; each sum goes to the counterpart that has the slice, and is added there in the order of hosts. If
+ranks of a host have the same slice, each adds a part of it, and they share the parts. ``TwoLevelWork`` has these steps.
+
+[Note: Order]
+Ranks of a host must post what they share in the same order, though it may arrive in any order. So the steps of a
+channel's operations are taken in the order of issue, but for the first: a sum is sent to other hosts as soon as it is
+complete. What came from other hosts is posted on shared-memory channels of its own, so that the first steps of later
+operations need not wait for it.
+
+[Note: Progress]
+Gloo's threads move bytes between hosts while the rank computes. The steps in shared memory are taken whenever this rank
+issues an operation or waits.
+
+[Note: Degrees]
+These steps need degrees that divide the number of ranks on a host, or are multiples of it. With any other degree
+(``Degrees`` of 2 where hosts have 3 ranks) all operations go directly between ranks over Gloo, with the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.group import Group
+from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PagedBuffer, refill
+from zeroengine.comm.process_groups import destroy_group
+from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.transports.gloo import GlooChannel
+from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
+from zeroengine.comm.transports.shared_memory_file import SharedMemory
+from zeroengine.comm.transports.two_level_channel import TwoLevelChannel
+from zeroengine.comm.watchdog import Watchdog
+from zeroengine.partition.degrees import Degrees
+
+log = logging.getLogger("zeroengine")
+
+
+class TwoLevelTransport:
+    """See ``interfaces.Transport``.
+
+    Args:
+        memory: The memory files of this host's ranks.
+        layout: The hosts.
+        group: All ranks.
+        watchdog: Reports stalls.
+        timeout: Seconds after which a stalled operation is an error.
+    """
+
+    name = "two-level"
+    overlaps = True
+    shard_align_bytes = SharedMemoryTransport.shard_align_bytes
+    refill = staticmethod(refill)
+
+    def __init__(
+        self, memory: SharedMemory, layout: HostLayout, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float
+    ) -> None:
+        self.rank, self.world_size = layout.rank, layout.world_size
+        self._memory, self._layout, self._group, self._watchdog = memory, layout, group, watchdog
+        self._local = local = SharedMemoryTransport(memory, timeout, self.progress, watchdog.report)
+        limit, hosts = timedelta(seconds=timeout), layout.ranks_by_host()
+        self._direct = [GlooChannel(name, group, watchdog, limit, hosts) for name in ("gather", "reduce")]
+        self._two_level = [
+            TwoLevelChannel(layout, memory, within, of_other_hosts, between, watchdog, self.progress)
+            for within, of_other_hosts, between in zip(
+                (local.gather, local.reduce), local.of_other_hosts, self._direct, strict=True
+            )
+        ]
+        self.gather: Channel = self._two_level[0]
+        self.reduce: Channel = self._two_level[1]
+
+    def progress(self) -> None:
+        """Take the steps of both channels that peers are ready for."""
+        for channel in self._two_level:
+            channel.progress()
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Choose the way of all operations. See "Degrees" above."""
+        unfit = sorted({size for item in degrees for size in _sizes(item) if not self._layout.fits(size)})
+        if not unfit:
+            return
+        self.gather, self.reduce = self._direct
+        if self.rank == 0:
+            log.warning(
+                "degrees of %s straddle hosts of %d ranks, so each rank sends to each other rank. Degrees that divide "
+                "%d, or are multiples of it, send %d times fewer bytes between hosts.",
+                *(" and ".join(map(str, unfit)), self._layout.ranks_per_host),
+                *(self._layout.ranks_per_host, self._layout.ranks_per_host),
+            )
+
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Return memory of this rank's file if operations send from it, else torch's own."""
+        return self._local.empty(numel, dtype, channel, sent=sent)
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a buffer that shards of this host are mapped into, or one that all are copied into."""
+        return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype, writable=True)
+
+    def staging_bytes(self) -> int:
+        """Return the bytes of the memory between the hosts and the buffers of the engine."""
+        return sum(channel.staging_bytes() for channel in self._two_level)
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Gather the vectors of this host's ranks, exchange them with the counterparts, and add all in rank order."""
+        layout = self._layout
+        self._drain()
+        # Adding zeros to a value does not change it, so this sum is the list of the host's vectors.
+        rows = torch.zeros(layout.ranks_per_host, values.numel(), dtype=values.dtype, device="cpu")
+        rows[layout.local] = values
+        own = self._local.all_reduce_scalars(rows.flatten(), label)
+        arrived = own.new_empty(layout.num_hosts, own.numel())
+        arrived[layout.host] = own
+        counterparts = layout.counterparts
+        received = dict(zip(counterparts, arrived, strict=True))
+        self._direct[1].exchange("numbers", label, dict.fromkeys(counterparts, own), received).wait_host()
+        out = torch.empty_like(values)
+        sum_in_rank_order(out, list(arrived.flatten().chunk(self.world_size)), accumulate=False)
+        return out
+
+    def check_order(self) -> None:
+        """Return at once: operations are compared within a host, and stall between hosts."""
+
+    def fence(self) -> None:
+        """Return when no peer of this host reads this rank's memory, and everything was sent."""
+        self._drain()
+        self._local.fence()
+
+    def _drain(self) -> None:
+        for channel in self._two_level:
+            channel.drain()
+
+    def close(self) -> None:
+        """Close the memory files, and end the watchdog and the process group."""
+        self._local.close()
+        self._watchdog.close()
+        destroy_group(self._group)
+
+
+def _sizes(degrees: Degrees) -> Sequence[int]:
+    """Return the sizes of all groups that operations of these degrees run in, and the levels between them."""
+    sizes = (degrees.optimizer, degrees.gradients, degrees.parameters, degrees.secondary, *degrees.levels)
+    return [size for size in sizes if size > 1]
