@@ -62,6 +62,12 @@ def test_nothing_given_says_how_to_give_one() -> None:
         load()
 
 
+@pytest.mark.parametrize("config", [None, '{"zero_optimization": {}}', 3])
+def test_messages_name_the_argument_that_the_user_of_an_integration_writes(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\bzero_config\b"):
+        load(config, argument="zero_config")
+
+
 def test_override_values_are_json_or_else_strings() -> None:
     config = load({}, ["dump_state=true", "comm.transport=gloo", 'units=["layers.*"]', "comm.timeout_seconds=1e1"])
     assert (config.dump_state, config.comm.transport, config.units) == (True, "gloo", ["layers.*"])

@@ -44,13 +44,19 @@ ZEROENGINE_ONLY = {
 }
 
 
-def load(config: str | Path | Mapping[str, Any] | Config | None = None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    argument: str = "config",
+) -> Config:
     """Load and check a configuration.
 
     Args:
         config: A JSON, YAML or HJSON file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets
             it).
         overrides: Values to set, as in "key.path=value". Those in ZEROENGINE_OVERRIDES (a JSON list) come before them.
+        argument: What the caller's user passes `config` as, which messages name.
 
     Returns:
         The checked configuration, which `Config.resolve` fits to a world size.
@@ -64,7 +70,7 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
         if not overrides:
             return config
         config = config.to_dict()
-    source = _read(config, bool(overrides))
+    source = _read(config, bool(overrides), argument)
     # The file's second spellings are replaced first, so that an override finds the key that it replaces. An override
     # may bring in second spellings of its own, so this is repeated below.
     _canonicalize(source)
@@ -87,14 +93,14 @@ def _environment_overrides() -> list[str]:
         ) from None
 
 
-def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) -> ConfigSource:
+def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool, argument: str) -> ConfigSource:
     if config is None:
         if file := os.environ.get(CONFIG_VARIABLE):
             return read_file(Path(file))
         if has_overrides:
             return ConfigSource("the overrides", {})
         raise ConfigError(
-            'no configuration was given. Pass config="ds.json" (a JSON, YAML or HJSON file) or a dict such as '
+            f'no configuration was given. Pass {argument}="ds.json" (a JSON, YAML or HJSON file) or a dict such as '
             '{"zero_optimization": {"stage": 1}}, or start the script with zero-launch --config ds.json.'
         )
     if isinstance(config, Mapping):
@@ -102,9 +108,11 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
     if isinstance(config, (str, os.PathLike)):
         # Passing the text of a file is a common mistake. As a path it would only give a confusing message.
         if str(config).lstrip().startswith("{"):
-            raise ConfigError("config is JSON text, not a file name. Pass a file or a dict: config=json.loads(text).")
+            raise ConfigError(
+                f"{argument} is JSON text, not a file name. Pass a file or a dict: {argument}=json.loads(text)."
+            )
         return read_file(Path(config))
-    raise ConfigError(f"config is {describe(config)}; pass a JSON, YAML or HJSON file, a dict, or None.")
+    raise ConfigError(f"{argument} is {describe(config)}; pass a JSON, YAML or HJSON file, a dict, or None.")
 
 
 def _canonicalize(source: ConfigSource) -> None:

@@ -57,7 +57,8 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, zero_config: str | Path | Mapping[str, Any] | Config | None = None, **arguments: Any) -> None:
         settings.check_not_distributed_otherwise(arguments)
-        config, self._requested_precision = load(zero_config), arguments.pop("mixed_precision", None)
+        config = load(zero_config, argument="zero_config")
+        self._requested_precision = arguments.pop("mixed_precision", None)
         config = settings.fill_loss_scales(config, arguments.get("kwargs_handlers") or ())
         # Values that "auto" stands for are filled into what was written, which this keeps.
         self._written_config = config

@@ -37,7 +37,7 @@ def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: 
         ZeroEngineError: The two contradict each other. The message says what to write.
     """
     check_arguments(args)
-    settings = load(config)
+    settings = load(config, argument="zero_config")
     return settings.fill_auto(
         {**_batch_sizes(settings, args), **_precision(settings, args), **_optimizer(args)}
         | {"gradient_clipping": args.max_grad_norm, "scheduler.params.warmup_max_lr": args.learning_rate},
