@@ -318,7 +318,7 @@ def as_process_group(value: object) -> dist.ProcessGroup | None:
             raise ZeroEngineError(
                 f"process_group: found a DeviceMesh of {value.ndim} dimensions, {sizes}. Pass the one of the "
                 f"data-parallel ranks, such as {example}, or the two of hybrid sharding, whose names end in "
-                '"replicate" and "shard"'
+                '"replicate" and "shard", in this order'
             )
         if value.get_coordinate() is None:
             raise ZeroEngineError(outside)

@@ -88,8 +88,9 @@ class ZeroOptimization(Section):
         if self.degrees is not None and self.stage != self.degrees.stage:
             partitioned = ("nothing", "the optimizer's state", "gradients too", "parameters too")[self.degrees.stage]
             raise ValueError(
-                f"degrees partition {partitioned}, which is stage {self.degrees.stage}, and stage is {self.stage!r}; "
-                "leave stage out"
+                f"degrees (or DeepSpeed's mics_shard_size and zero_hpz_partition_size) partition {partitioned}, which "
+                f"is stage {self.degrees.stage}, and stage is {self.stage!r}; leave stage out, or write "
+                f"{self.degrees.stage}"
             )
         if self.degrees is not None and self.degrees.has_second_copy and self.offload_param.device != "none":
             raise ValueError(
