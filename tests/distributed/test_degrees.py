@@ -442,8 +442,8 @@ def test_degrees_are_those_of_one_stage(degrees: dict[str, Any], stage: int) -> 
     ("degrees", "message"),
     [
         ({"parameters": 3}, "degrees.parameters is 3, and must divide the 8 ranks; write 1 or 2 or 4 or 8"),
-        ({"parameters": 2, "gradients": 1}, r"degrees.gradients is 1, .* divided by parameters's 2; write 2 or 4 or 8"),
-        ({"gradients": 8, "optimizer": 4}, r"degrees.optimizer is 4, .* divided by gradients's 8; write 8"),
+        ({"parameters": 2, "gradients": 1}, r"degrees.gradients is 1, .* multiple of parameters, 2; write 2 or 4 or 8"),
+        ({"gradients": 8, "optimizer": 4}, r"degrees.optimizer is 4, .* a multiple of gradients, 8; write 8"),
     ],
 )
 def test_degrees_that_do_not_divide_say_which_would_do(degrees: dict[str, Any], message: str) -> None:
@@ -468,7 +468,7 @@ def test_degrees_of_single_units_complete_those_of_the_rest() -> None:
             {"parameters": 3, "gradients": 6, "optimizer": 6},
             r"per_unit.0.parameters is 3, and degrees.parameters is 2: .* write 1 or 2",
         ),
-        ({"parameters": 8, "gradients": 4}, r"per_unit.0.gradients is 4, and must divide .* divided by parameters's 8"),
+        ({"parameters": 8, "gradients": 4}, r"per_unit.0.gradients is 4, and must divide .* multiple of parameters, 8"),
         ({"parameter": 2}, r"per_unit.0.parameter: unknown key. Did you mean .*per_unit.0.parameters"),
     ],
 )

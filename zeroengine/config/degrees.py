@@ -177,7 +177,7 @@ def _as_numbers(part: DegreesSection, where: str, world_size: int, ranks_per_nod
             continue
         if number % below or world_size % number:
             fitting = [d for d in range(below, world_size + 1, below) if world_size % d == 0]
-            over = f" and be divided by {below_name}'s {below}" if below > 1 else ""
+            over = f" and be a multiple of {below_name}, {below}" if below > 1 else ""
             raise ValueError(
                 f"{where}.{name} is {number}, and must divide the {world_size} ranks{over}; write "
                 f"{' or '.join(map(str, fitting)) or world_size}"

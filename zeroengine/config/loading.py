@@ -251,7 +251,8 @@ def _report(source: ConfigSource, problems: Sequence[Problem]) -> str:
     order = {path: index for index, path in enumerate(dict(walk(source.tree)))}
     # A missing key has no place in the file, so the problem takes that of the section around it.
     in_order = sorted(problems, key=lambda problem: order.get(problem.path, order.get(problem.path[:-1], 0)))
-    lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
+    # What contradicts itself over several sections belongs to none of them.
+    lines = [f"{source.label(problem.path)}: {problem.text}" if problem.path else problem.text for problem in in_order]
     if len(lines) == 1:
         return f"{source.name}: {lines[0]}"
     more = [f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []

@@ -47,7 +47,7 @@ class ConfigSource:
 
     def label(self, path: KeyPath) -> str:
         """Return the path as the user wrote it, and its place."""
-        written = printable(".".join(self.spelling.get(path, path)), 2 * MAX_SHOWN) or "the whole configuration"
+        written = printable(".".join(self.spelling.get(path, path)), 2 * MAX_SHOWN)
         # A value that was read as a whole, such as an override of a section, has only the place of the section.
         place = next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
         return f"{written} ({place})" if place else written
