@@ -71,6 +71,33 @@ ZE_API int ze_accumulate(float* acc, const void* src, int src_dtype, int64_t n, 
 /* dst = src rounded to nearest even; a NaN stays a NaN. Single thread. The buffers must not overlap. */
 ZE_API int ze_cast(const float* src, void* dst, int dst_dtype, int64_t n);
 
+/* Quantized packets: integers of 8 or 4 bits, with one scale for every block of 256 elements.
+ *
+ * A packet of n elements holds a float scale for each block, zeros up to a multiple of 16 bytes, the integers in order,
+ * and zeros up to a multiple of 16 bytes: ze_packet_bytes(n, bits) bytes in all. An integer of 4 bits is in two's
+ * complement, and the first of a pair is in the lower half of its byte.
+ *
+ * The scale of a block is its largest magnitude divided by 127 (8 bits) or 7 (4 bits), but at least 2^-126. An element
+ * is rounded to the nearest multiple of the scale, ties to even. A block with an element that is not finite has NaN as
+ * its scale, so that all of its elements are NaN in the end. */
+#define ZE_QUANTIZED_BLOCK 256
+
+/* Returns -1 if bits is not 8 or 4. */
+ZE_API int64_t ze_packet_bytes(int64_t n, int bits);
+
+/* Packs num_slices slices of n elements each, which follow one another in src, into as many packets, 16-byte aligned.
+ *
+ * error: NULL, or bf16[num_slices * n], which is added to src first, in float. Then it is replaced by
+ * decay * error + (1 - decay) * (what was lost), or by zeros in a block that is not finite. */
+ZE_API int ze_quantize(const void* src, int src_dtype, int64_t n, int64_t num_slices, int bits, void* packets,
+                       void* error, float decay, int num_threads);
+
+/* Slice s of target, n elements, becomes the sum of num_sources packets, added in float in order and rounded once.
+ * The packets of a slice follow one another, and those of the next slice follow them. accumulate: the old values are
+ * added last. */
+ZE_API int ze_dequantize_sum(void* target, int target_dtype, int accumulate, int64_t n, int64_t num_slices,
+                             int64_t num_sources, int bits, const void* packets, int num_threads);
+
 /* Asks for huge pages over [address, address + bytes), best before the pages are touched.
  * Returns ZE_UNSUPPORTED if the system has none. */
 ZE_API int ze_advise_huge(void* address, size_t bytes);

@@ -120,6 +120,12 @@ ZE_API int ze_cuda_cast(int device, void* stream, const struct ze_cuda_copy* cop
  * does not wait. */
 ZE_API int ze_cuda_write(int device, void* stream, void* dst, const void* src, int64_t bytes);
 
+/* ze_quantize and ze_dequantize_sum of zeroengine.h, with the same bits. Packets are 16-byte aligned. */
+ZE_API int ze_cuda_quantize(int device, void* stream, const void* src, int src_dtype, int64_t n, int64_t num_slices,
+                            int bits, void* packets, void* error, float decay);
+ZE_API int ze_cuda_dequantize_sum(int device, void* stream, void* target, int target_dtype, int accumulate, int64_t n,
+                                  int64_t num_slices, int64_t num_sources, int bits, const void* packets);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../adam.h"
+#include "../packet.h"
 
 namespace ze {
 
@@ -37,6 +38,8 @@ struct Kernels {
   double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
   void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
   void (*cast[3])(const float* src, void* dst, int64_t n);
+  void (*quantize[3])(const void* x, int64_t n, int bits, float* scale, uint8_t* codes, bf16* error, float decay);
+  void (*dequantize)(const uint8_t* codes, float scale, int64_t n, int bits, float* sum, bool init);
   void (*stream[3][2])(const StreamArrays&, int64_t begin, int64_t end);
 };
 

@@ -23,6 +23,13 @@ inline Bits operator^(Bits a, Bits b) { return {_mm256_xor_si256(a.v, b.v)}; }
 inline Bits operator&(Bits a, Bits b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline Bits operator*(Bits a, Bits b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 inline Bits operator>>(Bits a, int n) { return {_mm256_srli_epi32(a.v, n)}; }
+inline void store_words(uint32_t* y, Bits a) { _mm256_storeu_si256((__m256i*)y, a.v); }
+inline void store_bytes(uint8_t* y, Bits a) {  // the lowest byte of each element
+  const __m256i low = _mm256_shuffle_epi8(a.v, _mm256_set1_epi32(0x0c080400));
+  const uint32_t first = uint32_t(_mm256_extract_epi32(low, 0)), second = uint32_t(_mm256_extract_epi32(low, 4));
+  memcpy(y, &first, 4);
+  memcpy(y + 4, &second, 4);
+}
 inline Bits larger(Bits a, Bits b) { return {_mm256_max_epu32(a.v, b.v)}; }
 inline bool any_above(Bits a, uint32_t x) {  // whether any element is
   const __m256i limit = Bits::fill(x).v;
@@ -72,6 +79,10 @@ inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Bits operator<(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))}; }
 inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+
+inline Vec load_bytes(const uint8_t* x) {  // signed
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)))};
+}
 
 // The running sums of squares of kWidth floats, one double for each.
 struct Squares {

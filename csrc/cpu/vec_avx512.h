@@ -23,6 +23,8 @@ inline Bits operator^(Bits a, Bits b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline Bits operator&(Bits a, Bits b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Bits operator*(Bits a, Bits b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline Bits operator>>(Bits a, int n) { return {_mm512_srli_epi32(a.v, unsigned(n))}; }
+inline void store_words(uint32_t* y, Bits a) { _mm512_storeu_si512(y, a.v); }
+inline void store_bytes(uint8_t* y, Bits a) { _mm_storeu_si128((__m128i*)y, _mm512_cvtepi32_epi8(a.v)); }
 inline Bits larger(Bits a, Bits b) { return {_mm512_max_epu32(a.v, b.v)}; }
 inline bool any_above(Bits a, uint32_t x) { return _mm512_cmpgt_epu32_mask(a.v, Bits::fill(x).v) != 0; }
 
@@ -66,6 +68,10 @@ inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Bits operator<(Vec a, Vec b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ))}; }
 inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+
+inline Vec load_bytes(const uint8_t* x) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)))};
+}
 
 struct Squares {
   __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();

@@ -20,6 +20,10 @@ inline Bits operator^(Bits a, Bits b) { return {a.v ^ b.v}; }
 inline Bits operator&(Bits a, Bits b) { return {a.v & b.v}; }
 inline Bits operator*(Bits a, Bits b) { return {a.v * b.v}; }
 inline Bits operator>>(Bits a, int n) { return {a.v >> n}; }
+inline void store_words(uint32_t* y, Bits a) { memcpy(y, &a.v, sizeof a.v); }
+inline void store_bytes(uint8_t* y, Bits a) {
+  for (int i = 0; i < 4; ++i) y[i] = uint8_t(a.v[i]);
+}
 inline Bits larger(Bits a, Bits b) {
   for (int i = 0; i < 4; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
   return a;
@@ -66,6 +70,10 @@ inline Bits operator<(Vec a, Vec b) { return {(Bits::Lanes)(a.v < b.v)}; }
 inline Vec sqrt(Vec a) {
   for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
   return a;
+}
+
+inline Vec load_bytes(const uint8_t* x) {
+  return {Vec::Lanes{float(int8_t(x[0])), float(int8_t(x[1])), float(int8_t(x[2])), float(int8_t(x[3]))}};
 }
 
 struct Squares {

@@ -113,6 +113,16 @@ inline double __shfl_down_sync(unsigned, double x, int step) {
   return x;
 }
 
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int mask) {
+  const int thread = int(threadIdx.x);
+  Barrier& warp = block.warps[thread / kEmulatedWarp];
+  block.shuffled[thread] = x;  // a double holds 32 bits exactly
+  wait_at(warp, kEmulatedWarp);
+  x = uint32_t(block.shuffled[thread ^ mask]);
+  wait_at(warp, kEmulatedWarp);
+  return x;
+}
+
 inline void run_fiber() {
   block.kernel();
   block.fibers[threadIdx.x].done = true;

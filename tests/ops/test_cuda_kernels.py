@@ -516,3 +516,31 @@ def run_checks(path: Path) -> int:
     code = "import sys, pathlib, tests.ops.test_cuda_kernels as t\n"
     code += "t.check_everything(t.emulating(pathlib.Path(sys.argv[1])))"
     return subprocess.run([sys.executable, "-c", code, path], cwd=cuda.ROOT, capture_output=True).returncode
+
+
+# -- quantized packets ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packets_and_their_sums_have_the_bits_of_the_cpu(gpu: Gpu, bits: int) -> None:
+    """Two slices of odd lengths, one with a NaN, with and without what earlier packets lost."""
+    for dtype in ops.DTYPE_CODES:
+        for numel in (0, 1, 7, 256, 1003):
+            x = (torch.randn(2 * numel, generator=torch.Generator().manual_seed(numel)) * 100).to(dtype)
+            x[-1:] = float("nan")
+            earlier = [None, torch.randn(2 * numel).bfloat16()]
+            target = torch.randn(numel).to(dtype)
+            for lost in earlier:
+                kept = None if lost is None else lost.clone()
+                packets = torch.empty(2 * ops.packet_bytes(numel, bits), dtype=torch.uint8)
+                ops.quantize(x, packets, bits=bits, num_slices=2, error=kept, error_decay=0.8)
+                total = target.clone()
+                ops.dequantize_sum(total, packets, bits=bits, num_sources=2, accumulate=True)
+                own_kept, own_total = None if lost is None else gpu.put(lost), gpu.put(target)
+                own_packets, own_x = gpu.put(torch.zeros_like(packets)), gpu.put(x)
+                with gpu.serving():
+                    ops.quantize(own_x, own_packets, bits=bits, num_slices=2, error=own_kept, error_decay=0.8)
+                    ops.dequantize_sum(own_total, own_packets, bits=bits, num_sources=2, accumulate=True)
+                assert torch.equal(own_packets.cpu(), packets), (dtype, numel)
+                assert same(own_total, total), (dtype, numel)
+                assert kept is None or (own_kept is not None and torch.equal(own_kept.cpu(), kept))

@@ -4,6 +4,7 @@ adam             one Adam step of one flat buffer
 table            Adam steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
 factor           from the squared norm to the factor of the gradient
+packets          integers of 8 or 4 bits with a scale per block, and sums of them
 cast             many tensors copied and cast into a buffer
 _library         the CPU library, and loading with ctypes; `_cuda_library` and `_aio_library` are csrc/cuda and csrc/aio
 _fallback        the same operations on torch's kernels, and `reload_written`
@@ -16,6 +17,7 @@ from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
+from zeroengine.ops.packets import dequantize_sum, packet_bytes, quantize
 from zeroengine.ops.table import AdamSegment, AdamTable, SegmentList
 
 __all__ = [
@@ -29,8 +31,11 @@ __all__ = [
     "cpu_isa",
     "cuda_architectures",
     "cuda_library",
+    "dequantize_sum",
     "gradient_factor",
     "library",
+    "packet_bytes",
+    "quantize",
     "reload_written",
     "set_cpu_isa",
     "squared_norm",
