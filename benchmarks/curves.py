@@ -4,17 +4,23 @@ Each precision trains the same model on the same batches, once for each seed of 
 autocast give the spread between runs. The curves of the other precisions are compared with them, seed by seed.
 
     python benchmarks/curves.py --steps 200
+
+With several ranks it compares quantized communication with exact communication, which needs peers:
+
+    zero-launch --cpu --nproc 2 benchmarks/curves.py --steps 200
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import zeroengine
 
@@ -28,6 +34,16 @@ OURS: dict[str, dict[str, Any]] = {
     "zeroengine bf16": {"bf16": {"enabled": True}},
     "zeroengine fp16": {"fp16": {"enabled": True}},
     "zeroengine bf16, moments in bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
+}
+GRADIENTS: dict[str, Any] = {"zero_quantized_gradients": True}
+FOUR_BITS: dict[str, Any] = GRADIENTS | {"quantized_gradient_bits": 4}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "weights 8 bits": {"zero_quantized_weights": True},
+    "gradients 8 bits": GRADIENTS,
+    "weights and gradients 8 bits": {"zero_quantized_weights": True} | GRADIENTS,
+    "gradients 4 bits": FOUR_BITS,
+    "gradients 4 bits, error feedback": FOUR_BITS | {"zeropp_loco_param": {}},
 }
 
 
@@ -61,15 +77,43 @@ def ours(more: dict[str, Any], seed: int, text: torch.Tensor, args: argparse.Nam
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": ADAMW},
     }
-    engine = zeroengine.initialize(build(seed, args), config=config | more)
+    config |= more
+    config["zero_optimization"] = {"stage": 3, **more.get("zero_optimization", {})}
+    engine = zeroengine.initialize(build(seed, args), config=config)
     losses = []
     for step in range(args.steps):
-        loss = engine(*draw(text, args.batch, args.context, seed * 10**6 + step))
+        # Each rank has batches of its own.
+        batch = seed * 10**6 + step * engine.world_size + engine.rank
+        loss = engine(*draw(text, args.batch, args.context, batch))
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
+        losses.append(loss.detach())
     engine.close()
-    return losses
+    means = torch.stack(losses)
+    if engine.world_size > 1:
+        dist.all_reduce(means)
+    return (means / engine.world_size).tolist()
+
+
+def compare_quantized(text: torch.Tensor, args: argparse.Namespace) -> None:
+    """Print how far the curves of quantized communication are from those of exact communication."""
+    seeds = range(args.seeds)
+    curves = {}
+    for name, zero in QUANTIZED.items():
+        # Small units would stay gathered, and so be exact.
+        section = {"zero_optimization": {"param_persistence_threshold": 0, **zero}}
+        curves[name] = [ours(section, seed, text, args) for seed in seeds]
+    if dist.get_rank() != 0:
+        return
+    spread = [apart(curves["exact"][i], curves["exact"][j]) for i in seeds for j in range(i)]
+    ranks = dist.get_world_size()
+    print(f"{ranks} ranks, {args.steps} steps, {args.seeds} seeds; averaged over {WINDOW} steps, in nats per byte")
+    print(f"run-to-run spread of exact communication: {min(spread):.4f} to {max(spread):.4f}")
+    print(f"{'':<34} {'last point':>10} {'from exact':>11}")
+    for name, runs in curves.items():
+        last = statistics.mean(smoothed(run)[-1] for run in runs)
+        distance = max(apart(run, exact) for run, exact in zip(runs, curves["exact"], strict=True))
+        print(f"{name:<34} {last:>10.4f} {distance:>11.4f}")
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -91,6 +135,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
     text, _ = read_text(None, args.context)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return compare_quantized(text, args)
     seeds = range(args.seeds)
     curves: dict[str, list[list[float]]] = {}
     for name, dtype in {

@@ -160,5 +160,6 @@ def assert_as_predicted(outcome: Outcome, rank: int = 0) -> None:
     assert found == expected, where
     assert {name: memory.nvme[name] for name in STATES if name in memory.nvme} == dict(predicted.nvme), where
     assert memory.buckets <= predicted.device["buckets"], where
+    assert memory.quantized <= predicted.device["quantized"], where
     assert memory.staging <= predicted.device["staging"], where
     assert outcome.most_gathered <= predicted.device["gathered"], where

@@ -25,6 +25,7 @@ from zeroengine.plan.state_bytes import STATES, Setting
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}
 DISK = {"device": "nvme", "nvme_path": "disk"}
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 SGD = {"type": "SGD", "params": {"momentum": 0.9}}
 MIXED = {"communication_data_type": "fp32", "optimizer_state_dtype": "bf16"}
 # The keys that change sizes, each at a stage where it matters.
@@ -41,6 +42,8 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"optimizer": {"type": "torch.optim.AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, "more": BF16}),
     (3, {"zero": {"param_persistence_threshold": 5000, "prefetch_bucket_size": 0}}),
     (3, {"zero": {"prefetch_bucket_size": 20_000, "max_live_parameters": 40_000}}),
+    (3, {"zero": QUANTIZED | {"zeropp_loco_param": {}}}),
+    (0, {"zero": QUANTIZED}),
     (0, {"zero": {"offload_optimizer": DISK}}),
     (2, {"zero": {"offload_optimizer": DISK}, "more": BF16}),
     (3, {"zero": {"offload_optimizer": DISK}}),
@@ -48,8 +51,8 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "more": BF16}),
 ]
 # A few of them, which together have each value once.
-SHORT = [SETTINGS[i] for i in (0, 4, 8, 9, 12, 13, 14, 16, 17, 18, 21, 23, 26)]
-SINGLE = [SETTINGS[i] for i in (4, 17, 23, 26)]
+SHORT = [SETTINGS[i] for i in (0, 4, 8, 9, 12, 13, 14, 16, 17, 18, 21, 22, 23, 25, 28)]
+SINGLE = [SETTINGS[i] for i in (4, 17, 25, 28)]
 
 
 def cases(model: str, settings: list[tuple[int, dict[str, Any]]]) -> list[Case]:

@@ -11,7 +11,7 @@ from zeroengine.utils.byte_size import format_byte_size
 
 # The bytes of a buffer that pass each rank's link, before the factor (n - 1) / n of n ranks: see "Bandwidth" in
 # github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
-BUS_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+BUS_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 MILLISECONDS = 1000.0
 
 

@@ -204,6 +204,26 @@ class Channel(Protocol):
             levels: What numbers the slices, see ``partition.degrees.shard_index``. None: rank r has slice r.
         """
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Give each rank its slice of ``sent``: ``received[i * n:(i + 1) * n]`` becomes what ``ranks[i]`` sends here.
+
+        Args:
+            received: 1-D, of ``len(ranks) * n`` elements.
+            sent: 1-D, of slices of n elements, from ``Transport.empty`` for this channel. It may be written again once
+                it is ``reusable``.
+            label: The unit's name.
+            ranks: The ranks that exchange, ascending, this one among them, as for ``all_gather``. None: all ranks.
+            levels: What numbers the slices, see ``partition.degrees.shard_index``, where several ranks have the same
+                one. None: ``ranks[i]`` has slice i. A transport that ``reduces_by_levels`` takes None alone.
+        """
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum every rank's ``full``, in place. 1-D, divisible by ``world_size``, from ``Transport.empty``."""
 
@@ -225,6 +245,9 @@ class Transport(Protocol):
         world_size: The number of ranks.
         name: The transport's name in messages.
         overlaps: Whether issued operations proceed while this rank computes.
+        reduces_by_levels: Whether a sum goes level by level (``partition.degrees.Degrees``), which sends fewer bytes
+            between machines. Otherwise each rank reads its slice of every other rank.
+        keeps_memory: Whether memory of ``empty`` that operations send from is never freed: callers use it again.
         shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
     """
 
@@ -232,6 +255,8 @@ class Transport(Protocol):
     world_size: int
     name: str
     overlaps: bool
+    reduces_by_levels: bool
+    keeps_memory: bool
     shard_align_bytes: int
 
     @property

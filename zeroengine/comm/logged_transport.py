@@ -85,6 +85,17 @@ class _LoggedChannel:
             "reduce_scatter", label, full, lambda: self._channel.reduce_scatter(shard, full, label, accumulate, levels)
         )
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        exchange = self._channel.all_to_all
+        return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, ranks, levels))
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         return self._issue("all_reduce", label, full, lambda: self._channel.all_reduce(full, label))
 

@@ -203,10 +203,6 @@ _ROWS = {
         _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
         _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
         _refused("zenflow", "ZenFlow changes results", switch=""),
-        _refused("zero_quantized_weights", "it changes results: gathers are exact"),
-        _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
-        _refused("zero_quantized_gradients", "it changes results: reductions are exact"),
-        _refused("zeropp_loco_param", "it changes results: reductions are exact", switch=""),
         _no_effect("mics_hierarchical_params_gather", "a degree of one machine gathers within it, and NCCL knows which "
             "ranks share a machine"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from zeroengine.config import batch, sinks
@@ -47,6 +47,16 @@ BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
+class LoCo(Section):
+    """Error feedback of quantized gradients (LoCo, arXiv 2407.04480). What packing a rank's gradients loses is kept, as
+    bf16, and added to its next gradients."""
+
+    err_beta: Annotated[float, Ge(0), Lt(1), AUTO] = 0.8
+    """The part of the kept error that stays at each reduce; the rest comes from the latest error."""
+    reset_T: Annotated[Positive, AUTO] = 1024
+    """Number of reduces of a unit after which its error restarts from zero."""
+
+
 class ZeroOptimization(Section):
     """What is partitioned over the ranks, and how its communication is divided and overlapped."""
 
@@ -66,6 +76,19 @@ class ZeroOptimization(Section):
     """Units with at most this many elements stay gathered at stage 3."""
     max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000
     """Largest number of elements gathered at one time at stage 3. A unit in use is always gathered."""
+    zero_quantized_weights: Annotated[bool, AUTO] = False
+    """Inexact: at stage 3, gather parameters for forward and backward as integers of 8 bits with a scale for every 256
+    (ZeRO++ qwZ). All ranks compute with the rounded values. Masters, checkpoints and `gathered` stay exact."""
+    zero_quantized_nontrainable_weights: Annotated[bool, AUTO] = False
+    """Inexact: the same for frozen parameters alone. Their shards stay exact, so memory is not saved."""
+    zero_quantized_gradients: Annotated[bool, AUTO] = False
+    """Inexact: exchange gradients as integers of `quantized_gradient_bits` with a scale for every 256 (ZeRO++ qgZ), and
+    add them in fp32."""
+    quantized_gradient_bits: Annotated[Literal[8, 4], AUTO] = 8
+    """Bits of each integer that zero_quantized_gradients sends. 4 sends half the bytes, and loses far more."""
+    zeropp_loco_param: LoCo | None = None
+    """Inexact: error feedback of quantized gradients. It takes 2 bytes for every parameter on every rank. null: what
+    quantization loses is lost."""
     offload_optimizer: Annotated[OffloadOptimizer, NULL] = OffloadOptimizer()
     """Where the optimizer's states live."""
     offload_param: Annotated[OffloadParam, NULL] = OffloadParam()
@@ -98,6 +121,24 @@ class ZeroOptimization(Section):
                 "moves them away; leave one of them out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_loco(self) -> ZeroOptimization:
+        if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
+            raise ValueError(
+                "zeropp_loco_param is the error feedback of quantized gradients, and they are not quantized; write "
+                '"zero_quantized_gradients": true, or leave it out'
+            )
+        return self
+
+    @property
+    def gradient_bits(self) -> int | None:
+        """The bits of each integer that gradients travel as; None where they travel exactly."""
+        return self.quantized_gradient_bits if self.zero_quantized_gradients else None
+
+    def quantizes_gathers(self, trainable: bool) -> bool:
+        """Return whether the parameters of a unit, all trainable or all frozen, are gathered inexactly."""
+        return self.zero_quantized_weights or (self.zero_quantized_nontrainable_weights and not trainable)
 
     @property
     def degree_numbers(self) -> dict[str, int] | None:

@@ -108,7 +108,8 @@ class CommsLogger(Section):
     prof_all: Annotated[bool, AUTO] = True
     """Log every operation; otherwise those in `prof_ops`."""
     prof_ops: Annotated[list[str] | None, AUTO] = None
-    """Operations to log without prof_all: all_gather, reduce_scatter, all_reduce, or longer names that begin so."""
+    """Operations to log without prof_all: all_gather, reduce_scatter, all_reduce, all_to_all, or longer names that
+    begin so."""
 
 
 class ThroughputTimer(Section):

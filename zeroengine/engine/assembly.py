@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
+from zeroengine.comm.quantized_transport import ErrorFeedback, QuantizedGather, QuantizedTransport, is_quantizable
 from zeroengine.config import FLOATS, Config
+from zeroengine.config.model import LoCo
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
@@ -80,6 +82,8 @@ class EngineParts:
         config: The resolved configuration.
         group: The ranks that the states are partitioned over.
         transport: Moves bytes between these ranks.
+        quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
+        quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
         monitor: Records each step. None: nothing asks for it.
         timer: Times the kinds of work; it does nothing without a monitor.
         forward_profiler: Profiles one forward by module; None if nothing asks for it, and on other ranks than 0.
@@ -122,13 +126,24 @@ class EngineParts:
     ) -> None:
         self.model, self.config, self.group, self.undo = model, config, group, undo
         self.transport, self.planner = transport, planner
+        rules = DegreeRules.of_settings(config.zero_optimization, group.world_size)
+        # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
+        self.transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), group)
         if config.comms_logger.enabled and group.rank == 0:
             self.transport = log_collectives(self.transport, config.comms_logger, undo)
+        zero = config.zero_optimization
+        self.quantized_reduce = None
+        if zero.gradient_bits is not None and group.world_size > 1:
+            quantized_transport = QuantizedTransport(
+                self.transport, zero.gradient_bits, _error_feedback(zero.zeropp_loco_param), group.device
+            )
+            self.quantized_reduce = quantized_transport.reduce
+            self.transport = cast(Transport, quantized_transport)
+        quantizes = group.world_size > 1 and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
+        self.quantized_gather = QuantizedGather(self.transport) if quantizes else None
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
-        rules = DegreeRules.of_settings(config.zero_optimization, group.world_size)
-        self.transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), group)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
@@ -203,7 +218,7 @@ class EngineParts:
         # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
         trim_heap()
         if group.rank == 0:
-            _log_notices(config, group, self.transport)
+            _log_notices(config, group, self.transport, self.units)
         self.state_offloader = StateOffloader()
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         if self.save_on_signal is not None:
@@ -222,7 +237,16 @@ class EngineParts:
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             master_store = next(master_stores) if plan.trainable else None
-            unit = Unit(plan, rules.of_unit(plan), self.transport, self.group.broadcast, stored, master_store)
+            quantizes = self.config.zero_optimization.quantizes_gathers(plan.trainable)
+            unit = Unit(
+                plan,
+                rules.of_unit(plan),
+                self.transport,
+                self.group.broadcast,
+                stored,
+                master_store,
+                self.quantized_gather if quantizes else None,
+            )
             # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
             # rounded.
             count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
@@ -263,7 +287,34 @@ def _make_profiler(model: nn.Module, config: Config, group: Group, plans: Sequen
     return ForwardProfiler(model, config.flops_profiler, units, rank, group.device)
 
 
-def _log_notices(config: Config, group: Group, transport: Transport) -> None:
+def _error_feedback(section: LoCo | None) -> ErrorFeedback | None:
+    return None if section is None else ErrorFeedback(section.err_beta, section.reset_T)
+
+
+def _quantization_notices(config: Config, units: Sequence[Unit]) -> Iterator[str]:
+    """Yield a sentence for each key of quantization that changes less than it says."""
+    zero = config.zero_optimization
+    gathers = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    name = "zero_quantized_weights" if zero.zero_quantized_weights else "zero_quantized_nontrainable_weights"
+    if gathers and not any(unit.is_releasable for unit in units):
+        yield f"{name} has no effect: every rank holds the parameters whole, as at stages 0 to 2"
+    if gathers or zero.zero_quantized_gradients:
+        exact = [
+            unit.name
+            for unit in units
+            if not is_quantizable(unit.dtype)
+            and (zero.quantizes_gathers(unit.trainable) or (unit.trainable and zero.zero_quantized_gradients))
+        ]
+        if exact:
+            yield (
+                f"units of integers, fp64 or other dtypes than fp32, bf16 and fp16 are not quantized and travel "
+                f"exactly: {listed(exact, NUM_SHOWN)}"
+            )
+
+
+def _log_notices(config: Config, group: Group, transport: Transport, units: Sequence[Unit]) -> None:
+    for notice in _quantization_notices(config, units):
+        log.warning(notice)
     for notice in config.notices:
         log.warning(notice)
     if config.comm.register_buffers and transport.name != "nccl":

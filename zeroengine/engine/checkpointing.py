@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
     from zeroengine.checkpoint.manager import CheckpointManager
     from zeroengine.weights.live_weights import LoadResult, Weights
+
+log = logging.getLogger("zeroengine")
 
 
 class EngineCheckpoints:
@@ -146,6 +149,10 @@ class EngineCheckpoints:
             # These gradients belong to the parameters of before the load.
             parts.backward.drop_gradients()
             self._set_counters(restored.counters)
+        # A checkpoint has no errors of quantized gradients: they are those of other gradients, perhaps of other ranks.
+        parts.reducer.forget_errors()
+        if parts.config.zero_optimization.zeropp_loco_param is not None and parts.group.rank == 0:
+            log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.step_runner.num_updates + parts.step_runner.num_skipped
         text = f"{'weights are' if weights_only else 'the run is'} loaded from {os.fspath(directory)}, at step {step}"
         parts.report_event("resume", step, text, path=os.fspath(directory))

@@ -15,7 +15,7 @@ from zeroengine.offload.state_offloader import resident_bytes
 from zeroengine.plan.automatic import StatePlanner
 
 REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
-WORKING = ("buckets", "gathered", "staging")
+WORKING = ("buckets", "gathered", "staging", "quantized")
 # What the advice in an error begins with.
 ADVICE = "What takes less"
 METHOD = TypeVar("METHOD", bound=Callable[..., Any])
@@ -37,6 +37,7 @@ class Memory:
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
         staging: Buffers between the stores of offloaded states and the computation, and between hosts whose ranks share
             memory.
+        quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
         nvme: The bytes of the four states that are on a disk and not in memory.
@@ -51,6 +52,7 @@ class Memory:
     gathered: int
     put_off: Mapping[str, int] = field(default_factory=dict)
     staging: int = 0
+    quantized: int = 0
     checkpoint: int = 0
     cpu: Mapping[str, int] = field(default_factory=dict)
     nvme: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +76,8 @@ class Memory:
         for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
             # Without offloading this row would only distract.
             if name == "staging" and not offloaded and not self.staging:
+                continue
+            if name == "quantized" and not self.quantized:
                 continue
             if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
                 continue
@@ -109,6 +113,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         staging=parts.placement.send_buffer_bytes
         + parts.transport.staging_bytes()
         + (host_staging if computes_on_cpu else 0),
+        quantized=sum(x.nbytes for x in (parts.quantized_gather, parts.quantized_reduce) if x is not None),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
         cpu=in_cpu | ({} if computes_on_cpu else {"staging": host_staging, "checkpoint": checkpoint_copy_bytes}),
         nvme=on_disk,

@@ -337,7 +337,11 @@ class StepRunner(BackwardListener):
             self._print_progress()
         else:
             self.num_skipped += 1
+        scale = self._scaler.scale
         self._scaler.update(overflow=not finite)
+        # Kept errors of quantized gradients are multiples of the loss scale, and those of a skipped step may be huge.
+        if not updates or self._scaler.scale != scale:
+            self._reducer.forget_errors()
 
     def _report(self, step: int, skipped: bool) -> None:
         """Log which gradient was not finite, or raise if the loss scale is the smallest. A collective."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
+from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
@@ -21,7 +22,7 @@ class _SendBuffer:
 
     Attributes:
         memory: Its bytes.
-        gather: The last all-gather that was sent from it.
+        gather: The last all-gather that was sent from it; None if nothing reads it any more.
         busy: Whether it holds, or is receiving, a shard that was not sent yet.
     """
 
@@ -77,9 +78,19 @@ class OffloadedShards:
             self._prefetched[shard.data_ptr()] = self._start_read(shard)
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        quantized: QuantizedGather | None = None,
     ) -> Work:
-        """Start to gather the ranks' shards into ``full``. As ``Channel.all_gather``."""
+        """Start to gather the ranks' shards into ``full``. As ``Channel.all_gather``.
+
+        Args:
+            full, shard, label, ranks: As for the channel.
+            quantized: Gathers in place of the transport's own channel.
+        """
         # With one rank the shard is the whole full buffer, and is read straight into it.
         if self.is_read_directly:
             return self.store.read(shard, full)
@@ -94,6 +105,10 @@ class OffloadedShards:
                 # A failed read must free the buffer, too.
                 buffer.busy = False
         with self._on_read_stream():
+            if quantized is not None:
+                # The stream of the next read has packed these values, so the buffer is free for it.
+                buffer.gather = None
+                return quantized.all_gather(full, arrived, label, ranks)
             buffer.gather = self._transport.gather.all_gather(full, arrived, label, ranks)
         return buffer.gather
 

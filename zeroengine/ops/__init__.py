@@ -13,11 +13,12 @@ _fallback        the same operations on torch's kernels, and `reload_written`
 from zeroengine.ops._cuda_library import cuda_architectures, cuda_library
 from zeroengine.ops._fallback import reload_written
 from zeroengine.ops._library import DTYPE_CODES, advise_huge_pages, cpu_isa, library, set_cpu_isa
+from zeroengine.ops._packets_fallback import packet_bytes
 from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
-from zeroengine.ops.packets import dequantize_sum, packet_bytes, quantize
+from zeroengine.ops.packets import dequantize_sum, quantize
 from zeroengine.ops.table import AdamSegment, AdamTable, SegmentList
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from zeroengine.ops import _cuda_library, _packets_fallback
 from zeroengine.ops._library import DTYPE_CODES, library
 from zeroengine.ops._packets_fallback import packet_bytes
 
-_QUANTIZE = [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_float]
-_DEQUANTIZE = [c_void_p, c_int, c_int, c_int64, c_int64, c_int64, c_int, c_void_p]
+_QUANTIZE: list[Any] = [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_float]
+_DEQUANTIZE: list[Any] = [c_void_p, c_int, c_int, c_int64, c_int64, c_int64, c_int, c_void_p]
 
 
 def quantize(

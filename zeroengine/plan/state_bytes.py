@@ -37,10 +37,11 @@ from zeroengine.plan.gradient_buffer_bytes import (
 )
 from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
+from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
-BUFFERS = ("buckets", "gathered", "staging")
+BUFFERS = ("buckets", "gathered", "staging", "quantized")
 # The transports have attributes that sizes depend on. "single" is another name of that of one rank.
 TRANSPORTS: dict[str, type[Transport]] = {
     "shm": SharedMemoryTransport,
@@ -99,7 +100,7 @@ class StateBytes:
 
     Attributes:
         device: Bytes in the device's memory of "parameters", "gradients", "master", "optimizer" and, at their most,
-            "buckets", "gathered" and "staging".
+            "buckets", "gathered", "staging" and "quantized".
         cpu: Bytes in CPU memory by the same names, if the device is a GPU.
         nvme: Bytes of the four states that are on a disk.
         peak_device_extra: Bytes of the device's memory beyond the sum of ``device`` at the worst moment. Such moments:
@@ -199,6 +200,8 @@ def predict_states(
     gathered = _most_gathered(units, config, setting, placement)
     ledger.add("buckets", buckets)
     ledger.add("gathered", gathered)
+    keeps_packets = TRANSPORTS[setting.transport].keeps_memory
+    ledger.add("quantized", kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets))
     _add_staging(ledger, units, config, setting, placement)
 
     device = ledger.row(None, (*STATES, *BUFFERS))
@@ -208,6 +211,9 @@ def predict_states(
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
     received = receive_bytes(units, setting.world_size, setting.device, setting.transport, accumulates=accumulates)
+    received += passing_bytes(units, config, setting.world_size)
+    # What packets hold is written to full buffers, which then show no memory of other ranks.
+    maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]
     copies = config.checkpoint.async_save and not on_disk
     return StateBytes(
@@ -215,11 +221,14 @@ def predict_states(
         cpu=host if on_gpu else {},
         nvme={name: sum(ledger.row(path, STATES)[name] for path in on_disk) for name in STATES},
         peak_device_extra=max(
-            received, most_at_start(units, setting.device) - sum(device.values()), copied - device["gathered"], 0
+            received,
+            most_at_start(units, setting.device) - sum(device.values()),
+            copied - device["gathered"],
+            0,
         ),
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
-        shared_pages=gathered if setting.transport == "shm" and placement.param_location is None else 0,
+        shared_pages=gathered if setting.transport == "shm" and maps_pages else 0,
         checkpoint_copy=checkpoint_copy_bytes(units, setting.world_size, sizes) if copies else 0,
     )
 

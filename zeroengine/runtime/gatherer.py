@@ -129,20 +129,30 @@ class Gatherer(BackwardListener):
 
     # -- gather and release one unit --------------------------------------------------------------
 
-    def start_gather(self, unit: Unit) -> None:
-        """Launch the all-gather of a released unit."""
+    def start_gather(self, unit: Unit, exact: bool = False) -> None:
+        """Launch the all-gather of a released unit. ``exact``: see ``Unit.start_gather``."""
         if unit.is_released:
-            degree = unit.gathers_from
+            nbytes = unit.bytes_to_gather(exact)
             with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
-                unit.start_gather()
-            self._timer.count("gather", received_bytes(unit, degree))
+                unit.start_gather(exact)
+            self._timer.count("gather", nbytes)
             self._live_numel += unit.layout.numel
 
-    def ensure_gathered(self, unit: Unit) -> None:
-        """Return with the parameters of ``unit`` ready for use on the current stream."""
+    def ensure_gathered(self, unit: Unit, exact: bool = False) -> None:
+        """Return with the parameters of ``unit`` ready for use on the current stream.
+
+        Args:
+            unit: The unit.
+            exact: Whether they must have the values of the shards, which quantized gathers round.
+        """
+        if exact and not unit.is_released and not unit.has_exact_values:
+            # Every rank has the rounded values, so every rank gathers again, into the same memory.
+            self.ensure_gathered(unit)
+            self._live_numel -= unit.layout.numel
+            unit.mark_released(self._gather_for_use)
         if unit.is_gathered:
             return
-        self.start_gather(unit)
+        self.start_gather(unit, exact)
         assert unit.gather_work is not None
         shards = unit.offloaded_shards
         kind: Kind = "offload" if shards is not None and shards.is_read_directly else "gather"
@@ -151,8 +161,8 @@ class Gatherer(BackwardListener):
             unit.finish_gather()
 
     def pin(self, unit: Unit) -> None:
-        """Gather ``unit`` and keep it gathered until ``unpin``. Pins count."""
-        self.ensure_gathered(unit)
+        """Gather the exact values of ``unit`` and keep them gathered until ``unpin``. Pins count."""
+        self.ensure_gathered(unit, exact=True)
         self._num_pins[unit] += 1
         self.num_user_gathered += 1
 

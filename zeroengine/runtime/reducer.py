@@ -36,7 +36,9 @@ from functools import partial
 
 import torch
 
+from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.quantized_transport import QuantizedReduce
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
@@ -82,6 +84,8 @@ class Reducer(BackwardListener):
         self._transport, self._channel, self._timer = transport, transport.reduce, timer
         # Elements of the units that one bucket holds at most. A larger unit is a bucket alone; 0 launches unit by unit.
         self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
+        # None where gradients travel exactly.
+        self._gradient_bits = config.zero_optimization.gradient_bits if transport.world_size > 1 else None
         self._backward = backward
         self.predivide = config.predivide(transport.world_size)
         self.gradients = [
@@ -294,7 +298,9 @@ class Reducer(BackwardListener):
         """
         world_size = self._transport.world_size
         slices = 2 * (world_size - 1) / world_size if degree == 1 else (world_size - 1) / degree
-        self._timer.count("reduce", int(flat.nbytes * slices))
+        bits = self._gradient_bits if flat.dtype in ops.DTYPE_CODES else None
+        nbytes = flat.nbytes if bits is None else ops.packet_bytes(flat.numel(), bits)
+        self._timer.count("reduce", int(nbytes * slices))
 
     def _launch_collective(
         self,
@@ -420,6 +426,11 @@ class Reducer(BackwardListener):
         # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
         if unit_grads.unit.rank == 0:
             unit_grads.deferred_grads[index] = (value * self.predivide).to(unit_grads.dtype)
+
+    def forget_errors(self) -> None:
+        """Let the kept errors of quantized gradients restart from zero, if there are any."""
+        if isinstance(self._channel, QuantizedReduce):
+            self._channel.forget_errors()
 
     def buffer_bytes(self) -> int:
         """Return the bytes of all gradient buffers and staging buffers."""

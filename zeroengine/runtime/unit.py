@@ -26,6 +26,7 @@ from torch import nn
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
+from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather, is_quantizable
 from zeroengine.deferred_init.parameter import swap_data, take_trace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
@@ -57,6 +58,8 @@ class Unit:
         broadcast: Overwrites a tensor with rank 0's values, on all ranks.
         offloaded_shards: The store of the shard. None: it is on the device.
         master_store: The store of ``initial_master``. None: it is on the device.
+        quantized: Gathers the parameters for use, inexactly. None, or a dtype that cannot be quantized: the transport
+            gathers them exactly.
 
     Attributes:
         modules: The modules whose forward needs this unit.
@@ -78,6 +81,7 @@ class Unit:
         broadcast: Callable[[torch.Tensor], None],
         offloaded_shards: OffloadedShards | None = None,
         master_store: OffloadStore | None = None,
+        quantized: QuantizedGather | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.is_mixed_precision = plan.is_mixed_precision
@@ -99,7 +103,9 @@ class Unit:
         self._secondary_is_current = False
 
         self.offloaded_shards = offloaded_shards
-        self._gather_channel = offloaded_shards or transport.gather
+        self._quantized = quantized if is_quantizable(plan.dtype) else None
+        # Whether the values that the parameters have, or are receiving, are those of the shards.
+        self.has_exact_values = True
         self._buffer: Buffer | None = None
         self._transport = transport
         shard: torch.Tensor | None = None
@@ -169,7 +175,8 @@ class Unit:
             return master
 
     def _allocate_buffer(self) -> None:
-        copied = self.offloaded_shards is not None
+        # What packets hold is written to the full buffer, so it cannot show the memory of other ranks.
+        copied = self.offloaded_shards is not None or self.is_quantized
         self._buffer = self._transport.buffer(self.layout.numel, self.dtype, copied=copied)
         self._set_full_buffer(self._buffer.tensor)
 
@@ -225,17 +232,38 @@ class Unit:
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
 
-    def start_gather(self) -> None:
-        """Launch the all-gather of the full buffer. The parameters stay placeholders until ``finish_gather``."""
+    @property
+    def is_quantized(self) -> bool:
+        """Whether gathers for use are inexact."""
+        return self._quantized is not None
+
+    def start_gather(self, exact: bool = False) -> None:
+        """Launch the all-gather of the full buffer. The parameters stay placeholders until ``finish_gather``.
+
+        Args:
+            exact: Whether the exact values of the shards are needed, even if gathers for use are quantized.
+        """
         assert self._buffer is not None
         # Peers read this rank's shard from here on.
         self.wait_for_update()
         self._buffer.allocate()
         self.state = GatherState.GATHERING
+        self.has_exact_values = exact or self._quantized is None
+        quantized = None if exact else self._quantized
         shard, ranks = self.shard, self._gather_ranks
-        if self.secondary_shard is not None and self._secondary_is_current:
-            shard, ranks = self.secondary_shard, self.degrees.secondary_owners(self.rank)
-        self.gather_work = self._gather_channel.all_gather(self.full_buffer, shard, self.name, ranks)
+        if self._gathers_from_secondary(exact):
+            assert self.secondary_shard is not None
+            # The second copy holds what was gathered from the shards, so it is gathered as it is.
+            shard, ranks, quantized = self.secondary_shard, self.degrees.secondary_owners(self.rank), None
+        if self.offloaded_shards is not None:
+            work = self.offloaded_shards.all_gather(self.full_buffer, shard, self.name, ranks, quantized)
+        else:
+            work = (quantized or self._transport.gather).all_gather(self.full_buffer, shard, self.name, ranks)
+        self.gather_work = work
+
+    def _gathers_from_secondary(self, exact: bool) -> bool:
+        is_current = self.secondary_shard is not None and self._secondary_is_current
+        return is_current and not (exact and self.is_quantized)
 
     def gathered_bytes(self) -> int:
         """Return the bytes of the full buffer now; 0 if it is the shard."""
@@ -249,17 +277,21 @@ class Unit:
                 param.data = view
         self._required_grad = [param.requires_grad for param in self.params]
         self.state, self.gather_work = GatherState.GATHERED, None
-        if self.secondary_shard is not None and not self._secondary_is_current:
+        keeps = not (self.is_quantized and self.has_exact_values)
+        if self.secondary_shard is not None and not self._secondary_is_current and keeps:
             numel = self.secondary_shard.numel()
             first = self.rank % self.degrees.secondary * numel
             self.secondary_shard.copy_(self.full_buffer[first : first + numel])
             self._secondary_is_current = True
 
-    @property
-    def gathers_from(self) -> int:
-        """The number of ranks that the next gather brings shards from."""
-        is_secondary = self.secondary_shard is not None and self._secondary_is_current
-        return self.degrees.secondary if is_secondary else self.degrees.parameters
+    def bytes_to_gather(self, exact: bool = False) -> int:
+        """Return the bytes that the next gather brings to this rank."""
+        if self._gathers_from_secondary(exact):
+            return self.full_buffer.nbytes - self.full_buffer.nbytes // self.degrees.secondary
+        count, numel = self.degrees.parameters, self.layout.shard_numel(self.degrees.parameters)
+        is_packed = self.is_quantized and not exact
+        size = ops.packet_bytes(numel, GATHER_BITS) if is_packed else numel * self.dtype.itemsize
+        return (count - 1) * size
 
     def forget_secondary(self) -> None:
         """Gather from the parameter shards next, because they change. Call it on every rank."""
@@ -324,7 +356,7 @@ class Unit:
         # A rank may have the values already, if other tensors alias its full buffer for example. All ranks gather, so
         # that they agree on every collective.
         if self.is_releasable:
-            self.start_gather()
+            self.start_gather(exact=True)
             assert self.gather_work is not None
             self.gather_work.wait_stream()
 

@@ -147,6 +147,33 @@ class GlooChannel:
         self._writers[shard.data_ptr()] = work
         return work
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Send every peer its slice."""
+        return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, ranks, levels))
+
+    def slices_to_exchange(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        ranks: tuple[int, ...] | None,
+        levels: tuple[int, ...] | None,
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Return what an all-to-all sends to each rank, and where it receives. This rank's own slice is copied."""
+        ranks = ranks or self._all_ranks
+        arrived = dict(zip(ranks, received.chunk(len(ranks)), strict=True))
+        slices = sent.chunk(sent.numel() // arrived[self._rank].numel())
+        numbers = [position if levels is None else shard_index(rank, levels) for position, rank in enumerate(ranks)]
+        sent_to = {rank: slices[number] for rank, number in zip(ranks, numbers, strict=True)}
+        arrived[self._rank].copy_(sent_to[self._rank])
+        return sent_to, arrived
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Reduce-scatter, then all-gather the sums."""
         own_slice = full.chunk(self._size)[self._rank]
@@ -217,6 +244,8 @@ class GlooTransport:
 
     name = "gloo"
     overlaps = True
+    reduces_by_levels = False
+    keeps_memory = False
     shard_align_bytes = 1
     refill = staticmethod(refill)
 

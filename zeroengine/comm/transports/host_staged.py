@@ -63,6 +63,23 @@ class HostStagedChannel:
         work = self._writers[shard.data_ptr()] = Then(inner, copy_back, after=before)
         return work
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Exchange in host memory; the result goes to the device when it is awaited."""
+        on_host = _host_empty(received, received.dtype)
+        work = Then(
+            self._inner.all_to_all(on_host, _copy_to_host(sent), label, ranks, levels),
+            partial(received.copy_, on_host),
+        )
+        self._sent_by_copy.add(work)
+        return work
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum in host memory; the result goes to the device when it is awaited."""
         # The copy waits for the GPU, so host memory holds the values when the operation is issued.
@@ -88,12 +105,13 @@ class HostStagedTransport:
     """See ``interfaces.Transport``."""
 
     overlaps = True
+    keeps_memory = False
     refill = staticmethod(refill)
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
-        self.shard_align_bytes = inner.shard_align_bytes
+        self.shard_align_bytes, self.reduces_by_levels = inner.shard_align_bytes, inner.reduces_by_levels
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:

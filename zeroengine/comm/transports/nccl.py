@@ -24,6 +24,7 @@ from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 
 # torch 2.13 renamed these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -226,6 +227,23 @@ class NCCLChannel:
 
         return Then(work, take_over)
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Launch an all-to-all."""
+        assert levels is None, "a sum goes level by level"
+        self.record(f"exchange {label}")
+        ranks = ranks or self._all_ranks
+        if len(ranks) == 1:
+            received.copy_(sent)
+            return Completed()
+        return self.issue(lambda: _all_to_all(received, sent, group=self._group_of(ranks), async_op=True))
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Launch an all-reduce."""
         self.record(f"reduce {label}")
@@ -260,6 +278,8 @@ class NCCLTransport:
     """
 
     overlaps = True
+    reduces_by_levels = True
+    keeps_memory = False
     shard_align_bytes = 1
 
     def __init__(

@@ -36,6 +36,8 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
+    reduces_by_levels = False
+    keeps_memory = True
     # Whole pages can be mapped.
     shard_align_bytes = mmap.PAGESIZE
     refill = staticmethod(refill)

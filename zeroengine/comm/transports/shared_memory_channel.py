@@ -36,7 +36,7 @@ from zeroengine.comm.transports.shared_memory_file import (
     RECORD,
     SharedMemory,
 )
-from zeroengine.comm.transports.shared_memory_reads import GATHER, KINDS, REDUCE, SCALARS, PeerReads
+from zeroengine.comm.transports.shared_memory_reads import EXCHANGE, GATHER, KINDS, REDUCE, SCALARS, PeerReads
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.work import Work
@@ -195,6 +195,29 @@ class SharedMemoryChannel:
             self._sum_in_place(work, full, own_slice, sharers)
         else:
             self._sum_slice(work, full, own_slice, shard, accumulate)
+        return self._issue(work)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Post ``sent``; read this rank's slice of every peer."""
+        memory = self._memory
+        ranks = ranks or self._all_ranks
+        own_position = ranks.index(memory.rank)
+        arrived = received.chunk(len(ranks))
+        nbytes = arrived[0].nbytes
+        start = nbytes * (own_position if levels is None else shard_index(memory.rank, levels))
+        work = self._post(EXCHANGE, label, sent)
+        arrived[own_position].copy_(sent[start // sent.itemsize :][: arrived[0].numel()])
+        for rank, target in zip(ranks, arrived, strict=True):
+            if rank != memory.rank:
+                read = partial(self._reads.read, memory.peers[rank], work.seq, target.data_ptr(), nbytes, start)
+                work.steps.append(PeerRead(self._posted, (rank,), read))
         return self._issue(work)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

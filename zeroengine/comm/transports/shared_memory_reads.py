@@ -19,8 +19,8 @@ from zeroengine.comm.transports.shared_memory_file import (
 )
 from zeroengine.errors import DivergenceError
 
-GATHER, REDUCE, SCALARS = range(3)
-KINDS = ("gather", "reduce", "all-reduce")
+GATHER, REDUCE, SCALARS, EXCHANGE = range(4)
+KINDS = ("gather", "reduce", "all-reduce", "exchange")
 
 
 class PeerReads:

@@ -37,6 +37,18 @@ class SingleProcessChannel:
             shard.copy_(full)
         return Completed()
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Copy the only slice."""
+        received.copy_(sent)
+        return Completed()
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Return at once: there is one value."""
         return Completed()
@@ -53,6 +65,8 @@ class SingleProcessTransport:
     rank = 0
     world_size = 1
     overlaps = False
+    reduces_by_levels = False
+    keeps_memory = False
     shard_align_bytes = 1
     refill = staticmethod(refill)
 

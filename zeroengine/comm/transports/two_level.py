@@ -60,6 +60,8 @@ class TwoLevelTransport:
 
     name = "two-level"
     overlaps = True
+    reduces_by_levels = False
+    keeps_memory = True
     shard_align_bytes = SharedMemoryTransport.shard_align_bytes
     refill = staticmethod(refill)
 

@@ -205,6 +205,20 @@ class TwoLevelChannel:
         levels = (self._layout.world_size,) if levels is None else levels
         return self._reduce(shard, full, label, accumulate, levels)
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Send every rank its slice directly, also the ranks of this host."""
+        what = self._begin("exchange", label)
+        slices = self._between.slices_to_exchange(received, sent, ranks, levels)
+        exchange = self._exchange("exchange", label, *slices)
+        return self._issue(TwoLevelWork(self, what, iter([exchange]), None, exchange))
+
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Add the parts of ``full`` as slices that all ranks have."""
         return self._reduce(full, full, label, False, ())

@@ -1,0 +1,241 @@
+"""Quantized gathers and sums: ranks agree, masters stay exact, overflows are noticed, and a quarter travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroengine
+from tests.distributed.imagined_hosts import imagine_hosts
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_degrees import PartlyTrained
+from zeroengine.comm.transports import nccl
+from zeroengine.comm.transports.choose import open_nccl
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+WEIGHTS = {"zero_quantized_weights": True}
+GRADIENTS = {"zero_quantized_gradients": True}
+BOTH = WEIGHTS | GRADIENTS
+DEGREES = {"parameters": 2, "gradients": 2, "optimizer": 4}
+SECOND_COPY = {"parameters": 4, "secondary_parameters": 2}
+# Each a section zero_optimization and other keys.
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 3, **BOTH}, {}),
+    ({"stage": 3, **BOTH, "overlap_comm": False}, {"bf16": {"enabled": True}}),
+    ({"stage": 3, **BOTH, "zeropp_loco_param": {"reset_T": 2}}, {"gradient_accumulation_steps": 2}),
+    *(({"stage": stage, **GRADIENTS}, {"gradient_accumulation_steps": 2}) for stage in (0, 1, 2)),
+    ({"stage": 3, **GRADIENTS, "quantized_gradient_bits": 4}, {}),
+    ({"degrees": DEGREES, **BOTH}, {}),
+    ({"degrees": {"parameters": 2}, **BOTH}, {"communication_data_type": "bf16"}),
+    ({"degrees": SECOND_COPY, **BOTH}, {"gradient_accumulation_steps": 2}),
+    ({"stage": 3, **BOTH, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, {}),
+]
+# Those that together take each path: two hops, several micro-steps, some ranks, and gathers of two kinds.
+SHORT = [CASES[number] for number in (2, 3, 7, 9)]
+
+
+def engine_of(zero: dict[str, Any], **more: Any) -> zeroengine.Engine:
+    settings = config(0, gradient_clipping=0.5, **more)
+    settings["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
+    return zeroengine.initialize(build(PartlyTrained), config=settings)
+
+
+def train(engine: zeroengine.Engine, steps: int) -> list[float]:
+    losses = []
+    for number in range(steps * int(engine.config.gradient_accumulation_steps)):
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def both_ways(cases: list[Any], transport: str) -> list[Any]:
+    """For each case: the losses quantized and exact, and sums of the weights that this rank computes with."""
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        if transport == "nccl":
+            # The transport of NCCL, whose collectives Gloo has as well.
+            patch.setattr(
+                "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
+            )
+        if transport == "two-level":
+            imagine_hosts(2)
+        comm = {"comm": {"transport": {"nccl": "gloo", "two-level": "auto"}.get(transport, transport)}}
+        found = []
+        for zero, more in cases:
+            engine = engine_of(zero, **comm, **more)
+            losses, seen = train(engine, 3), []
+            handle = engine.module.head.register_forward_pre_hook(
+                lambda module, _, seen=seen: seen.append(module.weight.double().sum().item())
+            )
+            engine(*batch(0, 0))
+            handle.remove()
+            engine.close()
+            exact = engine_of({key: value for key, value in zero.items() if "quant" not in key and "loco" not in key},
+                              **comm, **more)  # fmt: skip
+            found.append((losses, train(exact, 3), seen))
+            exact.close()
+    return found
+
+
+def assert_close_and_agreed(cases: list[Any], transport: str) -> None:
+    ranks = run_ranks(4, both_ways, cases, transport)
+    for number, (zero, _) in enumerate(cases):
+        assert len({str(found[number][2]) for found in ranks}) == 1, zero
+        for found in ranks:
+            losses, exact, _ = found[number]
+            assert losses == pytest.approx(exact, rel=0.05), zero
+            assert losses != exact, zero
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "two-level", "nccl"])
+def test_losses_follow_the_exact_ones_and_ranks_compute_with_the_same_values(transport: str) -> None:
+    assert_close_and_agreed(SHORT if transport == "shm" else SHORT[1:3], transport)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo", "two-level", "nccl"])
+def test_all_cases_follow_the_exact_losses(transport: str) -> None:
+    assert_close_and_agreed(CASES, transport)
+
+
+def exact_values(zero: dict[str, Any]) -> list[bool]:
+    dist.init_process_group("gloo")
+    engine = engine_of(zero)
+    shards = [unit.shard.clone() for unit in engine._parts.units]
+    before = engine.full_state_dict()
+    engine(*batch(0, 0))
+    with zeroengine.gathered(engine.module.head.weight):
+        found = [torch.equal(engine.module.head.weight, before["head.weight"])]
+    # Leaving the block wrote the values back.
+    found += [torch.equal(unit.shard, shard) for unit, shard in zip(engine._parts.units, shards, strict=True)]
+    after = engine.full_state_dict()
+    found += [torch.equal(after[name], value) for name, value in before.items()]
+    engine.close()
+    plain = dict(engine.module.state_dict())
+    return found + [torch.equal(plain[name], value) for name, value in before.items()]
+
+
+@pytest.mark.parametrize("degrees", [{"stage": 3}, {"degrees": SECOND_COPY}], ids=["stage 3", "second copy"])
+def test_shards_gathered_values_and_the_model_in_the_end_stay_exact(degrees: dict[str, Any]) -> None:
+    for found in run_ranks(4, exact_values, degrees | WEIGHTS):
+        assert all(found)
+
+
+def overflow(bits: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    engine = engine_of({"stage": 2, **GRADIENTS, "quantized_gradient_bits": bits, "zeropp_loco_param": {}})
+    train(engine, 2)
+    before = engine.full_state_dict()
+    loss = engine(*batch(9, engine.rank))
+    engine.backward(loss * (float("inf") if engine.rank == 1 else 1.0))
+    updated = bool(engine.step())
+    after = engine.full_state_dict()
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    found = [updated, same, train(engine, 2)]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_overflow_of_one_rank_skips_the_step_and_leaves_no_trace_in_the_errors(bits: int) -> None:
+    for updated, same, losses in run_ranks(2, overflow, bits):
+        assert not updated and same
+        assert all(torch.tensor(losses).isfinite())
+
+
+def frozen_only() -> tuple[list[bool], list[bool]]:
+    dist.init_process_group("gloo")
+    engine = engine_of({"stage": 3, "zero_quantized_nontrainable_weights": True})
+    found = [unit.is_quantized for unit in engine._parts.units], [unit.trainable for unit in engine._parts.units]
+    train(engine, 1)
+    engine.close()
+    return found
+
+
+def test_frozen_parameters_alone_may_be_quantized() -> None:
+    quantized, trainable = run_ranks(2, frozen_only)[0]
+    assert quantized == [not flag for flag in trainable] and any(quantized)
+
+
+def resume(folder: Path) -> tuple[int, float]:
+    dist.init_process_group("gloo")
+    engine = engine_of({"stage": 2, **GRADIENTS, "zeropp_loco_param": {}})
+    train(engine, 2)
+    errors = engine._parts.quantized_reduce._errors  # type: ignore[union-attr]
+    kept = sum(int(error.count_nonzero()) for error in errors.values())
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    left = sum(float(error.abs().sum()) for error in errors.values())
+    engine.close()
+    return kept, left
+
+
+def test_errors_restart_from_zero_after_a_load(tmp_path: Path) -> None:
+    for kept, left in run_ranks(2, resume, tmp_path):
+        assert kept > 0 and left == 0
+
+
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+def travelled(world_size: int, zero: dict[str, Any]) -> dict[str, int]:
+    """The bytes of each kind of collective in a step, from the arguments of the process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    engine = zeroengine.initialize(
+        build(lambda: TinyLM(tied=False)), config=config(3, units=["tok", "blocks.*", "norm", "head"], **zero)
+    )
+    counted = {"gather": 0, "reduce": 0}
+    names = {"_all_gather": ("gather", 0), "_reduce_scatter": ("reduce", 1), "_all_to_all": ("reduce", 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (kind, place) in names.items():
+            real = getattr(nccl, name)
+
+            def spy(*tensors: Any, kind: str = kind, place: int = place, real: Any = real, **more: Any) -> Any:
+                counted[kind] += tensors[place].nbytes
+                return real(*tensors, **more)
+
+            patch.setattr(nccl, name, spy)
+        with mock.patch.object(engine, "step", lambda: None):
+            engine.backward(engine(*batch(0, 0)))
+            engine._parts.reducer.wait_reduces()
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_a_quarter_of_the_bytes_travels_and_the_scales(world_size: int) -> None:
+    whole = run_ranks(1, travelled, world_size, {})[0]
+    for zero, kind, share in (
+        ({"zero_quantized_weights": True}, "gather", 1 / 4),
+        (GRADIENTS, "reduce", 1 / 4),
+        (GRADIENTS | {"quantized_gradient_bits": 4}, "reduce", 1 / 8),
+    ):
+        found = run_ranks(1, travelled, world_size, {"zero_optimization": zero})[0]
+        other = "reduce" if kind == "gather" else "gather"
+        assert found[other] == whole[other]
+        # The shards of so small a model on so many ranks are shorter than a block, which has a scale all the same.
+        assert share < found[kind] / whole[kind] < share * 1.6, (zero, found, whole)
+
+
+# -- the configuration ------------------------------------------------------------------------------
+
+
+def test_error_feedback_without_quantized_gradients_says_what_to_write() -> None:
+    with pytest.raises(ConfigError, match='write "zero_quantized_gradients": true'):
+        load({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})
+    with pytest.raises(ConfigError, match="err_beta"):
+        load({"zero_optimization": GRADIENTS | {"zeropp_loco_param": {"err_beta": 1.0}}})
+
+
+def test_nothing_is_quantized_without_being_asked_for() -> None:
+    zero = load({}).zero_optimization
+    assert zero.gradient_bits is None and not zero.quantizes_gathers(trainable=False)

@@ -1,0 +1,404 @@
+"""Channels that send integers of 8 or 4 bits in place of floats: qwZ and qgZ of ZeRO++ (arXiv 2306.10209, section 4).
+
+They stand around the channels of a transport, and send packets (``ops.quantize``) through them. What is sent is
+rounded, so that a gather or a sum is off by up to half a step of each block. Tensors of other dtypes than fp32, bf16
+and fp16 go through the transport as they are.
+
+[Note: Ranks agree]
+Every rank computes with the values that the packets hold, also the rank that packed them. The shards that packets are
+made from stay exact.
+
+[Note: Hops]
+A sum takes one exchange where the transport reads peers directly, and one for each level where it ``reduces_by_levels``
+(see ``Degrees``). Each hop packs what it sends, adds what has arrived in fp32 in rank order, and the next hop packs the
+sums. An all-reduce is an exchange of slices and a gather of their packed sums.
+
+All ranks must issue the hops in one order. On a GPU a stream of the channel's own issues all hops at once. On the CPU a
+later hop is issued by the first wait, or before the next operation, whichever comes first.
+
+[Note: Error feedback]
+LoCo (arXiv 2407.04480): each rank keeps, for each unit, a moving average of what packing its own gradients lost, and
+adds it to the next gradients. Sums that a later hop packs have no feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroengine import ops
+from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, ChannelName, Transport
+from zeroengine.partition.degrees import ranks_of_level
+from zeroengine.utils.work import Then, Work, synchronize_stream
+
+GATHER_BITS = 8
+# Issues one hop for each item: its work, and whether it is the last.
+Hops = Iterator[tuple[Work, bool]]
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """How a rank keeps the error of its own quantized gradients.
+
+    Attributes:
+        decay: The part of the kept error that stays; the rest comes from the latest error.
+        reset_interval: The number of reduces of a unit after which its error is forgotten.
+    """
+
+    decay: float
+    reset_interval: int
+
+
+class SendMemory:
+    """Memory for packets that a channel sends.
+
+    Where the transport ``keeps_memory`` the packets' memory is used again. Elsewhere it is temporary.
+    """
+
+    def __init__(self, transport: Transport, name: ChannelName) -> None:
+        self._transport, self._name = transport, name
+        self._channel = transport.gather if name == "gather" else transport.reduce
+        self._reuses = transport.keeps_memory
+        # The memory with the last operation that sent it.
+        self._sent: list[tuple[torch.Tensor, Work]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is kept."""
+        return sum(memory.nbytes for memory, _ in self._sent)
+
+    def acquire(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 memory, 1-D, that no peer reads any more."""
+        fitting = [entry for entry in self._sent if entry[0].numel() == nbytes]
+        free = next((entry for entry in fitting if self._channel.reusable(entry[1], 0.0)), None)
+        # As for gradient buffers: two suffice, and a wait without a limit could deadlock.
+        if free is None and len(fitting) >= 2 and self._channel.reusable(fitting[0][1], REUSE_TIMEOUT_S):
+            free = fitting[0]
+        if free is None:
+            return self._transport.empty(nbytes, torch.uint8, self._name)
+        self._sent = [entry for entry in self._sent if entry is not free]
+        return free[0]
+
+    def mark_sent(self, memory: torch.Tensor, work: Work) -> None:
+        """Record the operation that sends ``memory``."""
+        if self._reuses:
+            self._sent.append((memory, work))
+
+
+def is_quantizable(dtype: torch.dtype) -> bool:
+    """Return whether values of ``dtype`` can be quantized. Others travel exactly."""
+    return dtype in ops.DTYPE_CODES
+
+
+class QuantizedGather:
+    """Gathers of parameters for use, as integers of 8 bits. Takes the place of ``Channel.all_gather``."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._memory = transport, SendMemory(transport, "gather")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it keeps."""
+        return self._memory.nbytes
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        """Gather what the packets of the ranks' shards hold. ``shard`` is not a part of ``full``, and does not change.
+
+        As ``Channel.all_gather``. ``shard`` may have any memory, and may be written on the current stream at once.
+        """
+        count = full.numel() // shard.numel()
+        packet = self._memory.acquire(ops.packet_bytes(shard.numel(), GATHER_BITS))
+        ops.quantize(shard, packet, bits=GATHER_BITS)
+        arrived = torch.empty(count * packet.numel(), dtype=torch.uint8, device=shard.device)
+        work = self._transport.gather.all_gather(arrived, packet, label, ranks)
+        self._memory.mark_sent(packet, work)
+
+        def finish() -> None:
+            ops.dequantize_sum(full, arrived, bits=GATHER_BITS, num_slices=count)
+
+        return Then(work, finish)
+
+
+class QuantizedSum:
+    """A sum of several hops. See ``utils.work.Work``.
+
+    Args:
+        hops: Issues one hop for each item, after the one before it was awaited, and uses the result of the last when it
+            is resumed once more. An item is the hop's work, and whether it is the last.
+        before: A work that must finish before the last result is used.
+        in_place: Whether the result is written to the memory that was packed.
+        stream: The stream that issues the hops. None: the CPU's.
+    """
+
+    def __init__(self, hops: Hops, before: Work | None, in_place: bool, stream: torch.cuda.Stream | None) -> None:
+        self._hops: Hops | None = hops
+        self._before, self._in_place, self._stream = before, in_place, stream
+        with _on_stream(stream):
+            self._work, self._is_last = next(hops)
+            self._packed = None if stream is None else stream.record_event()
+        if stream is not None:
+            self.issue_all()
+
+    def issue_all(self) -> None:
+        """Issue every hop. On the CPU wait for all but the last."""
+        with _on_stream(self._stream):
+            while not self._is_last:
+                self._work.wait_stream()
+                assert self._hops is not None
+                self._work, self._is_last = next(self._hops)
+
+    def wait_stream(self) -> None:
+        """Order the current stream behind the last hop, and write the sum there."""
+        if self._hops is None:
+            return
+        self.issue_all()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._work.wait_stream()
+        if self._before is not None:
+            self._before.wait_stream()
+        next(self._hops, None)
+        # The packets' memory was allocated on the channel's stream, which may reuse it once this stream has read it.
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._hops = self._before = None
+
+    def wait_host(self) -> None:
+        """Wait for the sum, and for the kernels that write it."""
+        self.wait_stream()
+        synchronize_stream()
+
+    def done(self) -> bool:
+        """Return whether the last hop is done. The sum may still have to be written."""
+        return self._hops is None or (self._is_last and self._work.done())
+
+    def reusable(self, timeout_s: float) -> bool:
+        """Return whether the memory that was packed may be written. See ``Channel.reusable``."""
+        if self._in_place:
+            if timeout_s:
+                self.wait_stream()
+            return self._hops is None
+        # On the CPU it was packed when the operation was issued.
+        if self._packed is None:
+            return True
+        if timeout_s:
+            torch.cuda.current_stream().wait_event(self._packed)
+            return True
+        return bool(self._packed.query())
+
+
+class QuantizedReduce:
+    """Sums of gradients as integers of ``bits`` bits. See ``interfaces.Channel``.
+
+    Args:
+        transport: Moves the packets.
+        bits: 8 or 4.
+        feedback: How the errors are kept. None: they are lost.
+        device: The device of the gradients.
+    """
+
+    def __init__(self, transport: Transport, bits: int, feedback: ErrorFeedback | None, device: torch.device) -> None:
+        self._transport, self._channel = transport, transport.reduce
+        self.bits, self._feedback = bits, feedback
+        self._rank, self._world_size = transport.rank, transport.world_size
+        self._memory = SendMemory(transport, "reduce")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # By the name of the unit: the error, and the number of reduces since it was zero.
+        self._errors: dict[str, torch.Tensor] = {}
+        self._num_reduces: dict[str, int] = {}
+        self._last: QuantizedSum | None = None
+        # For each sum, by its address, the last operation that writes it.
+        self._writers: dict[int, Work] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it keeps."""
+        return self._memory.nbytes + sum(error.nbytes for error in self._errors.values())
+
+    def forget_errors(self) -> None:
+        """Let the error of every unit restart from zero."""
+        for error in self._errors.values():
+            error.zero_()
+        self._num_reduces.clear()
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
+    ) -> Work:
+        """Gather exactly."""
+        return self._channel.all_gather(full, shard, label, ranks)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: tuple[int, ...] | None = None,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Exchange exactly."""
+        return self._channel.all_to_all(received, sent, label, ranks, levels)
+
+    def reduce_scatter(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Exchange packets of slices, and add them when the result is awaited."""
+        if not (is_quantizable(full.dtype) and is_quantizable(shard.dtype)):
+            return self._channel.reduce_scatter(shard, full, label, accumulate, levels)
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        work = self._issue(self._reduce_hops(shard, full, label, accumulate, levels), before)
+        self._writers[shard.data_ptr()] = work
+        return work
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """Exchange packets of slices, add them, and gather packets of the sums."""
+        if not is_quantizable(full.dtype):
+            return self._channel.all_reduce(full, label)
+        everyone = tuple(range(self._world_size))
+        hops = self._all_reduce_hops(full, full, label, False, everyone, is_own=True)
+        return self._issue(hops, None, in_place=True)
+
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """See ``interfaces.Channel``. The memory of a reduce-scatter is free once it was packed."""
+        if isinstance(work, QuantizedSum):
+            return work.reusable(timeout_s)
+        return self._channel.reusable(work, timeout_s)
+
+    def _issue(self, hops: Hops, before: Work | None, in_place: bool = False) -> QuantizedSum:
+        # The later hops of the operation before this one come first, on every rank.
+        if self._last is not None:
+            self._last.issue_all()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._last = QuantizedSum(hops, before, in_place, self._stream)
+        return self._last
+
+    # -- hops -------------------------------------------------------------------------------------
+
+    def _reduce_hops(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool,
+        levels: tuple[int, ...] | None,
+    ) -> Hops:
+        rank, world_size = self._rank, self._world_size
+        levels = (world_size,) if levels is None else levels
+        if not self._transport.reduces_by_levels:
+            arrived, work = self._exchange(full, full.numel() // shard.numel(), label, None, levels, is_own=True)
+            yield work, True
+            self._add(shard, arrived, world_size, accumulate)
+            return
+        summed, below = full, 1
+        for level in levels:
+            ranks, is_last = ranks_of_level(rank, below, level), level == world_size
+            arrived, work = self._exchange(summed, level // below, label, ranks, None, is_own=below == 1)
+            yield work, is_last
+            if is_last:
+                self._add(shard, arrived, len(ranks), accumulate)
+                return
+            summed = torch.empty(summed.numel() * below // level, dtype=torch.float32, device=full.device)
+            self._add(summed, arrived, len(ranks), accumulate=False)
+            below = level
+        # The ranks that have the same slice sum it.
+        copies = ranks_of_level(rank, below, world_size)
+        yield from self._all_reduce_hops(summed, shard, label, accumulate, copies, is_own=False)
+
+    def _all_reduce_hops(
+        self,
+        values: torch.Tensor,
+        target: torch.Tensor,
+        label: str,
+        accumulate: bool,
+        ranks: tuple[int, ...],
+        is_own: bool,
+    ) -> Hops:
+        arrived, work = self._exchange(values, len(ranks), label, ranks, None, is_own)
+        yield work, False
+        part = torch.empty(values.numel() // len(ranks), dtype=torch.float32, device=values.device)
+        self._add(part, arrived, len(ranks), accumulate=False)
+        packet = self._memory.acquire(ops.packet_bytes(part.numel(), self.bits))
+        ops.quantize(part, packet, bits=self.bits)
+        gathered = torch.empty(len(ranks) * packet.numel(), dtype=torch.uint8, device=values.device)
+        gather = self._channel.all_gather(gathered, packet, label, ranks)
+        self._memory.mark_sent(packet, gather)
+        yield gather, True
+        ops.dequantize_sum(target, gathered, bits=self.bits, num_slices=len(ranks), accumulate=accumulate)
+
+    def _exchange(
+        self,
+        values: torch.Tensor,
+        num_slices: int,
+        label: str,
+        ranks: tuple[int, ...] | None,
+        levels: tuple[int, ...] | None,
+        is_own: bool,
+    ) -> tuple[torch.Tensor, Work]:
+        """Pack slices and issue their exchange.
+
+        Args:
+            values: What to pack. ``is_own``: this rank's own gradients of a unit, whose error is kept.
+            num_slices: The number of slices.
+            label, ranks, levels: As for ``Channel.all_to_all``.
+
+        Returns:
+            Where the packets arrive, and the exchange.
+        """
+        size = ops.packet_bytes(values.numel() // num_slices, self.bits)
+        packets = self._memory.acquire(num_slices * size)
+        feedback = self._feedback if is_own else None
+        error = None if feedback is None else self._error_of(label, values, feedback)
+        decay = 0.0 if feedback is None else feedback.decay
+        ops.quantize(values, packets, bits=self.bits, num_slices=num_slices, error=error, error_decay=decay)
+        count = self._world_size if ranks is None else len(ranks)
+        arrived = torch.empty(count * size, dtype=torch.uint8, device=values.device)
+        work = self._channel.all_to_all(arrived, packets, label, ranks, levels)
+        self._memory.mark_sent(packets, work)
+        return arrived, work
+
+    def _error_of(self, label: str, values: torch.Tensor, feedback: ErrorFeedback) -> torch.Tensor:
+        error = self._errors.get(label)
+        if error is None:
+            error = self._errors[label] = torch.zeros(values.numel(), dtype=torch.bfloat16, device=values.device)
+        count = self._num_reduces.get(label, 0)
+        if count and count % feedback.reset_interval == 0:
+            error.zero_()
+        self._num_reduces[label] = count + 1
+        return error
+
+    def _add(self, target: torch.Tensor, packets: torch.Tensor, count: int, accumulate: bool) -> None:
+        ops.dequantize_sum(target, packets, bits=self.bits, num_sources=count, accumulate=accumulate)
+
+
+class QuantizedTransport:
+    """A transport whose ``reduce`` channel quantizes. See ``interfaces.Transport``; the rest is that of the transport.
+
+    Attributes:
+        gather: The transport's own channel, which is exact.
+        reduce: Sums of gradients.
+        inner: The transport.
+    """
+
+    def __init__(self, inner: Transport, bits: int, feedback: ErrorFeedback | None, device: torch.device) -> None:
+        self.inner, self.gather = inner, inner.gather
+        self.reduce = QuantizedReduce(inner, bits, feedback, device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,88 @@
+"""Bytes that quantized communication takes: what stays, and the packets that exist in passing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroengine import ops
+from zeroengine.comm.quantized_transport import GATHER_BITS, is_quantizable
+from zeroengine.config import Config
+from zeroengine.plan.gradient_buffer_bytes import MAX_IN_FLIGHT
+from zeroengine.plan.unit_bytes import UnitBytes
+
+
+def kept_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, *, keeps_packets: bool) -> int:
+    """Return the most bytes that stay: errors of gradients, and the packets to send.
+
+    Args:
+        units: The units.
+        config: The resolved configuration.
+        world_size: The number of ranks.
+        keeps_packets: Whether the transport keeps the memory that it sends from, as shared memory does.
+    """
+    if world_size == 1:
+        return 0
+    nbytes = 0
+    if config.zero_optimization.zeropp_loco_param is not None:
+        nbytes += sum(unit.layout.numel * torch.bfloat16.itemsize for unit in units if _sends_packets(unit, config))
+    if keeps_packets:
+        # Each size has buffers of its own, and so have gathers and sums.
+        gathered = {_shard_packet_bytes(unit) for unit in units if _gathers_packets(unit, config)}
+        nbytes += MAX_IN_FLIGHT * sum(gathered)
+        summed: set[int] = set()
+        for unit in units:
+            if _sends_packets(unit, config):
+                summed |= _sent_bytes(unit, config, world_size)
+        nbytes += MAX_IN_FLIGHT * sum(summed)
+    return nbytes
+
+
+def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int) -> int:
+    """Return the most bytes of packets of sums and gathers that are under way at once, as far as they do not stay."""
+    if world_size == 1:
+        return 0
+    bits = config.zero_optimization.gradient_bits or GATHER_BITS
+    # A rank sends and receives as many packets as ranks take part.
+    gathers = [
+        2 * _shard_packet_bytes(unit) * unit.degrees.parameters for unit in units if _gathers_packets(unit, config)
+    ]
+    sums = [
+        2 * world_size * ops.packet_bytes(unit.layout.shard_numel(_sum_degree(unit, world_size)), bits)
+        for unit in units
+        if _sends_packets(unit, config)
+    ]
+    return sum(sum(sorted(sizes)[-MAX_IN_FLIGHT:]) for sizes in (gathers, sums))
+
+
+def _sends_packets(unit: UnitBytes, config: Config) -> bool:
+    bits = config.zero_optimization.gradient_bits
+    return bits is not None and unit.gradients is not None and is_quantizable(unit.gradients.reduce_dtype)
+
+
+def _gathers_packets(unit: UnitBytes, config: Config) -> bool:
+    wanted = config.zero_optimization.quantizes_gathers(unit.plan.trainable)
+    return wanted and unit.is_releasable and is_quantizable(unit.plan.dtype)
+
+
+def _shard_packet_bytes(unit: UnitBytes) -> int:
+    return ops.packet_bytes(unit.layout.shard_numel(unit.degrees.parameters), GATHER_BITS)
+
+
+def _sent_bytes(unit: UnitBytes, config: Config, world_size: int) -> set[int]:
+    """Return the sizes of the memory that a sum of this unit sends from."""
+    bits = config.zero_optimization.gradient_bits
+    assert bits is not None and unit.gradients is not None
+    degree = _sum_degree(unit, world_size)
+    packet = ops.packet_bytes(unit.layout.numel // degree, bits)
+    # An all-reduce exchanges slices, and then gathers their sums.
+    is_all_reduce = unit.degrees.optimizer == 1
+    return {degree * packet, packet} if is_all_reduce else {degree * packet}
+
+
+def _sum_degree(unit: UnitBytes, world_size: int) -> int:
+    """Return the number of slices that a sum cuts the gradients of a unit into."""
+    assert unit.gradients is not None
+    degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
+    return degree if degree > 1 else world_size
