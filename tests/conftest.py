@@ -22,6 +22,7 @@ os.environ.setdefault("ZEROENGINE_FULL_TRACEBACK", "1")
 if wanted() == "emulated":
     load()  # before torch is imported
 
+import hypothesis
 import torch
 
 from tests.distributed import ranks
@@ -33,6 +34,11 @@ if wanted() == "emulated":
 ROOT = Path(__file__).parents[1]
 # Models are so small that threads only wait for each other, and for the ranks that run beside them.
 torch.set_num_threads(1)
+# A busy machine is no defect: times belong into benchmarks.
+hypothesis.settings.register_profile(
+    "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
