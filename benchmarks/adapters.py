@@ -74,9 +74,9 @@ def count_gathered(engine: Any) -> list[int]:
     gather, nbytes = engine._parts.transport.gather, list[int]()
     original = gather.all_gather
 
-    def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str) -> Any:
+    def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str, *ranks: Any) -> Any:
         nbytes.append(full.nbytes)
-        return original(full, shard, label)
+        return original(full, shard, label, *ranks)
 
     gather.all_gather = all_gather
     return nbytes

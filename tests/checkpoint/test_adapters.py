@@ -89,9 +89,9 @@ def gathered_units(engine: zeroengine.Engine) -> Iterator[list[str]]:
     gather = engine._parts.transport.gather
     names: list[str] = []
 
-    def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str) -> Any:
+    def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str, *ranks: Any) -> Any:
         names.append(label)
-        return original(full, shard, label)
+        return original(full, shard, label, *ranks)
 
     original = gather.all_gather
     with mock.patch.object(gather, "all_gather", all_gather):

@@ -170,7 +170,7 @@ class Trace:
         for name in NAMES:
             module = model.get_submodule(name)
             module.register_forward_hook(lambda *_, n=name: self.events.append(f"compute {n}"), prepend=True)
-        self.spy(nccl.NCCLChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
+        self.spy(nccl.NCCLChannel, "all_gather", lambda channel, full, shard, label, *_: f"gather {label}")
         self.spy(nccl.NCCLChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
         self.spy(nccl.NCCLTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
         self.spy(Unit, "finish_gather", lambda unit: f"ready {unit.name}")
