@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import zeroengine
 from tests.conftest import ROOT
+from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
@@ -125,3 +126,26 @@ def accumulate() -> tuple[list[float], list[float], int]:
 def test_on_nccl_the_stream_that_awaits_a_sum_adds_it_and_once() -> None:
     for before, after, count in run_ranks(2, accumulate):
         assert (before, after, count) == ([1.0, 1.0], [7.0, 7.0], 1)
+
+
+def train_across_hosts(section: dict[str, Any]) -> list[float]:
+    """Degrees of 2 on hosts of 3 ranks, where the transport chooses other channels once it knows the degrees."""
+    start()
+    imagine_hosts(3)
+    settings = config(0, comms_logger=section)
+    settings["zero_optimization"] = {"degrees": {"parameters": 2}, "param_persistence_threshold": 0}
+    engine = zeroengine.initialize(build(), config=settings)
+    losses = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        for step in range(2):
+            loss = engine(*batch(step, engine.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_log_follows_the_channels_that_the_transport_chooses_by_the_degrees() -> None:
+    assert run_ranks(6, train_across_hosts, {"enabled": True}) == run_ranks(6, train_across_hosts, {})

@@ -14,7 +14,8 @@ A sum takes one exchange where the transport reads peers directly, and one for e
 sums. An all-reduce is an exchange of slices and a gather of their packed sums.
 
 All ranks must issue the hops in one order. On a GPU a stream of the channel's own issues all hops at once. On the CPU a
-later hop is issued by the first wait, or before the next operation, whichever comes first.
+later hop is issued by the first wait, or before the next operation, whichever comes first. The host then waits for
+peers, which may wait for a gather of this rank. So there all-reduces are exact if any unit is gathered.
 
 [Note: Error feedback]
 LoCo (arXiv 2407.04480): each rank keeps, for each unit, a moving average of what packing its own gradients lost, and
@@ -201,9 +202,18 @@ class QuantizedReduce:
         bits: 8 or 4.
         feedback: How the errors are kept. None: they are lost.
         device: The device of the gradients.
+        all_reduces: Whether all-reduces are quantized. See "Hops" above.
     """
 
-    def __init__(self, transport: Transport, bits: int, feedback: ErrorFeedback | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        bits: int,
+        feedback: ErrorFeedback | None,
+        device: torch.device,
+        all_reduces: bool = True,
+    ) -> None:
+        self._quantizes_all_reduce = all_reduces
         self._transport, self._channel = transport, transport.reduce
         self.bits, self._feedback = bits, feedback
         self._rank, self._world_size = transport.rank, transport.world_size
@@ -264,7 +274,7 @@ class QuantizedReduce:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Exchange packets of slices, add them, and gather packets of the sums."""
-        if not is_quantizable(full.dtype):
+        if not (self._quantizes_all_reduce and is_quantizable(full.dtype)):
             return self._channel.all_reduce(full, label)
         everyone = tuple(range(self._world_size))
         hops = self._all_reduce_hops(full, full, label, False, everyone, is_own=True)
@@ -386,18 +396,19 @@ class QuantizedReduce:
 class QuantizedTransport:
     """A transport whose ``reduce`` channel quantizes. See ``interfaces.Transport``; the rest is that of the transport.
 
+    Args:
+        inner: The transport.
+        reduce: Sums of gradients, around the channel of ``inner``.
+
     Attributes:
         gather: The transport's own channel, which is exact.
-        reduce: Sums of gradients.
-        inner: The transport.
     """
 
-    def __init__(self, inner: Transport, bits: int, feedback: ErrorFeedback | None, device: torch.device) -> None:
-        self.inner, self.gather = inner, inner.gather
-        self.reduce = QuantizedReduce(inner, bits, feedback, device)
+    def __init__(self, inner: Transport, reduce: QuantizedReduce) -> None:
+        self._inner, self.gather, self.reduce = inner, inner.gather, reduce
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self._inner, name)
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

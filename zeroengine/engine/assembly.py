@@ -14,7 +14,13 @@ from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
-from zeroengine.comm.quantized_transport import ErrorFeedback, QuantizedGather, QuantizedTransport, is_quantizable
+from zeroengine.comm.quantized_transport import (
+    ErrorFeedback,
+    QuantizedGather,
+    QuantizedReduce,
+    QuantizedTransport,
+    is_quantizable,
+)
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.model import LoCo
 from zeroengine.engine.accumulation import Accumulation
@@ -132,13 +138,16 @@ class EngineParts:
         if config.comms_logger.enabled and group.rank == 0:
             self.transport = log_collectives(self.transport, config.comms_logger, undo)
         zero = config.zero_optimization
-        self.quantized_reduce = None
+        self.quantized_reduce: QuantizedReduce | None = None
         if zero.gradient_bits is not None and group.world_size > 1:
-            quantized_transport = QuantizedTransport(
-                self.transport, zero.gradient_bits, _error_feedback(zero.zeropp_loco_param), group.device
+            feedback = _error_feedback(zero.zeropp_loco_param)
+            is_gathered = any(rules.of_unit(plan).optimizer > 1 for plan in plans)
+            # A mixture exists only with `degrees.per_unit`. See "Hops" in quantized_transport.py.
+            all_reduces = transport.reduces_by_levels or not is_gathered
+            self.quantized_reduce = QuantizedReduce(
+                self.transport, zero.gradient_bits, feedback, group.device, all_reduces
             )
-            self.quantized_reduce = quantized_transport.reduce
-            self.transport = cast(Transport, quantized_transport)
+            self.transport = cast(Transport, QuantizedTransport(self.transport, self.quantized_reduce))
         quantizes = group.world_size > 1 and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
         self.quantized_gather = QuantizedGather(self.transport) if quantizes else None
         self.monitor = start_monitor(model, config, group, plans, undo)

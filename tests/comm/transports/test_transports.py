@@ -85,7 +85,8 @@ class Script:
     def run(self, operations: int) -> None:
         for _ in range(operations):
             self.number += 1
-            operation = self.shared.choice([self.gather, self.scatter, self.accumulate, self.all_reduce, self.scalars])
+            operations = [self.gather, self.scatter, self.accumulate, self.exchange, self.all_reduce, self.scalars]
+            operation = self.shared.choice(operations)
             operation(self.shared.choice([1, 7, 64, 1000, 33_333]), self.shared.choice(DTYPES))
             while len(self.open) > self.own.randrange(8):
                 self.finish(self.own.randrange(len(self.open)))
@@ -136,6 +137,17 @@ class Script:
                 first = summed(parts[0], self.per_host).to(wide)
                 expected = (first + wide_sum(parts[1], self.per_host)).to(dtype)
             self.open.append((self.transport.reduce, work, shard, expected))
+
+    def exchange(self, numel: int, dtype: torch.dtype) -> None:
+        """Slices for each rank, or for several ranks that have the same one."""
+        levels = self.shared.choice([None, (self.size,), ()])
+        num_slices = 1 if levels == () else self.size
+        sent, everyone = self.sent(numel * num_slices, dtype, "reduce")
+        received = torch.empty(numel * self.size, dtype=dtype)
+        work = self.transport.reduce.all_to_all(received, sent, f"unit {self.number}", levels=levels)
+        index = 0 if num_slices == 1 else self.rank
+        expected = torch.cat([piece.chunk(num_slices)[index] for piece in everyone])
+        self.open.append((self.transport.reduce, work, received, expected))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
         full, everyone = self.sent(numel * self.size, dtype, "reduce")
