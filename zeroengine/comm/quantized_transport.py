@@ -119,9 +119,14 @@ class QuantizedGather:
         arrived = torch.empty(count * packet.numel(), dtype=torch.uint8, device=shard.device)
         work = self._transport.gather.all_gather(arrived, packet, label, ranks)
         self._memory.mark_sent(packet, work)
+        stream = torch.cuda.current_stream(shard.device) if shard.is_cuda else None
+        packets = (packet, arrived)
 
         def finish() -> None:
-            ops.dequantize_sum(full, arrived, bits=GATHER_BITS, num_slices=count)
+            ops.dequantize_sum(full, packets[1], bits=GATHER_BITS, num_slices=count)
+            # The packets were allocated on this stream, which may reuse their memory once they were sent and read.
+            if stream is not None and stream != torch.cuda.current_stream(full.device):
+                stream.wait_stream(torch.cuda.current_stream(full.device))
 
         return Then(work, finish)
 
