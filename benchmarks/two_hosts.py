@@ -1,0 +1,274 @@
+"""Measures training on two hosts that a slow link joins: step times, and what crosses the link.
+
+The hosts are network namespaces of this machine, joined by a pair of virtual interfaces whose rate `tc tbf` limits in
+both directions. Two ranks run on each. The engines take turns. What crosses the link is read from the counters of the
+interface, with the headers of packets. *Exposed* is the time of a step beyond that of the same local work without
+communication, over the bytes that left a host divided by the rate. Needs root.
+
+    sudo python benchmarks/two_hosts.py --rates 1000 200 --rounds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+RANKS_PER_HOST = 2
+INTERFACE = "ze-link"
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+NODE = {"parameters": "node", "gradients": "node"}
+# The part of the configuration that says how states are partitioned, or the argument of the engine.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "floor": ("floor", {}),
+    "zeroengine, stage 3": ("zeroengine", {"zero_optimization": {"stage": 3}}),
+    "zeroengine, stage 3, Gloo": ("zeroengine", {"zero_optimization": {"stage": 3}, "comm": {"transport": "gloo"}}),
+    "zeroengine, node": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "node"}}}),
+    "zeroengine, node, optimizer all": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "all"}}}),
+    "zeroengine, hpZ": ("zeroengine", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": RANKS_PER_HOST}}),
+    "FSDP2": ("fsdp2", {}),
+    "FSDP2, HSDP": ("fsdp2", {"replicas": 2}),
+    "DeepSpeed, stage 3": ("deepspeed", {"zero_optimization": {"stage": 3}}),
+    "DeepSpeed, MiCS": ("deepspeed", {"zero_optimization": {"stage": 3, "mics_shard_size": RANKS_PER_HOST}}),
+    "DeepSpeed, hpZ": ("deepspeed", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": RANKS_PER_HOST}}),
+}
+
+
+# -- the rig ----------------------------------------------------------------------------------------
+
+
+def run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def joined_hosts() -> Iterator[tuple[str, str]]:
+    """Yield the names of two network namespaces with a link between them."""
+    hosts = (f"ze-a-{os.getpid()}", f"ze-b-{os.getpid()}")
+    # ``ip netns exec`` shows these files in /etc. Without them each connection would ask a name server out of reach.
+    folders = [Path("/etc/netns") / host for host in hosts]
+    try:
+        for host, folder in zip(hosts, folders, strict=True):
+            run_ip("netns", "add", host)
+            folder.mkdir(parents=True)
+            names = (f"{address} {name}\n" for name, address in zip(hosts, ADDRESSES, strict=True))
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+            (folder / "resolv.conf").write_text("")
+        peer = ("peer", "name", INTERFACE, "netns", hosts[1])
+        run_ip("-n", hosts[0], "link", "add", "name", INTERFACE, "type", "veth", *peer)
+        for host, address in zip(hosts, ADDRESSES, strict=True):
+            run_ip("-n", host, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            for device in (INTERFACE, "lo"):
+                run_ip("-n", host, "link", "set", device, "up")
+        yield hosts
+    finally:
+        for host, folder in zip(hosts, folders, strict=True):
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def limit(hosts: tuple[str, str], megabits: int) -> None:
+    """Limit what leaves each host, in 10^6 bits per second. 0: no limit."""
+    for host in hosts:
+        tc = ["ip", "netns", "exec", host, "tc", "qdisc"]
+        subprocess.run([*tc, "del", "dev", INTERFACE, "root"], capture_output=True)
+        if megabits:
+            shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
+            subprocess.run([*tc, "add", "dev", INTERFACE, "root", "tbf", *shape], check=True)
+
+
+def run(engine: str, hosts: tuple[str, str], args: argparse.Namespace) -> dict[str, float] | None:
+    """Train once on both hosts, and return the figures of rank 0; None if the engine cannot."""
+    processes = []
+    steps = ["--steps", str(args.steps), "--warmup", str(args.warmup), "--size", args.size]
+    for rank in range(2 * RANKS_PER_HOST):
+        host = rank // RANKS_PER_HOST
+        places = {"RANK": rank, "LOCAL_RANK": rank % RANKS_PER_HOST, "WORLD_SIZE": 2 * RANKS_PER_HOST}
+        places |= {"LOCAL_WORLD_SIZE": RANKS_PER_HOST, "GROUP_RANK": host, "CROSS_SIZE": 2, "CROSS_RANK": host}
+        env = {**os.environ, **{name: str(value) for name, value in places.items()}}
+        env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(args.port), "GLOO_SOCKET_IFNAME": INTERFACE}
+        env |= {"OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1", "ZEROENGINE_HOST": hosts[host]}
+        python = args.deepspeed_python if engine.startswith("DeepSpeed") else sys.executable
+        command = ["ip", "netns", "exec", hosts[host], python, __file__, "--worker", engine, *steps]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    args.port += 1
+    deadline = time.monotonic() + args.timeout
+    try:
+        # A rank that fails leaves the others waiting, so all are ended with it.
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+    outputs = [process.communicate() for process in processes]
+    lines = [line for line in outputs[0][0].splitlines() if line.startswith("{")]
+    if not lines:
+        causes = [line for _, errors in outputs for line in errors.strip().splitlines() if "Error" in line]
+        print(f"{engine} does not run: {(causes or [outputs[0][1][-300:]])[0]}", file=sys.stderr, flush=True)
+        return None
+    result: dict[str, float] = json.loads(lines[-1])
+    print(f"{engine}: {result['step_s']:.2f} s, {result['sent_mb']:.1f} MB", file=sys.stderr, flush=True)
+    return result
+
+
+# -- a rank -----------------------------------------------------------------------------------------
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this host."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return 0
+
+
+def work(engine: str, args: argparse.Namespace) -> None:
+    """Train on this rank; rank 0 prints its figures."""
+    import torch
+    import torch.distributed as dist
+    import workload
+
+    name, settings = ENGINES[engine]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = workload.Transformer(*workload.SIZES[args.size], args.context)
+    data = workload.batches(args.size, int(os.environ["RANK"]), args.batch, args.context)
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": workload.CLIP,
+        "optimizer": {"type": "AdamW", "params": workload.ADAMW},
+    } | settings
+    if name in ("zeroengine", "deepspeed"):
+        if name == "zeroengine":
+            import zeroengine
+
+            trained = zeroengine.initialize(model, config=config)
+        else:
+            import deepspeed
+
+            trained = start_deepspeed(deepspeed, model, config | {"steps_per_print": 10**9})
+
+        def step() -> None:
+            loss = trained(*next(data))
+            trained.backward(loss)
+            trained.step()
+    else:
+        dist.init_process_group("gloo")
+        if name == "fsdp2":
+            shard(model, settings.get("replicas", 1))
+        take = workload.plain_step(model, None)
+
+        def step() -> None:
+            take(*next(data))
+
+    times, sent = [], []
+    for _ in range(args.warmup + args.steps):
+        dist.barrier()
+        before, start = sent_bytes(), time.perf_counter()
+        step()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+        sent.append(sent_bytes() - before)
+    if dist.get_rank() == 0:
+        figures = {
+            "step_s": statistics.median(times[args.warmup :]),
+            "sent_mb": statistics.median(sent[args.warmup :]) / 1e6,
+            "parameter_mb": sum(p.numel() for p in workload.Transformer(*workload.SIZES[args.size], 128).parameters())
+            * 4e-6,
+        }
+        print(json.dumps(figures), flush=True)
+    dist.barrier()
+    # The engines' threads and groups need no orderly end here.
+    os._exit(0)
+
+
+def start_deepspeed(deepspeed: Any, model: Any, config: dict[str, Any]) -> Any:
+    deepspeed.init_distributed("gloo")
+    if "mics_shard_size" in config["zero_optimization"]:
+        with deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=config):
+            pass
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def shard(model: Any, replicas: int) -> None:
+    """Apply FSDP2, or with several replicas hybrid sharding."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world_size = dist.get_world_size()
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="s")
+    parser.add_argument("--rates", type=int, nargs="*", default=[1000, 200], help="10^6 bits per second; 0: unlimited")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
+    parser.add_argument("--context", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--port", type=int, default=29400)
+    parser.add_argument("--deepspeed-python", default=sys.executable, help="of an environment that has DeepSpeed")
+    parser.add_argument("--only", nargs="*", help="names of engines")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.worker, args)
+    engines = ["floor", *(name for name in args.only or ENGINES if name != "floor")]
+    with joined_hosts() as hosts:
+        for rate in args.rates:
+            limit(hosts, rate)
+            found: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
+            for _ in range(args.rounds):
+                for engine in list(found):
+                    figures = run(engine, hosts, args)
+                    if figures is None:
+                        del found[engine]
+                    else:
+                        found[engine].append(figures)
+            report(rate, found)
+
+
+def report(rate: int, found: dict[str, list[dict[str, float]]]) -> None:
+    """Print a table of one rate. Sent bytes are given in units of the parameters' bytes, too."""
+    rounds = len(found["floor"])
+    print(f"\n{rate or 'no'} Mbit/s, {rounds} round{'s' * (rounds > 1)}")
+    print(f"{'engine':<34}{'step s':>8}{'min':>8}{'max':>8}{'sent MB':>9}{'/ params':>9}{'exposed':>9}")
+    floor = statistics.median(figures["step_s"] for figures in found["floor"])
+    for engine, runs in found.items():
+        seconds = [figures["step_s"] for figures in runs]
+        sent = statistics.median(figures["sent_mb"] for figures in runs)
+        step = statistics.median(seconds)
+        exposed = f"{(step - floor) / (sent * 8 / rate):.2f}" if rate and engine != "floor" else ""
+        share = sent / runs[0]["parameter_mb"]
+        print(
+            f"{engine:<34}{step:>8.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}{sent:>9.1f}{share:>9.2f}{exposed:>9}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
