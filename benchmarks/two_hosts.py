@@ -84,7 +84,7 @@ def limit(hosts: tuple[str, str], megabits: int) -> None:
         tc = ["ip", "netns", "exec", host, "tc", "qdisc"]
         subprocess.run([*tc, "del", "dev", INTERFACE, "root"], capture_output=True)
         if megabits:
-            shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
+            shape = ["rate", f"{megabits}mbit", "burst", "256kb", "latency", "10ms"]
             subprocess.run([*tc, "add", "dev", INTERFACE, "root", "tbf", *shape], check=True)
 
 

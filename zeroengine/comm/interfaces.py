@@ -249,6 +249,7 @@ class Transport(Protocol):
             between machines. Otherwise each rank reads its slice of every other rank.
         keeps_memory: Whether memory of ``empty`` that operations send from is never freed: callers use it again.
         shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
+        ranks_per_host: The number of ranks that share memory with this one, itself included; 1 if it is not used.
     """
 
     rank: int
@@ -258,6 +259,7 @@ class Transport(Protocol):
     reduces_by_levels: bool
     keeps_memory: bool
     shard_align_bytes: int
+    ranks_per_host: int
 
     @property
     def gather(self) -> Channel:

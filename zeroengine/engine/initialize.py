@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -187,7 +187,8 @@ def _make_engine(
     transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
     undo.callback(transport.close)
     # What cannot fit is refused before anything is allocated.
-    setting = Setting(group.world_size, "cuda" if group.device.type == "cuda" else "cpu", transport.name)
+    device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
+    setting = Setting(group.world_size, device, transport.name, transport.ranks_per_host)
     planner, notice = fit_configuration(
         StatePlanner(plans, settings, setting, base_optimizer), partial(measure_free_memory, group)
     )

@@ -38,6 +38,7 @@ from zeroengine.plan.gradient_buffer_bytes import (
 from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
+from zeroengine.plan.two_level_bytes import two_level_bytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
@@ -62,6 +63,7 @@ class Setting:
         world_size: The number of ranks.
         device: The kind of device that the model computes on.
         transport: The name of the transport: "shm", "gloo", "two-level", "nccl", "single" (one rank) or "fake".
+        ranks_per_host: The ranks of each host, which "two-level" depends on.
 
     Raises:
         ZeroEngineError: A value is not one of these.
@@ -70,6 +72,7 @@ class Setting:
     world_size: int
     device: Literal["cpu", "cuda"]
     transport: str
+    ranks_per_host: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -202,6 +205,8 @@ def predict_states(
     ledger.add("gathered", gathered)
     keeps_packets = TRANSPORTS[setting.transport].keeps_memory
     ledger.add("quantized", kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets))
+    if setting.transport == TwoLevelTransport.name:
+        ledger.add("staging", two_level_bytes(units, setting.world_size, setting.ranks_per_host, gathered))
     _add_staging(ledger, units, config, setting, placement)
 
     device = ledger.row(None, (*STATES, *BUFFERS))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -203,6 +203,7 @@ class GlooChannel:
         sent: Mapping[int, torch.Tensor],
         received: Mapping[int, torch.Tensor],
         seq: int = 0,
+        receives: Sequence[dist.Work] | None = None,
     ) -> GlooWork:
         """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
 
@@ -212,6 +213,7 @@ class GlooChannel:
             sent: By rank. This rank is among them, and its own value is ignored.
             received: By rank, the same ones.
             seq: The number of the operation, the same on all ranks. 0: the next number.
+            receives: What ``post_receives`` has returned for this exchange. None: it was not called.
 
         The tag holds the operation's number and name, so different operations never match: they stall, and the watchdog
         reports them.
@@ -221,22 +223,36 @@ class GlooChannel:
             seq = self._seq
         what = f"{kind} {label} (number {seq})"
         self.watchdog.record(what)
-        # A tag is a number of limited size, so the name is hashed.
-        tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
-        works: list[dist.Work] = []
+        # Receives are posted before sends, so that arriving data finds its buffer.
+        works = list(self.post_receives(kind, label, received, seq) if receives is None else receives)
         with self.watchdog.guard(what):
-            # Each rank starts with its next neighbor, so that not all ranks send to the same one. Receives are posted
-            # before sends, so that arriving data finds its buffer.
-            ranks = sorted(sent)
-            position, size = ranks.index(self._rank), len(ranks)
-            for step in range(1, size):
-                to, source = ranks[(position + step) % size], ranks[(position - step) % size]
+            # Each rank starts with its next neighbor, so that not all ranks send to the same one.
+            for peer in self._peers(sent):
                 # Both sides know the sizes, and nothing is not worth a message.
-                if received[source].numel():
-                    works.append(self._group.recv([received[source]], source, tag))
-                if sent[to].numel():
-                    works.append(self._group.send([sent[to]], to, tag))
+                if sent[peer].numel():
+                    works.append(self._group.send([sent[peer]], peer, self._tag(what)))
         return GlooWork(self, what, works)
+
+    def post_receives(self, kind: str, label: str, received: Mapping[int, torch.Tensor], seq: int) -> list[dist.Work]:
+        """Begin to receive for an exchange that this rank sends its part of later.
+
+        Gloo sends once the receiver has announced its buffer, so an early announcement saves the time that it takes.
+        """
+        what = f"{kind} {label} (number {seq})"
+        with self.watchdog.guard(what):
+            return [
+                self._group.recv([received[peer]], peer, self._tag(what))
+                for peer in reversed(self._peers(received))
+                if received[peer].numel()
+            ]
+
+    def _peers(self, ranks: Iterable[int]) -> list[int]:
+        """Return the other ones of ``ranks``, from the next one on."""
+        return sorted(set(ranks) - {self._rank}, key=lambda rank: (rank - self._rank) % self._size)
+
+    def _tag(self, what: str) -> int:
+        # A tag is a number of limited size, so the name is hashed.
+        return zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
 
 
 class GlooTransport:
@@ -247,6 +263,7 @@ class GlooTransport:
     reduces_by_levels = False
     keeps_memory = False
     shard_align_bytes = 1
+    ranks_per_host = 1
     refill = staticmethod(refill)
 
     def __init__(

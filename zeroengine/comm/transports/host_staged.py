@@ -112,6 +112,7 @@ class HostStagedTransport:
         self._inner, self._device = inner, device
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
         self.shard_align_bytes, self.reduces_by_levels = inner.shard_align_bytes, inner.reduces_by_levels
+        self.ranks_per_host = 1
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:

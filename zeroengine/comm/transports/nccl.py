@@ -281,6 +281,7 @@ class NCCLTransport:
     reduces_by_levels = True
     keeps_memory = False
     shard_align_bytes = 1
+    ranks_per_host = 1
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class SharedMemoryTransport:
         report: Callable[[], str] | None = None,
     ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
+        self.ranks_per_host = memory.world_size
         self._memory = memory
         # All channels refer to this list, because a rank that waits on one executes operations of all. The list is
         # complete once all exist. The last two serve ``TwoLevelTransport`` alone.

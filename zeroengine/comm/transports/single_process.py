@@ -68,6 +68,7 @@ class SingleProcessTransport:
     reduces_by_levels = False
     keeps_memory = False
     shard_align_bytes = 1
+    ranks_per_host = 1
     refill = staticmethod(refill)
 
     def __init__(self, device: torch.device) -> None:

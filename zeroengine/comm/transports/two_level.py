@@ -69,6 +69,7 @@ class TwoLevelTransport:
         self, memory: SharedMemory, layout: HostLayout, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float
     ) -> None:
         self.rank, self.world_size = layout.rank, layout.world_size
+        self.ranks_per_host = layout.ranks_per_host
         self._memory, self._layout, self._group, self._watchdog = memory, layout, group, watchdog
         self._local = local = SharedMemoryTransport(memory, timeout, self.progress, watchdog.report)
         limit, hosts = timedelta(seconds=timeout), layout.ranks_by_host()

@@ -253,12 +253,15 @@ class TwoLevelChannel:
         pieces = [own if host == layout.host else self._take_spare(own.numel(), wide) for host in range(len(needed))]
         exchanges: list[GlooWork] = []
 
+        seq, received = self._seq, dict(zip(layout.counterparts, pieces, strict=True))
+        receives = self._between.post_receives("reduce", label, received, seq)
+
         def send() -> None:
             sent = {rank: cut(host) for host, rank in enumerate(layout.counterparts)}
-            received = dict(zip(layout.counterparts, pieces, strict=True))
-            exchanges.append(self._exchange("reduce", label, sent, received, seq))
+            exchange = self._between.exchange("reduce", label, sent, received, seq, receives)
+            exchange.watch()
+            exchanges.append(exchange)
 
-        seq = self._seq
         within = self._within.sum_slices(full, label, [(own_parts[i], sums[i]) for i in sums], send)
 
         def steps() -> Iterator[Work]:
@@ -268,11 +271,11 @@ class TwoLevelChannel:
             if num_cuts > 1:
                 sum_in_rank_order(own, pieces, accumulate=False)
                 total = sums[index]
-                received = {
+                cuts = {
                     layout.counterparts[host]: piece
                     for host, piece in zip(hosts_of[index], total.tensor_split(num_cuts), strict=True)
                 }
-                yield self._exchange("sum", label, dict.fromkeys(received, own), received, seq)
+                yield self._exchange("sum", label, dict.fromkeys(cuts, own), cuts, seq)
                 added = [total]
             if len(sharers) == 1:
                 sum_in_rank_order(shard, added, accumulate)
