@@ -51,6 +51,12 @@ class BackwardListener:
     def begin_backward(self) -> None:
         """A backward begins."""
 
+    def backward_began(self) -> None:
+        """A backward has begun, and every listener knows it."""
+
+    def unit_past(self, unit: Unit) -> None:
+        """No further gradient of ``unit``, which is trainable, comes in the backward in progress."""
+
     def unit_complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
 
@@ -198,6 +204,12 @@ class BackwardTracker:
                 "engine.scale(loss).backward()"
             )
 
+    def note_unit_past(self, unit: Unit) -> None:
+        """Tell the listeners that no further gradient of ``unit`` comes in the backward in progress."""
+        if self.in_progress:
+            for listener in self._listeners:
+                listener.unit_past(unit)
+
     def note_unit_complete(self, unit: Unit) -> None:
         """Tell the listeners that every trainable parameter of ``unit`` has its gradient."""
         for listener in self._listeners:
@@ -219,6 +231,8 @@ class BackwardTracker:
             for listener in self._listeners:
                 listener.begin_backward()
             self.in_progress = True
+            for listener in self._listeners:
+                listener.backward_began()
 
     def _end(self) -> None:
         # If all parameters are frozen, the backward belongs to the loss of another model.

@@ -96,6 +96,8 @@ class Gatherer(BackwardListener):
         self.num_user_gathered = 0
         self.num_model_forwards = 0
         self.forward_observer: ForwardObserver | None = None
+        # Whether the outermost of them began with gradients enabled.
+        self._forward_has_grad = False
         # The timer's span of the outermost of them.
         self._forward_span = -1
         # The forwards of modules that are in progress, the innermost last.
@@ -113,7 +115,7 @@ class Gatherer(BackwardListener):
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward)
+        self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward, backward.note_unit_past)
         # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
         self.hook_handles = register_hooks(self, model, self._units_of)
@@ -269,6 +271,7 @@ class Gatherer(BackwardListener):
                 )
         if unit.is_releasable:
             self._unhooked_uses[unit] = None
+            self._mark_untracked([unit])
         with hidden_from_activation_checkpoint():
             self.ensure_gathered(unit)
 
@@ -311,6 +314,11 @@ class Gatherer(BackwardListener):
                 self._visit_order.start_pass()
         if not self.num_model_forwards:
             self._first_sequence_number = current_sequence_number()
+            self._forward_has_grad = torch.is_grad_enabled()
+            if self._forward_has_grad and not self._graph_tasks:
+                self._calls.begin_model_forward()
+                # A use of parameters that stay gathered goes unnoticed.
+                self._calls.mark_untracked(unit for unit, pins in self._num_pins.items() if pins)
             # A forward inside a backward is part of that, and one without gradients, as in an evaluation, is no
             # forward of a step.
             self._forward_span = (
@@ -368,6 +376,8 @@ class Gatherer(BackwardListener):
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
+            if call is None:
+                self._mark_untracked(units)
             self._module_forwards.append(ModuleForward(module, units, call, current_sequence_number()))
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -384,13 +394,22 @@ class Gatherer(BackwardListener):
         if forward.call is not None and torch.is_grad_enabled():
             has_backward = self._calls.watch_outputs(module, forward.call, output)
             if has_backward and not self._graph_tasks:
+                self._calls.expect_backward(module, forward.call)
                 self._replace_saved_views(output, forward.first_sequence_number, forward.units)
+        if not has_backward:
+            self._mark_untracked(forward.units)
         for unit in forward.units:
             # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
             # the backward needs. So neither is released here.
             if not self._graph_tasks and not (has_backward and unit is self._last_in_forward):
                 self._release(unit)
         self.deferred_frees.retry()
+
+    def _mark_untracked(self, units: Iterable[Unit]) -> None:
+        """Note that the backward of a use of ``units`` cannot be followed. A forward without gradients has none."""
+        # A module without gradients inside of a forward with gradients may be a reentrant checkpoint.
+        if not self._graph_tasks and (self._forward_has_grad or not self.num_model_forwards):
+            self._calls.mark_untracked(units)
 
     def _replace_saved_views(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
         with_values = [unit for unit in units if unit.is_gathered or unit in self.deferred_frees]
@@ -438,6 +457,12 @@ class Gatherer(BackwardListener):
             del self._graph_tasks[self._graph_tasks.index(graph_task) :]
             if not self._graph_tasks:
                 self._end_outermost_backward()
+
+    def backward_began(self) -> None:
+        """Report the units that no forward used: they get no gradient in this backward."""
+        for unit in self._units:
+            if self._calls.is_past(unit):
+                self._backward.note_unit_past(unit)
 
     def fail_backward(self, after_others: bool) -> None:
         """Release what was gathered for a backward that raised."""

@@ -7,6 +7,13 @@ A module's outputs carry a hook: when the first of their gradients arrives, the 
 when every trainable parameter of the module's units has its gradient and the gradients of the module's inputs are
 computed, because until then some operation may still read a weight.
 
+A parameter that the call did not use, such as that of an expert without a sample, never gets its gradient. Autograd
+runs the nodes that are ready in the reverse order of their creation. So when it comes to the node that made one of the
+call's inputs, which is older than the call, every node of the call has run. The call is then *past*, and a unit all of
+whose calls are past gets no further gradient (``Reducer.unit_past``). All ranks call the module, so they reduce the
+unit at the same place of their backwards, whichever of its parameters they used. Leaves and inputs of nested backwards
+(reentrant checkpoints) show nothing; there the end of the whole backward decides.
+
 An input that several calls share, such as an encoder's output that each decoder block takes, has its gradient only when
 all of their backwards are over. For such an input the hooks are on the last nodes of the call's own graph instead
 (``last_nodes``).
@@ -15,7 +22,7 @@ all of their backwards are over. For such an input the hooks are on the last nod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +44,7 @@ queue_callback: Callable[[Callable[[], None]], None]
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
-@dataclass
+@dataclass(eq=False)
 class ModuleCall:
     """One forward of a module, and how far its backward is. A retained graph has several backwards."""
 
@@ -47,6 +54,9 @@ class ModuleCall:
     pending_inputs: set[int] = field(default_factory=set)  # inputs whose gradient this call still adds to
     pending_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: last nodes that have not run
     started: bool = False
+    forward_number: int = 0  # the number of the model's forward that it belongs to
+    is_past: bool = False  # every node of it has run in the backward in progress
+    has_run: bool = False  # the same in any backward
 
     def start(self) -> None:
         """Begin a backward: nothing has run yet."""
@@ -80,6 +90,7 @@ class CallTracker:
         units_of: The units that each module's forward needs.
         pre_backward: Called with a module before the backward of one of its calls.
         post_backward: Called with a unit when the backwards of its modules' calls are over.
+        unit_past: Called with a unit when it gets no further gradient in the backward in progress.
     """
 
     def __init__(
@@ -87,8 +98,16 @@ class CallTracker:
         units_of: Mapping[nn.Module, list[Unit]],
         pre_backward: Callable[[nn.Module], None],
         post_backward: Callable[[Unit], None],
+        unit_past: Callable[[Unit], None],
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
+        self._unit_past = unit_past
+        # The number of forwards of the model so far.
+        self._forward_number = 0
+        # By module: the calls whose graphs are alive. The graphs own their calls.
+        self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
+        # Units that some forward used and no call shows it, so that no one knows when their backward is past.
+        self._untracked_units: set[Unit] = set()
         # By module: its calls whose backward has begun.
         self._active_calls: dict[nn.Module, list[ModuleCall]] = {}
         # The tensors that were inputs of a call. The keys are weak, because strong ones would keep activations alive.
@@ -106,13 +125,14 @@ class CallTracker:
         # although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
             call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
+        call.forward_number = self._forward_number
         for index, tensor in enumerate(tensors):
-            hook = Hook(self, CallTracker._input_done, module, call, index)
             # A leaf keeps its own hooks as long as it lives. The hooks of its node are dropped with the graph.
             if tensor.is_leaf:
+                hook = Hook(self, CallTracker._input_done, module, call, index)
                 get_gradient_edge(tensor).node.register_hook(hook)
             else:
-                tensor.register_hook(hook)
+                tensor.register_hook(Hook(self, CallTracker._reached_input, module, call, index))
             self._seen_inputs[tensor] = True
         return call
 
@@ -129,6 +149,28 @@ class CallTracker:
             for node in nodes:
                 node.register_hook(Hook(self, CallTracker._last_node_ran, module, call, index))
         return bool(outputs)
+
+    def begin_model_forward(self) -> None:
+        """Note that a forward of the whole model begins: the graphs of those before are not run again."""
+        self._forward_number += 1
+
+    def expect_backward(self, module: nn.Module, call: ModuleCall) -> None:
+        """Count ``call`` among those whose backward may run."""
+        self._calls_with_graph.setdefault(module, weakref.WeakSet()).add(call)
+
+    def mark_untracked(self, units: Iterable[Unit]) -> None:
+        """Note a use of ``units`` that no call shows. They are not taken to be past from now on."""
+        self._untracked_units.update(units)
+
+    def is_past(self, unit: Unit) -> bool:
+        """Return whether no operation on ``unit`` is left in the backward in progress."""
+        if not unit.is_releasable or not unit.trainable or unit in self._untracked_units:
+            return False
+        return not any(self._may_run(call) for user in unit.modules for call in self._calls_with_graph.get(user, ()))
+
+    def _may_run(self, call: ModuleCall) -> bool:
+        # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
+        return not (call.is_past or (call.has_run and call.forward_number < self._forward_number))
 
     def complete(self, unit: Unit) -> None:
         """Record that every trainable parameter of ``unit`` has its gradient."""
@@ -147,6 +189,9 @@ class CallTracker:
                 call.started = False
         self._active_calls.clear()
         self._complete_units.clear()
+        for calls_of_module in self._calls_with_graph.values():
+            for call in calls_of_module:
+                call.is_past = False
 
     def _start_backward(self, module: nn.Module, call: ModuleCall) -> None:
         # Another output of this call has already received its gradient.
@@ -167,6 +212,14 @@ class CallTracker:
         call.pending_nodes[index] -= 1
         if not call.pending_nodes[index]:
             self._input_done(module, call, index)
+
+    def _reached_input(self, module: nn.Module, call: ModuleCall, index: int) -> None:
+        """Record that autograd has come to the node that made an input of ``call``: the call is past."""
+        self._input_done(module, call, index)
+        call.is_past = call.has_run = True
+        for unit in self._units_of[module]:
+            if unit not in self._complete_units and self.is_past(unit):
+                self._unit_past(unit)
 
     def _input_done(self, module: nn.Module, call: ModuleCall, index: int) -> None:
         """Record that ``call`` adds no more to the gradient of one of its inputs."""

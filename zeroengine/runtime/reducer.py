@@ -23,8 +23,10 @@ a staging buffer and written from there to the store; its norm is computed on th
 
 [Note: Units are reduced in one order]
 Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
-it. A unit with unused parameters never completes. It is reduced when the backward ends, with zeros for the missing
-gradients. So ranks that use different parameters still agree on every collective.
+it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when its backward
+is past, which the calls of its modules show (see "When a module's backward is over" in ``module_backwards.py``), or
+when the whole backward ends. So ranks that use different parameters agree on every collective, and a rank that waits for
+memory of an earlier reduce does not wait for the end of another rank's backward, which may need its own gathers.
 
 A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
 """
@@ -94,6 +96,7 @@ class Reducer(BackwardListener):
             )
             for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
         ]
+        self._gradients_of = {unit_grads.unit: unit_grads for unit_grads in self.gradients}
         self._offloaded = OffloadedGradients(timer)
         self._copies = CastCopies(collects_copies)
         self._reduce_order = self.gradients[::-1]
@@ -196,14 +199,26 @@ class Reducer(BackwardListener):
         """Return whether a gradient waits outside of its slot."""
         return index in unit_grads.deferred_grads or gradient_of(unit_grads.unit.params[index]) is not None
 
+    def unit_past(self, unit: Unit) -> None:
+        """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
+        unit_grads = self._gradients_of[unit]
+        if unit_grads.num_pending:
+            self._copy_earlier_gradients(unit_grads)
+            unit_grads.num_pending = 0
+            self._backward.note_unit_complete(unit)
+            self._queue_in_order()
+
+    def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
+        """Copy the gradients of earlier backwards inside no_sync of parameters that have none in this backward."""
+        if not self._is_deferred(unit_grads):
+            for index, count in enumerate(unit_grads.arrived_counts):
+                if not count and self._has_deferred_gradient(unit_grads, index):
+                    self._copy_to_slot(unit_grads, index)
+
     def end_backward(self, num_calls: int) -> None:
         """Launch the reduces that were not launched during the backward, in order."""
         for unit_grads in self._reduce_order:
-            if not self._is_deferred(unit_grads):
-                for index, count in enumerate(unit_grads.arrived_counts):
-                    # A parameter without a gradient now may have one from an earlier backward inside no_sync.
-                    if not count and self._has_deferred_gradient(unit_grads, index):
-                        self._copy_to_slot(unit_grads, index)
+            self._copy_earlier_gradients(unit_grads)
             unit_grads.end_backward()
         self._queue_in_order()
         self._launch_bucket()

@@ -165,7 +165,7 @@ class UnitGradients:
         self.arrived_counts[index] += 1
         # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is late
         # if the reduce of its unit was launched already.
-        if self.arrived_counts[index] == self.expected_counts[index]:
+        if self.num_pending and self.arrived_counts[index] == self.expected_counts[index]:
             self.num_pending -= 1
 
     def end_backward(self) -> None:
