@@ -3,7 +3,7 @@
     zero-launch --nproc 2 examples/moe.py --stage 3
 
 Each token is computed by 2 of the experts of a block, and the ranks choose different ones. A block is one unit, which
-every rank gathers as a whole, so the ranks run the same collectives whatever their routers choose. The loss of the
+every rank gathers as a whole and reduces at the same place, whatever the routers choose. The loss of the
 router keeps the experts equally busy. With `--config FILE` of zero-launch, `--stage` is ignored.
 """
 

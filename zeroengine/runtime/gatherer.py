@@ -36,10 +36,11 @@ from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
-from zeroengine.runtime.module_backwards import CallTracker, ModuleCall, queue_callback
+from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback
 from zeroengine.runtime.module_hooks import ForwardObserver, register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
+from zeroengine.runtime.unit_lists import UnitLists
 from zeroengine.runtime.visit_order import VisitOrder
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
@@ -118,7 +119,8 @@ class Gatherer(BackwardListener):
         self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward, backward.note_unit_past)
         # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        self.hook_handles = register_hooks(self, model, self._units_of)
+        self._lists = UnitLists(model, self._units_of, self._gather_for_others)
+        self.hook_handles = register_hooks(self, model, self._units_of, self._lists.users)
         # The full buffers of releasable units have no memory yet.
         for unit in self._units:
             if unit.is_releasable:
@@ -127,7 +129,7 @@ class Gatherer(BackwardListener):
 
     def observes(self, module: nn.Module) -> bool:
         """Return whether forwards of ``module`` concern this gatherer. Copies of the model do not."""
-        return module is self._model or module in self._units_of
+        return module is self._model or module in self._units_of or module in self._lists.users
 
     # -- gather and release one unit --------------------------------------------------------------
 
@@ -272,6 +274,7 @@ class Gatherer(BackwardListener):
         if unit.is_releasable:
             self._unhooked_uses[unit] = None
             self._mark_untracked([unit])
+            self._lists.visit(unit, None, in_backward=bool(self._graph_tasks) and not self._module_forwards)
         with hidden_from_activation_checkpoint():
             self.ensure_gathered(unit)
 
@@ -288,6 +291,7 @@ class Gatherer(BackwardListener):
                         "zeroengine.gathered(module_or_params):` around it"
                     )
                 self._unhooked_uses[unit] = None
+                self._lists.visit(unit, None, in_backward=True)
                 self.ensure_gathered(unit)
             return view.restore()
 
@@ -363,6 +367,7 @@ class Gatherer(BackwardListener):
             self._timer.end(self._forward_span)
         self.num_model_forwards = 0
         self._module_forwards.clear()
+        self._lists.forget_forwards()
         self._release_unhooked_uses()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -370,6 +375,8 @@ class Gatherer(BackwardListener):
         # An activation checkpoint runs the forward again inside a backward.
         self._enter_backward()
         for unit in self._units_of[module]:
+            if unit.is_releasable:
+                self._lists.visit(unit, module, in_backward=False)
             self._gather_and_prefetch(unit)
         units = [unit for unit in self._units_of[module] if unit.is_releasable]
         # Units that stay gathered are never released, so they need no tracking.
@@ -435,6 +442,36 @@ class Gatherer(BackwardListener):
             elif shards is not None:
                 shards.prefetch(unit.shard)
 
+    # -- lists of units, of which a rank may use only some --------------------------------------------
+
+    def pre_list_forward(self, module: nn.Module, args: Any) -> None:
+        """Follow which elements of its lists the forward of ``module`` calls."""
+        self._enter_backward()
+        # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
+        if not self.num_user_gathered:
+            self._lists.begin_forward(module)
+
+    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Gather what the forward of ``module`` did not call, and do so again in its backward."""
+        # torch calls the hooks of a forward that raised with None.
+        forwards = self._lists.end_forward(module, raised=output is None)
+        if self._graph_tasks or not torch.is_grad_enabled():
+            return
+        for forward in forwards:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(Hook(self._lists, UnitLists.begin_backward, forward))
+
+    def _gather_for_others(self, unit: Unit, in_backward: bool) -> None:
+        """Take part in the gather of a unit that this rank does not use."""
+        self._gather_and_prefetch(unit)
+        # This rank keeps what a rank keeps that uses the unit, since both must gather again at the same times: the last
+        # unit of a forward, and the units of a recomputation, stay for the backward.
+        is_recomputed = bool(self._graph_tasks) and not in_backward
+        is_last = not self._graph_tasks and torch.is_grad_enabled() and unit is self._last_in_forward
+        if not (is_recomputed or is_last):
+            self._release(unit)
+
     # -- backward ---------------------------------------------------------------------------------
 
     def _enter_backward(self) -> bool:
@@ -466,10 +503,12 @@ class Gatherer(BackwardListener):
 
     def fail_backward(self, after_others: bool) -> None:
         """Release what was gathered for a backward that raised."""
+        self._lists.forget_backwards()
         self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """Forget backwards that raised. Call this where none can be in progress."""
+        self._lists.forget_backwards()
         if self._graph_tasks:
             self._graph_tasks.clear()
             self._end_outermost_backward()
@@ -479,6 +518,7 @@ class Gatherer(BackwardListener):
         self._enter_backward()
         for unit in self._units_of[module]:
             if unit.is_releasable:
+                self._lists.visit(unit, module, in_backward=True)
                 self._gather_and_prefetch(unit)
 
     def _post_backward(self, unit: Unit) -> None:
@@ -499,6 +539,7 @@ class Gatherer(BackwardListener):
             self._release(unit)
 
     def _end_outermost_backward(self) -> None:
+        self._lists.end_backwards()
         self._visit_order.end_pass()
         self._calls.end_backward()
         # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -40,6 +40,12 @@ class ForwardListener(Protocol):
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a forward of the whole model has ended or raised."""
 
+    def pre_list_forward(self, module: nn.Module, args: Any) -> None:
+        """Note that a forward of a module with a list of units begins."""
+
+    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a forward of a module with a list of units has ended or raised."""
+
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a forward of a module that needs units begins."""
 
@@ -47,11 +53,17 @@ class ForwardListener(Protocol):
         """Note that a forward of a module that needs units has ended or raised."""
 
 
-def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Any]:
+def register_hooks(
+    listener: ForwardListener,
+    model: nn.Module,
+    units_of: Mapping[nn.Module, list[Unit]],
+    list_users: Iterable[nn.Module],
+) -> list[Any]:
     """Notify ``listener`` of the forwards of ``model`` and of the modules that need a unit to be gathered.
 
     Args:
         units_of: The units that each module's forward needs.
+        list_users: The modules that hold lists of units.
 
     Returns:
         The handles of the hooks.
@@ -85,11 +97,16 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
                 f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
                 "it was before torch.jit. torch.compile serves instead."
             )
+    handles: list[Any] = []
+    # A list of the model itself is completed before the forward of the model ends, so these hooks come first.
+    for module in list_users:
+        handles.append(module.register_forward_pre_hook(hook_for("pre_list_forward"), prepend=True))
+        handles.append(module.register_forward_hook(hook_for("post_list_forward"), always_call=True))
     # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), because otherwise its units would never be released.
     # The listener hides its work on the whole model itself, because it may enter a mode that outlives the hook.
     end = hook_for("post_model_forward", is_hidden=False)
-    handles: list[Any] = [model.register_forward_hook(end, always_call=True)]
+    handles.append(model.register_forward_hook(end, always_call=True))
     for module, units in units_of_hooked.items():
         handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
         if any(unit.is_releasable for unit in units):

@@ -25,8 +25,8 @@ a staging buffer and written from there to the store; its norm is computed on th
 Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
 it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when its backward
 is past, which the calls of its modules show (see "When a module's backward is over" in ``module_backwards.py``), or
-when the whole backward ends. So ranks that use different parameters agree on every collective, and a rank that waits for
-memory of an earlier reduce does not wait for the end of another rank's backward, which may need its own gathers.
+when the whole backward ends. So ranks that use different parameters agree on every collective, and a rank that waits
+for memory of an earlier reduce does not wait for the end of another rank's backward, which may need its own gathers.
 
 A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
 """
