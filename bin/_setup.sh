@@ -65,7 +65,7 @@ fingerprint() {
 check_own_environment() {
     [[ -L "$venv" ]] || return 0
     local other
-    other="$("$venv/bin/python" - 2>/dev/null <<'PYTHON'
+    other="$("$venv/bin/python" -I - 2>/dev/null <<'PYTHON'
 import importlib.metadata, json
 print(json.loads(importlib.metadata.distribution("zeroengine").read_text("direct_url.json"))["url"].removeprefix("file://"))
 PYTHON

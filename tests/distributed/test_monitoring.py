@@ -162,15 +162,15 @@ def train_over_gloo(folder: Path, delay: float = 0.0) -> float:
     """Return the seconds that this rank's messages were late in all."""
     slept = [0.0]
     if delay and os.environ["RANK"] == "1":
-        exchange = GlooChannel._exchange
+        exchange = GlooChannel.exchange
 
-        def late(channel: GlooChannel, *arguments: Any) -> GlooWork:
+        def late(channel: GlooChannel, *arguments: Any, **more: Any) -> GlooWork:
             begin = time.perf_counter()
             time.sleep(delay)
             slept[0] += time.perf_counter() - begin
-            return exchange(channel, *arguments)
+            return exchange(channel, *arguments, **more)
 
-        GlooChannel._exchange = late  # type: ignore[method-assign]
+        GlooChannel.exchange = late  # type: ignore[method-assign]
     engine = make_engine(2, folder, {"comm": {"transport": "gloo"}})
     slept[0] = 0.0
     take_steps(engine, range(STEPS))

@@ -59,7 +59,8 @@ class TestBuilt:
             names.setdefault(architecture, set()).add(re.sub(r"_GLOBAL__N__\w{8}_", "", name))
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in entry, entry
             assert int(re.search(r"Used (\d+) registers", entry)[1]) <= 64, entry  # type: ignore[index]
-        kernels = 6 + 1 + 6 + 1 + 3 + 1 + 1  # adam, its prepare; cast, write; norm, factor; nothing
+        # adam, its prepare; cast, write; norm, factor; nothing; quantize and its inverse, each for three dtypes
+        kernels = 6 + 1 + 6 + 1 + 3 + 1 + 1 + 3 + 3
         architectures = cuda.setup_py().cuda_architectures(cuda.nvcc())
         assert {a: len(its) for a, its in names.items()} == {f"sm_{a}": kernels for a in architectures}
 
@@ -68,10 +69,11 @@ class TestBuilt:
         nm = shutil.which("nm")
         if nm is None:
             pytest.skip("no nm: what the library exports cannot be listed")
+        exported = {*_cuda_library._SIGNATURES, "ze_cuda_quantize", "ze_cuda_dequantize_sum"}
         lines = subprocess.run([nm, "-D", "--defined-only", built[0]], capture_output=True, text=True).stdout.split(
             "\n"
         )
-        assert {line.split()[-1] for line in lines if line} == set(_cuda_library._SIGNATURES)
+        assert {line.split()[-1] for line in lines if line} == exported
 
     def test_the_compilers_warn_of_nothing(self, built: tuple[Path, str]) -> None:
         assert "warning" not in built[1].lower()
