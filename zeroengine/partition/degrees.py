@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 
 from zeroengine.errors import ZeroEngineError
@@ -56,13 +56,13 @@ class Degrees:
         return f"Degrees(optimizer={self.optimizer}, gradients={self.gradients}, parameters={self.parameters})"
 
     def levels_to(self, degree: int) -> tuple[int, ...]:
-        """Return the levels that number the shards of ``degree``."""
+        """Return the levels that number the shards of ``degree``, which is 1 or one of the levels."""
+        if degree > 1 and degree not in self.levels:
+            raise AssertionError(f"{degree} is not a degree of {self}")
         return tuple(level for level in self.levels if level <= degree)
 
     def index(self, rank: int, degree: int) -> int:
         """Return the number of the shard that ``rank`` owns at ``degree``, which is 1 or one of the levels."""
-        if degree > 1 and degree not in self.levels:
-            raise AssertionError(f"{degree} is not a degree of {self}")
         return shard_index(rank, self.levels_to(degree))
 
     def piece(self, rank: int, world_size: int) -> int:
@@ -94,10 +94,7 @@ class Degrees:
 
     def owners(self, rank: int, degree: int, within: int = 1) -> tuple[int, ...]:
         """Return the ranks whose shards at ``degree`` are, one after another, the shard of ``rank`` at ``within``."""
-        first = rank // degree * degree
-        own = self.index(rank, within)
-        ranks = [other for other in range(first, first + degree) if self.index(other, within) == own]
-        return tuple(sorted(ranks, key=lambda other: self.index(other, degree)))
+        return _owners(rank, self.levels_to(degree), self.levels_to(within), degree)
 
 
 def ranks_of_level(rank: int, below: int, level: int) -> tuple[int, ...]:
@@ -106,7 +103,17 @@ def ranks_of_level(rank: int, below: int, level: int) -> tuple[int, ...]:
     return tuple(range(first, rank // level * level + level, below))
 
 
-@lru_cache
+# There are as many units as blocks of a model, but few degrees, so what takes a walk over the ranks is kept.
+@cache
+def _owners(rank: int, levels: tuple[int, ...], levels_within: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    """Return what ``Degrees.owners`` does, for degrees that these levels number the shards of."""
+    first = rank // degree * degree
+    own = shard_index(rank, levels_within)
+    ranks = [other for other in range(first, first + degree) if shard_index(other, levels_within) == own]
+    return tuple(sorted(ranks, key=lambda other: shard_index(other, levels)))
+
+
+@cache
 def shard_index(rank: int, levels: tuple[int, ...]) -> int:
     """Return the number of the shard of ``rank`` at the last of ``levels``, each of which divides the next."""
     # Each level cuts the shards of the level below, so the number is refined level by level.
