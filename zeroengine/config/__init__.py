@@ -1,8 +1,9 @@
 """Configuration: `load` checks a file or dict and returns a frozen `Config`, which `resolve` fits to a world size.
 
 - `loading.py`: from a file, a dict or the environment to a checked `Config`.
-- `model.py`: the models of all sections but the following three.
-- `optimizers.py`, `schedulers.py`, `offload.py`: the models of those sections.
+- `model.py`: the whole configuration, and the models of the smaller sections.
+- `zero.py`, `degrees.py`, `offload.py`: the models of what is partitioned, over how many ranks, and where it lives.
+- `precision.py`, `optimizers.py`, `schedulers.py`, `monitor.py`, `sinks.py`: the models of those sections.
 - `fields.py`: types of fields, and `"auto"`.
 - `batch.py`: the batch sizes, of which two give the third.
 - `filling.py`: values of a framework in the place of `"auto"`.
@@ -14,6 +15,7 @@
 """
 
 from zeroengine.config.loading import load
-from zeroengine.config.model import FLOATS, FP16, Config
+from zeroengine.config.model import Config
+from zeroengine.config.precision import FLOATS, FP16
 
 __all__ = ["FLOATS", "FP16", "Config", "load"]

@@ -10,8 +10,8 @@ from zeroengine.config.deepspeed_keys import ALIASES, TABLE
 from zeroengine.config.fields import ABSENT, Auto
 from zeroengine.config.keys import field_of, known_paths
 from zeroengine.config.messages import TYPES, Problem, unknown_keys
-from zeroengine.config.model import SPELLINGS
 from zeroengine.config.optimizers import is_import_path
+from zeroengine.config.precision import SPELLINGS
 from zeroengine.config.source import ConfigSource, KeyPath, as_json, copy_tree, describe
 from zeroengine.errors import ConfigError
 

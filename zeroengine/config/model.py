@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from annotated_types import Gt, Le
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch, sinks
 from zeroengine.config.degrees import DegreesSection
-from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
 from zeroengine.config.monitor import Monitor, TraceSteps
-from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
+from zeroengine.config.offload import Aio
 from zeroengine.config.optimizers import OptimizerConfig
+from zeroengine.config.precision import BF16, FLOATS, FP16, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
 from zeroengine.config.source import ConfigSource, walk
+from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ConfigError
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
@@ -27,187 +29,7 @@ UNSCALED = (
     'Write "fp16": {"enabled": true}.'
 )
 
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-SPELLINGS = {f"{prefix}{long}": name for long, name in _LONG_NAMES.items() for prefix in ("", "torch.")}
-
-
-def _spelled(*names: str) -> BeforeValidator:
-    """Return a validator that also accepts DeepSpeed's longer spellings of these dtypes."""
-    # DeepSpeed accepts several names of one dtype, and only one of them is kept.
-    spellings: Any = (*names, *(long for long, name in SPELLINGS.items() if name in names))
-    return BeforeValidator(
-        lambda value: SPELLINGS.get(value, value) if isinstance(value, str) else value,
-        json_schema_input_type=Literal[spellings],
-    )
-
-
-FloatName = Annotated[Literal["fp32", "bf16", "fp16"], _spelled("fp32", "bf16", "fp16")]
 BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
-LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
-
-
-class LoCo(Section):
-    """Error feedback of quantized gradients (LoCo, arXiv 2407.04480). What packing a rank's gradients loses is kept, as
-    bf16, and added to its next gradients."""
-
-    err_beta: Annotated[float, Ge(0), Lt(1), AUTO] = 0.8
-    """The part of the kept error that stays at each reduce; the rest comes from the latest error."""
-    reset_T: Annotated[Positive, AUTO] = 1024
-    """Number of reduces of a unit after which its error restarts from zero."""
-
-
-class ZeroOptimization(Section):
-    """What is partitioned over the ranks, and how its communication is divided and overlapped."""
-
-    stage: Annotated[Annotated[int, Between(0, 3)] | Literal["auto"], Auto("auto", words=(), kept=("auto",))] = 0
-    """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well. "auto": the
-    lowest that fits into free memory; `initialize` says which."""
-    degrees: Annotated[DegreesSection | None, NULL] = None
-    """Hybrid sharding: the number of ranks that each state is partitioned over, in place of `stage`, which means all
-    ranks. null: the stage decides."""
-    reduce_bucket_size: Annotated[Positive | None, AUTO] = None
-    """Units queue up to this many elements before they are reduced. "auto": as many elements as the largest unit."""
-    overlap_comm: Annotated[bool, AUTO] = True
-    """Communicate while computing."""
-    prefetch_bucket_size: Annotated[Count, AUTO] = 50_000_000
-    """Largest number of elements gathered ahead of their use; one unit may exceed it. 0: gather units when needed."""
-    param_persistence_threshold: Annotated[Count, AUTO] = 100_000
-    """Units with at most this many elements stay gathered at stage 3."""
-    max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000
-    """Largest number of elements gathered at one time at stage 3. A unit in use is always gathered."""
-    zero_quantized_weights: Annotated[bool, AUTO] = False
-    """Inexact: at stage 3, gather parameters for forward and backward as integers of 8 bits with a scale for every 256
-    (ZeRO++ qwZ). All ranks compute with the rounded values. Masters, checkpoints and `gathered` stay exact."""
-    zero_quantized_nontrainable_weights: Annotated[bool, AUTO] = False
-    """Inexact: the same for frozen parameters alone. Their shards stay exact, so memory is not saved."""
-    zero_quantized_gradients: Annotated[bool, AUTO] = False
-    """Inexact: exchange gradients as integers of `quantized_gradient_bits` with a scale for every 256 (ZeRO++ qgZ), and
-    add them in fp32."""
-    quantized_gradient_bits: Annotated[Literal[8, 4], AUTO] = 8
-    """Bits of each integer that zero_quantized_gradients sends. 4 sends half the bytes, and loses far more."""
-    zeropp_loco_param: LoCo | None = None
-    """Inexact: error feedback of quantized gradients. It takes 2 bytes for every parameter on every rank. null: what
-    quantization loses is lost."""
-    offload_optimizer: Annotated[OffloadOptimizer, NULL] = OffloadOptimizer()
-    """Where the optimizer's states live."""
-    offload_param: Annotated[OffloadParam, NULL] = OffloadParam()
-    """Where the parameter shards live, at stage 3."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _derive_stage(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "stage" in data or not isinstance(data.get("degrees"), dict | DegreesSection):
-            return data
-        try:
-            degrees = DegreesSection.model_validate(data["degrees"])
-        except ValidationError:
-            # The section itself reports what is wrong.
-            return data
-        return {**data, "stage": degrees.stage}
-
-    @model_validator(mode="after")
-    def _check_degrees(self) -> ZeroOptimization:
-        if self.degrees is not None and self.stage != self.degrees.stage:
-            partitioned = ("nothing", "the optimizer's state", "gradients too", "parameters too")[self.degrees.stage]
-            raise ValueError(
-                f"degrees (or DeepSpeed's mics_shard_size and zero_hpz_partition_size) partition {partitioned}, which "
-                f"is stage {self.degrees.stage}, and stage is {self.stage!r}; leave stage out, or write "
-                f"{self.degrees.stage}"
-            )
-        if self.degrees is not None and self.degrees.has_second_copy and self.offload_param.device != "none":
-            raise ValueError(
-                "degrees.secondary_parameters keeps a copy of the parameters in the device's memory, and offload_param "
-                "moves them away; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_loco(self) -> ZeroOptimization:
-        if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
-            raise ValueError(
-                "zeropp_loco_param is the error feedback of quantized gradients, and they are not quantized; write "
-                '"zero_quantized_gradients": true, or leave it out'
-            )
-        return self
-
-    @property
-    def gradient_bits(self) -> int | None:
-        """The bits of each integer that gradients travel as; None where they travel exactly."""
-        return self.quantized_gradient_bits if self.zero_quantized_gradients else None
-
-    def quantizes_gathers(self, trainable: bool) -> bool:
-        """Return whether the parameters of a unit, all trainable or all frozen, are gathered inexactly."""
-        return self.zero_quantized_weights or (self.zero_quantized_nontrainable_weights and not trainable)
-
-    @property
-    def degree_numbers(self) -> dict[str, int] | None:
-        """The numbers of `partition.degrees.Degrees`, or None where the stage decides. Needs `resolve`."""
-        degrees = self.degrees
-        if degrees is None:
-            return None
-        return degrees.numbers
-
-    @property
-    def unit_degree_numbers(self) -> list[tuple[str, dict[str, int]]]:
-        """The numbers of `partition.degrees.Degrees` of the units whose names match a pattern. Needs `resolve`."""
-        return [(pattern, degrees.numbers) for pattern, degrees in (self.degrees.by_pattern() if self.degrees else [])]
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> ZeroOptimization:
-        # Whole parameters are needed throughout at lower stages, so there is nothing to move away.
-        # With "auto" the choice is left to `initialize`.
-        if self.offload_param.device not in ("none", "auto") and self.stage not in (3, "auto"):
-            raise ValueError(
-                f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
-                'whole; write "stage": 3, or offload the optimizer alone'
-            )
-        return self
-
-
-class BF16(Section):
-    """bfloat16 mixed precision: compute and communicate in bf16, update fp32 master weights."""
-
-    enabled: Annotated[bool | None, Auto(None)] = False
-    """Train in bf16. "auto": true if the model's parameters are bf16 and no other precision is enabled."""
-
-
-class FP16(Section):
-    """float16 mixed precision: compute and communicate in fp16 with a scaled loss, update fp32 master weights."""
-
-    enabled: Annotated[bool | None, Auto(None)] = False
-    """Train in fp16. "auto": true if the model's parameters are fp16 and no other precision is enabled."""
-    loss_scale: Annotated[NonNegative, AUTO] = 0.0
-    """Static loss scale. 0: the scale is dynamic."""
-    initial_scale_power: Annotated[int, Between(0, 126), AUTO] = 16
-    """The dynamic scale starts at two to this power."""
-    loss_scale_window: Annotated[Positive, AUTO] = 1000
-    """Number of steps without overflow after which the next one doubles the scale."""
-    hysteresis: Annotated[Positive, AUTO] = 2
-    """The number of the first overflow that halves the scale; later ones halve it too. The count of overflows restarts
-    when the scale doubles."""
-    consecutive_hysteresis: bool = False
-    """Restart the count of `hysteresis` at every step without overflow as well."""
-    min_loss_scale: Annotated[AboveZero, AUTO] = 1.0
-    """Smallest dynamic scale. An overflow at this scale is an error."""
-
-
-class TorchAutocast(Section):
-    """torch.autocast around the forward. Parameters, gradients and their reduction keep their own dtype."""
-
-    enabled: Annotated[bool, AUTO] = False
-    """Run the model under torch.autocast."""
-    dtype: Annotated[LowName, AUTO] = "bf16"
-    """Dtype that autocast computes in. With fp16 the loss is scaled as the `fp16` section says."""
-
-
-class DataTypes(Section):
-    """Dtypes beside those of parameters and computation."""
-
-    grad_accum_dtype: Annotated[FloatName | None, AUTO] = None
-    """Dtype that gradients accumulate in. "auto": the compute dtype if gradient_accumulation_steps is 1, else fp32."""
-    buffer_dtype: Annotated[FloatName | None, AUTO] = None
-    """Dtype that floating-point buffers of the model are cast to. null: buffers keep their dtypes."""
 
 
 class Checkpoint(Section):

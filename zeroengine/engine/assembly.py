@@ -22,7 +22,7 @@ from zeroengine.comm.quantized_transport import (
     is_quantizable,
 )
 from zeroengine.config import FLOATS, Config
-from zeroengine.config.model import LoCo
+from zeroengine.config.zero import LoCo
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
