@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import zeroengine
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
 from zeroengine import ZeroEngineError
 from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
@@ -72,12 +73,7 @@ def degree_config(triple: Triple | PerUnit, secondary: int | None = None, **more
 def train(settings: dict[str, Any], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Each step's loss of this rank, and the final state on rank 0."""
     engine = zeroengine.initialize(build(PartlyTrained), config=settings)
-    losses = []
-    for number in range(steps * int(engine.config.gradient_accumulation_steps)):
-        loss = engine(*batch(number, engine.rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = take_steps(engine, range(steps * int(engine.config.gradient_accumulation_steps)))
     state = engine.full_state_dict(rank0_only=True)
     engine.close()
     return losses, state
@@ -234,12 +230,7 @@ def with_second_copy(transport: str) -> list[Any]:
         settings = degree_config((4, 4, 4), secondary, **more)
         engine = zeroengine.initialize(build(PartlyTrained), config=settings)
         received = engine._parts.timer.count = CountedBytes()  # type: ignore[method-assign, assignment]
-        losses = []
-        for number in range(6):
-            loss = engine(*batch(number, engine.rank))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = take_steps(engine, range(6))
         # Three steps bring three quarters of the trained units each, and of the frozen ones once.
         least = sum(unit.layout.numel * 4 * 3 // 4 * (3 if unit.trainable else 1) for unit in engine._parts.units)
         found.append((losses, received.total["gather"] / least, engine.memory().parameters))
@@ -338,18 +329,14 @@ def test_each_state_of_a_unit_takes_its_bytes_divided_by_the_units_own_degree() 
 def save(folder: Path, triple: Triple | PerUnit) -> list[float]:
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(PartlyTrained), config=degree_config(triple))
-    losses = list(steps(engine, range(3)))
+    losses = take_steps(engine, range(3), same_on_all_ranks)
     engine.save_checkpoint(folder)
-    return losses + list(steps(engine, range(3, 6)))
+    return losses + take_steps(engine, range(3, 6), same_on_all_ranks)
 
 
-def steps(engine: zeroengine.Engine, numbers: range) -> Iterator[float]:
-    for number in numbers:
-        # Every rank has the same data, so that the number of ranks changes nothing but rounding.
-        loss = engine(*batch(number, 0))
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+def same_on_all_ranks(number: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Data of which the number of ranks changes nothing but rounding."""
+    return batch(number, 0)
 
 
 def resume(folder: Path, chosen: Sequence[Triple | PerUnit]) -> list[list[float]]:
@@ -358,7 +345,7 @@ def resume(folder: Path, chosen: Sequence[Triple | PerUnit]) -> list[list[float]
     for triple in chosen:
         engine = zeroengine.initialize(build(PartlyTrained, seed=7), config=degree_config(triple))
         engine.load_checkpoint(folder)
-        found.append(list(steps(engine, range(3, 6))))
+        found.append(take_steps(engine, range(3, 6), same_on_all_ranks))
         engine.close()
     return found
 

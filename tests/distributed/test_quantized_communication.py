@@ -16,6 +16,7 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_degrees import PartlyTrained
+from tests.distributed.training import take_steps
 from zeroengine.comm.transports import nccl
 from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
@@ -49,13 +50,7 @@ def engine_of(zero: dict[str, Any], **more: Any) -> zeroengine.Engine:
 
 
 def train(engine: zeroengine.Engine, steps: int) -> list[float]:
-    losses = []
-    for number in range(steps * int(engine.config.gradient_accumulation_steps)):
-        loss = engine(*batch(number, engine.rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(engine, range(steps * int(engine.config.gradient_accumulation_steps)))
 
 
 def both_ways(cases: list[Any], transport: str) -> list[Any]:
