@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
@@ -20,7 +22,7 @@ from tests.distributed.training import take_steps
 from zeroengine.comm.transports import nccl
 from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
-from zeroengine.errors import ConfigError
+from zeroengine.errors import ConfigError, ZeroEngineError
 
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}
@@ -229,6 +231,32 @@ def test_error_feedback_without_quantized_gradients_says_what_to_write() -> None
         load({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}})
     with pytest.raises(ConfigError, match="err_beta"):
         load({"zero_optimization": GRADIENTS | {"zeropp_loco_param": {"err_beta": 1.0}}})
+
+
+@pytest.mark.parametrize(
+    ("key", "add", "advice"),
+    [
+        ("zero_quantized_weights", lambda model: model.double(), "head.weight is float64.*model.float"),
+        ("zero_quantized_gradients", lambda model: model.double(), "head.weight is float64.*model.float"),
+        (
+            "zero_quantized_nontrainable_weights",
+            lambda model: model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int32), False)),
+            "table is int32.*register_buffer",
+        ),
+    ],
+)
+def test_a_parameter_that_cannot_be_quantized_is_refused_by_name(
+    key: str, add: Callable[[nn.Module], object], advice: str
+) -> None:
+    model = nn.ModuleDict({"head": nn.Linear(3, 3)})
+    add(model)
+    with pytest.raises(ZeroEngineError, match=f"parameter {advice}.*leave {key} out"):
+        zeroengine.initialize(model, config=config(3, zero_optimization={"stage": 3, key: True}))
+
+
+def test_frozen_fp64_parameters_have_no_gradients_to_quantize() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(3, 3), "table": nn.Linear(3, 3).double().requires_grad_(False)})
+    zeroengine.initialize(model, config=config(2, zero_optimization={"stage": 2} | GRADIENTS)).close()
 
 
 def test_nothing_is_quantized_without_being_asked_for() -> None:

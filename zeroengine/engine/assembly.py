@@ -19,7 +19,6 @@ from zeroengine.comm.quantized_transport import (
     QuantizedGather,
     QuantizedReduce,
     QuantizedTransport,
-    is_quantizable,
 )
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.zero import LoCo
@@ -307,18 +306,6 @@ def _quantization_notices(config: Config, units: Sequence[Unit]) -> Iterator[str
     name = "zero_quantized_weights" if zero.zero_quantized_weights else "zero_quantized_nontrainable_weights"
     if gathers and not any(unit.is_releasable for unit in units):
         yield f"{name} has no effect: every rank holds the parameters whole, as at stages 0 to 2"
-    if gathers or zero.zero_quantized_gradients:
-        exact = [
-            unit.name
-            for unit in units
-            if not is_quantizable(unit.dtype)
-            and (zero.quantizes_gathers(unit.trainable) or (unit.trainable and zero.zero_quantized_gradients))
-        ]
-        if exact:
-            yield (
-                f"units of integers, fp64 or other dtypes than fp32, bf16 and fp16 are not quantized and travel "
-                f"exactly: {listed(exact, NUM_SHOWN)}"
-            )
 
 
 def _log_notices(config: Config, group: Group, transport: Transport, units: Sequence[Unit]) -> None:

@@ -27,7 +27,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
-from zeroengine.engine.tensor_kinds import check_tensor_kinds
+from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
@@ -170,6 +170,7 @@ def _make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
+        check_quantizable(settings.zero_optimization, plans)
         # With "auto" only stages are chosen at which the optimizer works.
         rules = DegreeRules.of_settings(settings.zero_optimization, group.world_size)
         rules.check_patterns(plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroengine.comm.quantized_transport import is_quantizable
+from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import UnitPlan
 
 
 def check_tensor_kinds(model: nn.Module) -> None:
@@ -30,6 +34,34 @@ def check_tensor_kinds(model: nn.Module) -> None:
         reason = _reason_refused(tensor)
         if reason:
             raise ZeroEngineError(f"{kind} {name} {reason}")
+
+
+def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan]) -> None:
+    """Check that the parameters whose values or gradients are sent quantized have a dtype that can be.
+
+    Args:
+        zero: Decides what is quantized.
+        plans: The units of the model.
+
+    Raises:
+        ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16.
+    """
+    for plan in plans:
+        quantized = {
+            "zero_quantized_weights": zero.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights and not plan.trainable,
+            "zero_quantized_gradients": zero.zero_quantized_gradients and plan.trainable,
+        }
+        keys = [key for key, is_set in quantized.items() if is_set]
+        if not keys or is_quantizable(plan.dtype):
+            continue
+        name, param = plan.params[0]
+        is_float = param.is_floating_point()
+        change = "convert it, such as by model.float()" if is_float else "keep it as a buffer (register_buffer)"
+        raise ZeroEngineError(
+            f"parameter {name} is {str(param.dtype).removeprefix('torch.')}, and only fp32, bf16 and fp16 are "
+            f"quantized; {change}, or leave {' and '.join(keys)} out"
+        )
 
 
 def _reason_refused(tensor: torch.Tensor) -> str:
