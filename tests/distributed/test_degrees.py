@@ -17,8 +17,8 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
+from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine import ZeroEngineError
-from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 from zeroengine.partition.cut import cut_units
@@ -207,10 +207,7 @@ def test_offloaded_parameters_have_the_same_bits() -> None:
 
 def differences_on_collectives(chosen: Sequence[Triple | PerUnit]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        # The transport of NCCL, whose collectives Gloo has as well.
-        patch.setattr(
-            "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
-        )
+        use_nccl_transport(patch)
         return differences(chosen, 3, (1, 1, 1), {}, 1e-5)
 
 

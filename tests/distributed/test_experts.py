@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, batch, build, config
 from tests.distributed.ranks import run_ranks
-from zeroengine.comm.transports.choose import open_nccl
+from tests.nccl_over_gloo import use_nccl_transport
 
 NUM_EXPERTS = 4
 # What the units are: whole layers, or experts and the other parts of a layer.
@@ -89,10 +89,7 @@ def train(transport: str, settings: dict[str, Any], steps: int) -> list[float]:
         dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
         if transport == "nccl":
-            # The transport of NCCL, whose collectives Gloo has as well.
-            patch.setattr(
-                "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
-            )
+            use_nccl_transport(patch)
             settings = settings | {"comm": {"timeout_seconds": 20}}
         else:
             settings = settings | {"comm": {"transport": transport, "timeout_seconds": 20}}
@@ -123,8 +120,8 @@ def compare(transport: str, units: list[str], steps: int, more: dict[str, Any]) 
     # Without prefetching a gather waits for the ranks that come to it last.
     more = more | {"zero_optimization": {"prefetch_bucket_size": 0, **more.get("zero_optimization", {})}}
     losses = train(transport, config(3, units=units, **more), steps)
-    # With accumulation stage 0 adds the micro-steps of a rank first.
-    tolerance = 1e-4 if transport == "nccl" or "gradient_accumulation_steps" in more else 0.0
+    # With accumulation stage 0 adds the micro-steps of a rank first. All-reduces of Gloo have an order of their own.
+    tolerance = 1e-5 if transport == "nccl" or "gradient_accumulation_steps" in more else 0.0
     return [pair for pair in zip(expected, losses, strict=True) if abs(pair[0] - pair[1]) > tolerance]
 
 

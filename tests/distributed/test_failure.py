@@ -26,10 +26,11 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, Skipping, features
 from tests.distributed.training import start
 from tests.emulated import cpu_alone, need_transport
+from tests.nccl_over_gloo import use_nccl_transport
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import DivergenceError
 from zeroengine.comm.group import Group
-from zeroengine.comm.transports.choose import open_nccl, open_transport
+from zeroengine.comm.transports.choose import open_transport
 
 UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whose inputs the first three are compared
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
@@ -280,9 +281,8 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
 def stall_as_on_a_device(folder: Path) -> None:
     """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
     rank = start()
-    with mock.patch(
-        "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        use_nccl_transport(patch)
         engine = initialize(TinyLM, 0, "auto", PATIENCE)
     engine.backward(engine(*batch(0, rank)))
     engine.step()

@@ -25,11 +25,9 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.pretended import Apart, ApartMode, LateCopies
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.training import start, take_steps
+from tests.nccl_over_gloo import use_nccl_transport
 from tests.parametrization import in_turn
 from zeroengine import ops
-from zeroengine.comm.group import Group
-from zeroengine.comm.transports import nccl as native_module
-from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.engine.initialize import make_engine
@@ -293,29 +291,11 @@ def test_a_sum_is_rounded_once_when_it_is_added(tmp_path: Path) -> None:
         assert [differs for differs, _, _ in found] == [[], []]
 
 
-class Once:
-    """A reduce of Gloo's, which copies its result again each time that it is awaited."""
-
-    def __init__(self, work: Any) -> None:
-        self._work, self.is_completed = work, work.is_completed
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-
 def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
     """NCCL's transport, whose collectives Gloo stands in for."""
     start()
-
-    def native(group: Group, *_: Any) -> NCCLTransport:
-        return NCCLTransport(group.new_group("gloo"), group.new_group("gloo"), group.device, "gloo", None)
-
-    reduce_scatter = native_module._reduce_scatter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroengine.engine.initialize.open_transport", native)
-        patch.setattr(native_module, "_reduce_scatter", lambda *args, **more: Once(reduce_scatter(*args, **more)))
+        use_nccl_transport(patch)
         return compared([(3, OPTIMIZER_AND_PARAM), (3, DISK), (2, OPTIMIZER)], path, more, True)
 
 

@@ -19,8 +19,8 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_degrees import PartlyTrained
 from tests.distributed.training import take_steps
+from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine.comm.transports import nccl
-from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
 
@@ -60,10 +60,7 @@ def both_ways(cases: list[Any], transport: str) -> list[Any]:
     dist.init_process_group("gloo")
     with pytest.MonkeyPatch.context() as patch:
         if transport == "nccl":
-            # The transport of NCCL, whose collectives Gloo has as well.
-            patch.setattr(
-                "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
-            )
+            use_nccl_transport(patch)
         if transport == "two-level":
             imagine_hosts(2)
         comm = {"comm": {"transport": {"nccl": "gloo", "two-level": "auto"}.get(transport, transport)}}

@@ -17,9 +17,8 @@ a second stream that uses a unit behind the first.
 
 [Note: What a transport promises]
 - Waiting. Every operation returns a ``Work``, which may be awaited twice, late, or out of order; see
-  ``utils.work.Work``. Two reduces that accumulate into one shard add in the order of issue, whichever is awaited first.
-  On NCCL a sum that needs a cast is added when it is awaited: await these in the order of issue, as the reducer does. A
-  transport may begin part of an operation only when it is awaited, so every rank awaits all of its works before the
+  ``utils.work.Work``. Reduces that accumulate into one shard add in the order of issue, whichever is awaited first.
+  A transport may begin part of an operation only when it is awaited, so every rank awaits all of its works before the
   next ``all_reduce_scalars``.
 - Dtypes. Gathers move bytes of any dtype. Sums take any floating dtype: float32, bfloat16 and float16 have kernels, and
   other dtypes go through torch. The shard and the full buffer of a reduce-scatter may differ in dtype.

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine.comm.transports import nccl
-from zeroengine.comm.transports.choose import open_nccl
 
 SEGMENT = 1 << 12  # bytes that segments are a multiple of
 Place = tuple[int, int]  # a segment, and a byte of it
@@ -162,15 +162,12 @@ def pretended(backend: type[Backend] = Backend) -> Iterator[None]:
         return backends.setdefault(group.group_name, backend(f"group {len(backends)}"))
 
     with pytest.MonkeyPatch.context() as patch:
+        use_nccl_transport(patch)
         patch.setattr(nccl, "_all_gather", GatherOfItsOwn)
         patch.setattr(torch.cuda, "MemPool", Pool)
         patch.setattr(torch.cuda, "use_mem_pool", use)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
-        patch.setattr(
-            "zeroengine.engine.initialize.open_transport",
-            lambda group, kind, timeout, how: open_nccl(group, timeout, how),
-        )
         with Allocations():
             yield

@@ -112,6 +112,8 @@ class NCCLChannel:
         # Where an operation takes several collectives, those after the first are issued on this stream, so that the
         # computation does not wait for the first.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # For each sum, by its address, the last operation that writes it.
+        self._writers: dict[int, Work] = {}
         self._seq = 0
         # A checksum of every operation so far, which the ranks compare at each step.
         self.order = 0
@@ -183,7 +185,10 @@ class NCCLChannel:
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
-        return work if direct else self._take_over(work, shard, target, accumulate)
+        if direct:
+            self._writers[shard.data_ptr()] = work
+            return work
+        return self._take_over(work, shard, target, accumulate)
 
     def _reduce_by_levels(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool, levels: tuple[int, ...]
@@ -225,7 +230,10 @@ class NCCLChannel:
             # The watchdog still holds the work, and so the tensor. This frees its memory now, in stream order.
             target.untyped_storage().resize_(0)
 
-        return Then(work, take_over)
+        # Works may be awaited in any order, but accumulations into one shard build on one another.
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        written = self._writers[shard.data_ptr()] = Then(work, take_over, after=before)
+        return written
 
     def all_to_all(
         self,
