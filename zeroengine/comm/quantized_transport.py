@@ -33,6 +33,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, ChannelName, Transport
+from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.utils.work import Then, Work, synchronize_stream
 
@@ -228,8 +229,7 @@ class QuantizedReduce:
         self._errors: dict[str, torch.Tensor] = {}
         self._num_reduces: dict[str, int] = {}
         self._last: QuantizedSum | None = None
-        # For each sum, by its address, the last operation that writes it.
-        self._writers: dict[int, Work] = {}
+        self._writers = SumWriters()
 
     @property
     def nbytes(self) -> int:
@@ -272,9 +272,9 @@ class QuantizedReduce:
         """Exchange packets of slices, and add them when the result is awaited."""
         if not (is_quantizable(full.dtype) and is_quantizable(shard.dtype)):
             return self._channel.reduce_scatter(shard, full, label, accumulate, levels)
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        before = self._writers.before(shard, accumulate=accumulate)
         work = self._issue(self._reduce_hops(shard, full, label, accumulate, levels), before)
-        self._writers[shard.data_ptr()] = work
+        self._writers.record(shard, work)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

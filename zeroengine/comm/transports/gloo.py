@@ -19,6 +19,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
+from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, shard_index
 from zeroengine.utils.work import Then, Work
@@ -103,8 +104,7 @@ class GlooChannel:
         self._seq = 0
         # Receive buffers that are free again, by length and dtype.
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        # For each sum, by its address, the last operation that writes it.
-        self._writers: dict[int, Work] = {}
+        self._writers = SumWriters()
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
@@ -140,11 +140,10 @@ class GlooChannel:
             sum_by_host(shard, pieces, self._hosts, accumulate)
             spare.append(arrived)
 
-        # Works may be awaited in any order, but accumulations into one shard build on one another.
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        before = self._writers.before(shard, accumulate=accumulate)
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
         work = Then(exchange, finish, after=before)
-        self._writers[shard.data_ptr()] = work
+        self._writers.record(shard, work)
         return work
 
     def all_to_all(

@@ -13,6 +13,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, refill
+from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Then, Work
 
@@ -22,8 +23,7 @@ class HostStagedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        # For each sum, by its address, the last operation that writes it.
-        self._writers: dict[int, Work] = {}
+        self._writers = SumWriters()
         # Gathers that write to other memory than the shard that they sent.
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
@@ -58,9 +58,8 @@ class HostStagedChannel:
                 summed.add_(_copy_to_host(shard))
             shard.copy_(summed)
 
-        # Works may be awaited in any order, but accumulations into one shard build on one another.
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
-        work = self._writers[shard.data_ptr()] = Then(inner, copy_back, after=before)
+        work = Then(inner, copy_back, after=self._writers.before(shard, accumulate=accumulate))
+        self._writers.record(shard, work)
         return work
 
     def all_to_all(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,19 @@ class RegisteredPool:
             self._backend.deregister_mem_pool(self._pool)
 
 
+class Peers(NamedTuple):
+    """What an operation among some of the ranks uses.
+
+    Attributes:
+        group: The communicator, whose ranks are in ascending order.
+        places: For each rank, in the order of the operation, its place in that order: int64, 1-D, on the channel's
+            device. None: the orders are equal.
+    """
+
+    group: dist.ProcessGroup
+    places: torch.Tensor | None
+
+
 class NCCLChannel:
     """See ``interfaces.Channel``. Its memory comes from ``pool`` if there is one, else from torch's own allocator."""
 
@@ -109,6 +122,8 @@ class NCCLChannel:
         self._rank, self._all_ranks = group.rank(), tuple(range(group.size()))
         # The communicators of parts of the ranks, by the ranks in ascending order.
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # What operations among ``ranks`` use, by the ranks as they are passed.
+        self._peers: dict[tuple[int, ...], Peers] = {}
         # Where an operation takes several collectives, those after the first are issued on this stream, so that the
         # computation does not wait for the first.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -142,9 +157,14 @@ class NCCLChannel:
         """All communicators."""
         return [self.group, *self._groups.values()]
 
-    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        key = tuple(sorted(ranks))
-        return self.group if key == self._all_ranks else self._groups[key]
+    def _peers_of(self, ranks: tuple[int, ...]) -> Peers:
+        # There are few sets of ranks, and each serves many operations, so they are sorted once.
+        if ranks not in self._peers:
+            ascending = tuple(sorted(ranks))
+            group = self.group if ascending == self._all_ranks else self._groups[ascending]
+            places = [ascending.index(rank) for rank in ranks]
+            self._peers[ranks] = Peers(group, None if ranks == ascending else torch.tensor(places, device=self._device))
+        return self._peers[ranks]
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
@@ -156,15 +176,13 @@ class NCCLChannel:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return Completed()
-        group = self._group_of(ranks)
-        in_order = sorted(ranks)
-        if list(ranks) == in_order:
+        group, places = self._peers_of(ranks)
+        if places is None:
             return self.issue(lambda: _all_gather(full, shard, group=group, async_op=True))
         arrived = self.empty(full.numel(), full.dtype)
 
         def put_in_order() -> None:
-            places = [in_order.index(rank) for rank in ranks]
-            full.view(len(ranks), -1).copy_(arrived.view(len(ranks), -1)[places])
+            torch.index_select(arrived.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
             arrived.untyped_storage().resize_(0)
 
         return Then(self.issue(lambda: _all_gather(arrived, shard, group=group, async_op=True)), put_in_order)
@@ -200,10 +218,10 @@ class NCCLChannel:
         for level in levels:
             ranks = ranks_of_level(rank, below, level)
             target = self.empty(summed.numel() * below // level, full.dtype)
-            reduce = partial(_reduce_scatter, target, summed, group=self._group_of(ranks), async_op=True)
+            reduce = partial(_reduce_scatter, target, summed, group=self._peers_of(ranks).group, async_op=True)
             work, summed, below = self._issue_after(work, reduce), target, level
         if below < world_size:
-            group = self._group_of(ranks_of_level(rank, below, world_size))
+            group = self._peers_of(ranks_of_level(rank, below, world_size)).group
             work = self._issue_after(work, partial(dist.all_reduce, summed, group=group, async_op=True))
         assert work is not None
         return self._take_over(work, shard, summed, accumulate)
@@ -250,7 +268,7 @@ class NCCLChannel:
         if len(ranks) == 1:
             received.copy_(sent)
             return Completed()
-        return self.issue(lambda: _all_to_all(received, sent, group=self._group_of(ranks), async_op=True))
+        return self.issue(lambda: _all_to_all(received, sent, group=self._peers_of(ranks).group, async_op=True))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Launch an all-reduce."""

@@ -1,0 +1,26 @@
+"""The order of operations that write the same sum."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroengine.utils.work import Work
+
+
+class SumWriters:
+    """The last operation that writes each sum of a channel.
+
+    Works may be awaited in any order, but accumulations into one sum build on one another: each must finish after the
+    operation that wrote this sum before it. Sums are told apart by their addresses.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, Work] = {}
+
+    def before(self, target: torch.Tensor, *, accumulate: bool) -> Work | None:
+        """Return the work that must finish before the next operation writes ``target``; None if it overwrites it."""
+        return self._last.get(target.data_ptr()) if accumulate else None
+
+    def record(self, target: torch.Tensor, work: Work) -> None:
+        """Record that ``work`` is the last operation so far that writes ``target``."""
+        self._last[target.data_ptr()] = work
