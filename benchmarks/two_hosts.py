@@ -1,11 +1,14 @@
 """Measures training on two hosts that a slow link joins: step times, and what crosses the link.
 
 The hosts are network namespaces of this machine, joined by a pair of virtual interfaces whose rate `tc tbf` limits in
-both directions. Two ranks run on each. The engines take turns. What crosses the link is read from the counters of the
-interface, with the headers of packets. *Exposed* is the time of a step beyond that of the same local work without
-communication, over the bytes that left a host divided by the rate. Needs root.
+both directions. Two ranks run on each. Each rank holds all engines, which take a step in turn, so that a change of the
+machine's speed meets all of them. What crosses the link is read from the counters of the interface. These count the
+headers of a packet once for up to 64 KB, whereas the limit counts them for every 1,500 bytes, 4.5 % more. *Exposed* is
+the time of a step beyond that of the same local work without communication, over the bytes that left a host divided by
+the rate. The local work is that of plain PyTorch, with a whole update on each rank (``floor``), and that of stage 3 on
+the two ranks of each host alone (``zeroengine, one host``). *Exposed* refers to the first. Needs root.
 
-    sudo python benchmarks/two_hosts.py --rates 1000 200 --rounds 2
+    sudo python benchmarks/two_hosts.py --rates 1000 200
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,19 @@ RANKS_PER_HOST = 2
 INTERFACE = "ze-link"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 NODE = {"parameters": "node", "gradients": "node"}
+NODE_ALONE = {**NODE, "optimizer": "node"}
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+Figures = dict[str, float]
 # The part of the configuration that says how states are partitioned, or the argument of the engine.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "floor": ("floor", {}),
+    "zeroengine, one host": ("one host", {"zero_optimization": {"stage": 3}}),
     "zeroengine, stage 3": ("zeroengine", {"zero_optimization": {"stage": 3}}),
     "zeroengine, stage 3, Gloo": ("zeroengine", {"zero_optimization": {"stage": 3}, "comm": {"transport": "gloo"}}),
-    "zeroengine, node": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "node"}}}),
+    "zeroengine, node": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE}}),
     "zeroengine, node, optimizer all": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "all"}}}),
+    "zeroengine, stage 3, 8 bits": ("zeroengine", {"zero_optimization": {"stage": 3, **QUANTIZED}}),
+    "zeroengine, node, 8 bits": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE, **QUANTIZED}}),
     "zeroengine, hpZ": ("zeroengine", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": RANKS_PER_HOST}}),
     "FSDP2": ("fsdp2", {}),
     "FSDP2, HSDP": ("fsdp2", {"replicas": 2}),
@@ -88,10 +97,11 @@ def limit(hosts: tuple[str, str], megabits: int) -> None:
             subprocess.run([*tc, "add", "dev", INTERFACE, "root", "tbf", *shape], check=True)
 
 
-def run(engine: str, hosts: tuple[str, str], args: argparse.Namespace) -> dict[str, float] | None:
-    """Train once on both hosts, and return the figures of rank 0; None if the engine cannot."""
+def run(engines: Sequence[str], hosts: tuple[str, str], args: argparse.Namespace) -> dict[str, list[Figures]]:
+    """Train with each engine in turn on both hosts, and return the figures of rank 0; none if an engine cannot."""
     processes = []
-    steps = ["--steps", str(args.steps), "--warmup", str(args.warmup), "--size", args.size]
+    turns = ["--rounds", str(args.rounds), "--steps", str(args.steps), "--size", args.size]
+    turns += ["--batch", str(args.batch), "--context", str(args.context)]
     for rank in range(2 * RANKS_PER_HOST):
         host = rank // RANKS_PER_HOST
         places = {"RANK": rank, "LOCAL_RANK": rank % RANKS_PER_HOST, "WORLD_SIZE": 2 * RANKS_PER_HOST}
@@ -99,8 +109,8 @@ def run(engine: str, hosts: tuple[str, str], args: argparse.Namespace) -> dict[s
         env = {**os.environ, **{name: str(value) for name, value in places.items()}}
         env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(args.port), "GLOO_SOCKET_IFNAME": INTERFACE}
         env |= {"OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1", "ZEROENGINE_HOST": hosts[host]}
-        python = args.deepspeed_python if engine.startswith("DeepSpeed") else sys.executable
-        command = ["ip", "netns", "exec", hosts[host], python, __file__, "--worker", engine, *steps]
+        python = args.deepspeed_python if engines[0].startswith("DeepSpeed") else sys.executable
+        command = ["ip", "netns", "exec", hosts[host], python, __file__, *turns, "--worker", *engines]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     args.port += 1
     deadline = time.monotonic() + args.timeout
@@ -117,11 +127,10 @@ def run(engine: str, hosts: tuple[str, str], args: argparse.Namespace) -> dict[s
     lines = [line for line in outputs[0][0].splitlines() if line.startswith("{")]
     if not lines:
         causes = [line for _, errors in outputs for line in errors.strip().splitlines() if "Error" in line]
-        print(f"{engine} does not run: {(causes or [outputs[0][1][-300:]])[0]}", file=sys.stderr, flush=True)
-        return None
-    result: dict[str, float] = json.loads(lines[-1])
-    print(f"{engine}: {result['step_s']:.2f} s, {result['sent_mb']:.1f} MB", file=sys.stderr, flush=True)
-    return result
+        print(f"{engines} do not run: {(causes or [outputs[0][1][-300:]])[0]}", file=sys.stderr, flush=True)
+        return {}
+    found: dict[str, list[Figures]] = json.loads(lines[-1])
+    return found
 
 
 # -- a rank -----------------------------------------------------------------------------------------
@@ -136,14 +145,46 @@ def sent_bytes() -> int:
     return 0
 
 
-def work(engine: str, args: argparse.Namespace) -> None:
-    """Train on this rank; rank 0 prints its figures."""
+def work(engines: Sequence[str], args: argparse.Namespace) -> None:
+    """Train on this rank, the engines in turn; rank 0 prints their figures."""
+    import torch
+    import torch.distributed as dist
+    import workload
+
+    torch.set_num_threads(1)
+    if not engines[0].startswith("DeepSpeed"):
+        dist.init_process_group("gloo")
+    model = workload.Transformer(*workload.SIZES[args.size], args.context)
+    parameter_mb = sum(p.numel() for p in model.parameters()) * 4e-6
+    steps = {engine: make_step(engine, args) for engine in engines}
+    found: dict[str, list[Figures]] = {engine: [] for engine in engines}
+    # The first turn warms up.
+    for turn in range(args.rounds + 1):
+        for engine, step in steps.items():
+            for _ in range(args.steps):
+                dist.barrier()
+                sent, cpu, start = sent_bytes(), time.process_time(), time.perf_counter()
+                step()
+                busy = time.process_time() - cpu
+                dist.barrier()
+                seconds = time.perf_counter() - start
+                figures = {"step_s": seconds, "cpu_s": busy, "sent_mb": (sent_bytes() - sent) / 1e6}
+                if turn:
+                    found[engine].append(figures | {"parameter_mb": parameter_mb})
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    # The engines' threads and groups need no orderly end here.
+    os._exit(0)
+
+
+def make_step(engine: str, args: argparse.Namespace) -> Callable[[], None]:
+    """Return the function that takes a step with an engine."""
     import torch
     import torch.distributed as dist
     import workload
 
     name, settings = ENGINES[engine]
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = workload.Transformer(*workload.SIZES[args.size], args.context)
     data = workload.batches(args.size, int(os.environ["RANK"]), args.batch, args.context)
@@ -152,48 +193,33 @@ def work(engine: str, args: argparse.Namespace) -> None:
         "gradient_clipping": workload.CLIP,
         "optimizer": {"type": "AdamW", "params": workload.ADAMW},
     } | settings
-    if name in ("zeroengine", "deepspeed"):
-        if name == "zeroengine":
-            import zeroengine
-
-            trained = zeroengine.initialize(model, config=config)
-        else:
-            import deepspeed
-
-            trained = start_deepspeed(deepspeed, model, config | {"steps_per_print": 10**9})
-
-        def step() -> None:
-            loss = trained(*next(data))
-            trained.backward(loss)
-            trained.step()
-    else:
-        dist.init_process_group("gloo")
+    if name in ("floor", "fsdp2"):
         if name == "fsdp2":
             shard(model, settings.get("replicas", 1))
         take = workload.plain_step(model, None)
 
-        def step() -> None:
+        def plain() -> None:
             take(*next(data))
 
-    times, sent = [], []
-    for _ in range(args.warmup + args.steps):
-        dist.barrier()
-        before, start = sent_bytes(), time.perf_counter()
-        step()
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-        sent.append(sent_bytes() - before)
-    if dist.get_rank() == 0:
-        figures = {
-            "step_s": statistics.median(times[args.warmup :]),
-            "sent_mb": statistics.median(sent[args.warmup :]) / 1e6,
-            "parameter_mb": sum(p.numel() for p in workload.Transformer(*workload.SIZES[args.size], 128).parameters())
-            * 4e-6,
-        }
-        print(json.dumps(figures), flush=True)
-    dist.barrier()
-    # The engines' threads and groups need no orderly end here.
-    os._exit(0)
+        return plain
+    if name == "deepspeed":
+        import deepspeed
+
+        trained = start_deepspeed(deepspeed, model, config | {"steps_per_print": 10**9})
+    else:
+        import zeroengine
+
+        ranks = range(dist.get_world_size())
+        hosts = [list(ranks[i : i + RANKS_PER_HOST]) for i in ranks[::RANKS_PER_HOST]]
+        own_host = dist.new_subgroups_by_enumeration(hosts)[0] if name == "one host" else None
+        trained = zeroengine.initialize(model, config=config, process_group=own_host)
+
+    def step() -> None:
+        loss = trained(*next(data))
+        trained.backward(loss)
+        trained.step()
+
+    return step
 
 
 def start_deepspeed(deepspeed: Any, model: Any, config: dict[str, Any]) -> Any:
@@ -224,48 +250,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="s")
     parser.add_argument("--rates", type=int, nargs="*", default=[1000, 200], help="10^6 bits per second; 0: unlimited")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each engine, after one that is not measured")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a turn")
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
     parser.add_argument("--context", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--port", type=int, default=29400)
-    parser.add_argument("--deepspeed-python", default=sys.executable, help="of an environment that has DeepSpeed")
+    parser.add_argument("--deepspeed-python", help="of an environment that has DeepSpeed; none: DeepSpeed is left out")
     parser.add_argument("--only", nargs="*", help="names of engines")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args.worker, args)
-    engines = ["floor", *(name for name in args.only or ENGINES if name != "floor")]
+    wanted = args.only or ENGINES
+    own = ["floor", *(name for name in wanted if name != "floor" and not name.startswith("DeepSpeed"))]
+    # Each of these may end in an error, and needs another environment.
+    others = [[name] for name in wanted if name.startswith("DeepSpeed") and args.deepspeed_python]
     with joined_hosts() as hosts:
         for rate in args.rates:
             limit(hosts, rate)
-            found: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
-            for _ in range(args.rounds):
-                for engine in list(found):
-                    figures = run(engine, hosts, args)
-                    if figures is None:
-                        del found[engine]
-                    else:
-                        found[engine].append(figures)
+            found: dict[str, list[Figures]] = {}
+            for engines in [own, *others]:
+                found |= run(engines, hosts, args)
             report(rate, found)
 
 
-def report(rate: int, found: dict[str, list[dict[str, float]]]) -> None:
+def report(rate: int, found: dict[str, list[Figures]]) -> None:
     """Print a table of one rate. Sent bytes are given in units of the parameters' bytes, too."""
-    rounds = len(found["floor"])
-    print(f"\n{rate or 'no'} Mbit/s, {rounds} round{'s' * (rounds > 1)}")
-    print(f"{'engine':<34}{'step s':>8}{'min':>8}{'max':>8}{'sent MB':>9}{'/ params':>9}{'exposed':>9}")
+    print(f"\n{rate or 'no'} Mbit/s, {len(found['floor'])} steps of each")
+    print(f"{'engine':<36}{'step s':>8}{'min':>8}{'max':>8}{'CPU s':>8}{'sent MB':>9}{'/ params':>9}{'exposed':>9}")
     floor = statistics.median(figures["step_s"] for figures in found["floor"])
-    for engine, runs in found.items():
-        seconds = [figures["step_s"] for figures in runs]
-        sent = statistics.median(figures["sent_mb"] for figures in runs)
+    for engine, steps in found.items():
+        seconds = [figures["step_s"] for figures in steps]
+        sent, cpu = (statistics.median(figures[name] for figures in steps) for name in ("sent_mb", "cpu_s"))
         step = statistics.median(seconds)
-        exposed = f"{(step - floor) / (sent * 8 / rate):.2f}" if rate and engine != "floor" else ""
-        share = sent / runs[0]["parameter_mb"]
+        exposed = f"{(step - floor) / (sent * 8 / rate):.2f}" if rate and sent > 1 else ""
         print(
-            f"{engine:<34}{step:>8.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}{sent:>9.1f}{share:>9.2f}{exposed:>9}",
+            f"{engine:<36}{step:>8.2f}{min(seconds):>8.2f}{max(seconds):>8.2f}{cpu:>8.2f}{sent:>9.1f}"
+            f"{sent / steps[0]['parameter_mb']:>9.2f}{exposed:>9}",
             flush=True,
         )
 

@@ -309,6 +309,12 @@ class Transport(Protocol):
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
+    def progress(self) -> None:
+        """Take the steps of operations under way that peers are ready for, without waiting.
+
+        The reducer calls it at each gradient, so that a sum goes to other hosts while the backward computes.
+        """
+
     def check_order(self) -> None:
         """Wait for the comparison of the ranks' orders that the last ``all_reduce_scalars`` started, if any.
 

@@ -153,6 +153,8 @@ class Reducer(BackwardListener):
         if not unit_grads.num_pending:
             self._backward.note_unit_complete(unit_grads.unit)
             self._queue_in_order()
+        # Peers may have become ready for a sum since this rank launched it.
+        self._transport.progress()
 
     def _copy_to_slot(self, unit_grads: UnitGradients, index: int) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there."""

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zeroengine
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
+from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.errors import DivergenceError
 from zeroengine.partition.degrees import Degrees
 
@@ -142,3 +144,48 @@ def test_errors_name_ranks_of_all_hosts_and_units(what: str, within_host: str, b
         message, _ = answers[rank]
         assert re.search(r"blocks.0|norm|numbers", message), message
         assert re.search(within_host if rank == 2 else between_hosts, message), (rank, message)
+
+
+# -- progress ---------------------------------------------------------------------------------------
+
+
+def send_without_waiting() -> list[int]:
+    """The exchanges of the first rank of a host after its own reduce, its peer's, and a call of ``progress``."""
+    transport = open_on_hosts(2)
+    full = transport.empty(4000, torch.float32, "reduce").fill_(1)
+    counts = []
+    with mock.patch.object(GlooChannel, "exchange", autospec=True, side_effect=GlooChannel.exchange) as exchange:
+        works = []
+        for local in range(2):
+            if transport.rank % 2 == local:
+                works.append(transport.reduce.reduce_scatter(torch.empty(1000), full, "unit"))
+            counts.append(exchange.call_count)
+            dist.barrier()
+        transport.progress()
+        counts.append(exchange.call_count)
+        works[0].wait_host()
+    transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "end")
+    return counts
+
+
+def test_a_sum_goes_to_other_hosts_as_soon_as_the_ranks_of_the_host_are_ready() -> None:
+    counts = run_ranks(4, send_without_waiting)
+    assert counts[0] == counts[2] == [0, 0, 1]
+
+
+def progress_of_a_backward() -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    imagine_hosts(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    engine = zeroengine.initialize(model, config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}})
+    loss = engine(torch.ones(1, 4)).sum()
+    with mock.patch.object(TwoLevelTransport, "progress", autospec=True, side_effect=TwoLevelTransport.progress) as spy:
+        engine.backward(loss)
+    engine.step()
+    engine.close()
+    return spy.call_count, len(list(model.parameters()))
+
+
+def test_a_backward_gives_the_transport_a_turn_at_each_gradient() -> None:
+    for calls, num_params in run_ranks(4, progress_of_a_backward):
+        assert calls >= num_params

@@ -134,6 +134,10 @@ class HostStagedTransport:
         """Sum in host memory. The host waits for the device."""
         return self._inner.all_reduce_scalars(_copy_to_host(values), label).to(self._device)
 
+    def progress(self) -> None:
+        """Take the steps of the transport in host memory."""
+        self._inner.progress()
+
     def check_order(self) -> None:
         """Check the order of the transport in host memory."""
         self._inner.check_order()

@@ -96,6 +96,9 @@ class SingleProcessTransport:
         """Return the values."""
         return values
 
+    def progress(self) -> None:
+        """Return at once."""
+
     def check_order(self) -> None:
         """Return at once."""
 

@@ -16,7 +16,8 @@ operations need not wait for it.
 
 [Note: Progress]
 Gloo's threads move bytes between hosts while the rank computes. The steps in shared memory are taken whenever this rank
-issues an operation or waits.
+issues an operation or waits, and at each gradient of a backward, because the link between hosts is idle until a sum
+within the host is sent.
 
 [Note: Degrees]
 These steps need degrees that divide the number of ranks on a host, or are multiples of it. With any other degree
