@@ -86,7 +86,8 @@ def past_the_engine(engine: zeroengine.Engine) -> None:
 def same_habits() -> list[list[str]]:
     settings = [(0, 1), (3, 1), (2, 2), (1, 4)]  # stage, accumulation
     warnings = [warnings_of(unshared, stage, {"gradient_accumulation_steps": steps}) for stage, steps in settings]
-    return [*warnings, warnings_of(past_the_engine, 3, {})]
+    replicas = {"local_steps": {"steps": 5, "replica_ranks": 1}}
+    return [*warnings, warnings_of(past_the_engine, 3, {}), warnings_of(unshared, 0, replicas)]
 
 
 def test_ranks_that_read_the_same_samples_are_told_once_and_what_to_write() -> None:

@@ -94,7 +94,7 @@ class Outcome:
 
 def predict(model: nn.Module, config: Mapping[str, Any], setting: Setting) -> StateBytes:
     """``predict_states`` for a model on the meta device."""
-    resolved = resolve(config, model, setting.world_size)
+    resolved = resolve(config, model, setting.world_size * setting.num_replicas)
     plans = cut_units(
         model,
         patterns=resolved.units,
@@ -113,8 +113,11 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     factory, data = family(case.model)
     # Where it can, "auto" takes shared memory.
     config = case.config(disk) | {"comm": {"transport": "gloo" if transport == "gloo" else "auto"}}
+    replica_ranks = config.get("local_steps", {}).get("replica_ranks", world_size)
+    own_transport = transport if replica_ranks > 1 else "local"
+    setting = Setting(replica_ranks, "cpu", own_transport, num_replicas=world_size // replica_ranks)
     with torch.device("meta"):
-        predicted = predict(factory(), config, Setting(world_size, "cpu", transport))
+        predicted = predict(factory(), config, setting)
     engine = zeroengine.initialize(build(factory), config=config)
     most = 0
 

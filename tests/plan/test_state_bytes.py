@@ -76,6 +76,25 @@ def test_states_are_predicted_to_the_byte(transport: str, world_size: int, setti
     assert_all_as_predicted(cases("tiny", settings) + cases("odd", settings[:4]), transport, world_size, tmp_path)
 
 
+def replicas(replica_ranks: int, outer: str = "nesterov") -> dict[str, Any]:
+    return {"local_steps": {"steps": 2, "outer": outer, "replica_ranks": replica_ranks}}
+
+
+LOCAL_STEPS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"more": replicas(2)}),
+    (2, {"more": replicas(2) | BF16}),
+    (3, {"more": replicas(2, "average")}),
+    (3, {"more": replicas(1), "optimizer": SGD}),
+    (3, {"more": replicas(2), "zero": {"offload_optimizer": DISK | {"ratio": 0.5}}}),
+]
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 4), pytest.param("fake", 64, marks=pytest.mark.slow)])
+def test_states_of_replicas_are_predicted_to_the_byte(transport: str, world_size: int, tmp_path: Path) -> None:
+    chosen = cases("tiny", LOCAL_STEPS) + cases("odd", LOCAL_STEPS[:2])
+    assert_all_as_predicted(chosen, transport, world_size, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "odd", *FAMILIES])
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry, momentum_name
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
+from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.runtime.unit import Unit
 
 
@@ -29,6 +31,8 @@ class CheckpointedParts:
     all elements that this rank holds, as a load needs them.
 
     Attributes:
+        replicas: Which ranks are in which replica of ``local_steps``. Replicas are equal when they are saved.
+        outer_step: The outer step of ``local_steps``, whose momentum is saved.
         lr_scheduler: Returns the LR schedule of now, or None: the user may replace it at any time.
         counters: Returns the engine's step counters by name.
         republish: Makes every rank compute with the masters' values, after they were written.
@@ -44,6 +48,8 @@ class CheckpointedParts:
     scaler: LossScaler
     config: Config
     group: Group
+    replicas: ReplicaLayout
+    outer_step: OuterStep | None
     counters: Callable[[], dict[str, int]]
     republish: Callable[[], None]
     stateful: Mapping[str, Any]
@@ -114,11 +120,30 @@ class CheckpointedParts:
                     entries[f"{OPTIMIZER}{slot.name}.{key}"] = StateEntry(box.sizes, value.dtype, [(box, value)])
         return entries
 
+    def outer_entries(self, *, once: bool) -> StateEntries:
+        """Return the momentum of the outer step of each parameter, if there is any."""
+        entries: StateEntries = {}
+        for outer in self.outer_step.shards if self.outer_step is not None else ():
+            if outer.state is None:
+                continue
+            slots, momentum = outer.shard.unit.layout.slots, outer.state.momentum
+            # Every rank lists all names, also those of which it has no part.
+            for slot in slots:
+                entries[momentum_name(slot.name)] = StateEntry(slot.shape, momentum.dtype)
+            # The piece is this rank's alone within its replica, and the replicas are equal.
+            own_range = self.replicas.share(0, momentum.numel()) if once else None
+            for span, place in outer.spans(own_range):
+                slot = slots[span.param_index]
+                entries[momentum_name(slot.name)].pieces += _boxes_of_span(slot.shape, span, momentum, place.start)
+        return entries
+
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
-        # Ranks that hold copies of one shard share the work of saving it.
-        rank, world_size = self.group.rank, self.group.world_size
-        own_range = unit.layout.unreplicated_range(rank, degree, world_size) if once else None
-        return unit.layout.spans(rank, degree, own_range)
+        own_range = None
+        if once:
+            # Ranks that hold copies of one shard share the work of saving it, and so do replicas.
+            size = self.replicas.ranks_per_replica
+            own_range = self.replicas.share(*unit.layout.unreplicated_range(unit.rank, degree, size))
+        return unit.layout.spans(unit.rank, degree, own_range)
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a state dict holds, each once."""

@@ -5,6 +5,10 @@ Names are those that plain PyTorch gives a `{"model": ..., "optimizer": ...}` ch
     model.blocks.0.up.weight                       the fp32 master, or a frozen parameter or buffer as it is
     optimizer.state.blocks.0.up.weight.exp_avg     the optimizer's state
     optimizer.param_groups.0.lr                    its groups
+
+Only zeroengine reads the momentum of the outer step of `local_steps`:
+
+    local_steps.blocks.0.up.weight.momentum
 """
 
 from __future__ import annotations
@@ -17,6 +21,17 @@ import torch
 from zeroengine.partition.boxes import Box
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
+_OUTER, _MOMENTUM = "local_steps.", ".momentum"
+
+
+def momentum_name(parameter: str) -> str:
+    """Return the name of a parameter's momentum in the outer step."""
+    return f"{_OUTER}{parameter}{_MOMENTUM}"
+
+
+def is_momentum(name: str) -> bool:
+    """Return whether ``name`` is one of ``momentum_name``."""
+    return name.startswith(_OUTER) and name.endswith(_MOMENTUM)
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
-from zeroengine.checkpoint.entries import MODEL, StateEntries
+from zeroengine.checkpoint.entries import MODEL, StateEntries, is_momentum, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
@@ -20,6 +21,8 @@ from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.named_tensors import named_state
 from zeroengine.utils.listed import listed
+
+log = logging.getLogger("zeroengine")
 
 # The parameters that an error names.
 NUM_SHOWN = 5
@@ -49,7 +52,9 @@ class LoadPlan:
         optimizer: For each of this rank's spans, the keys that the checkpoint has of its state.
         objects: The names of the objects to read.
         stateful_prefix: Begins the names of the registered objects' states that are for this rank.
+        outer: The momentum of the outer step of ``local_steps``, by its names in the checkpoint.
         reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
+        resets_outer: Whether momentum that is not read restarts from zero.
         group_keys: The hyperparameters to take over; None takes all.
     """
 
@@ -60,7 +65,9 @@ class LoadPlan:
     objects: list[str]
     stateful_prefix: str
     same_world: bool
+    outer: StateEntries
     reads_optimizer: bool
+    resets_outer: bool
     group_keys: Collection[str] | None
 
 
@@ -119,9 +126,39 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
     reads_optimizer = options.optimizer and not options.weights_only
+    outer = _plan_outer(parts, names, metadata, path) if reads_optimizer else {}
     return LoadPlan(
-        metadata, names, stored_model, spans, objects, stateful_prefix, same_world, reads_optimizer, group_keys
+        metadata,
+        names,
+        stored_model,
+        spans,
+        objects,
+        stateful_prefix,
+        same_world,
+        outer,
+        reads_optimizer,
+        not options.weights_only,
+        group_keys,
     )
+
+
+def _plan_outer(parts: CheckpointedParts, names: CheckpointNames, metadata: DcpMetadata, path: Path) -> StateEntries:
+    """Return the momentum of the outer step that the checkpoint has, by its names there."""
+    own, outer = parts.outer_entries(once=False), {}
+    for name, stored in names.model.stored_names.items():
+        entry = own.get(momentum_name(name))
+        stored_momentum = momentum_name(stored.removeprefix(names.model.prefix))
+        if entry is not None and stored_momentum in metadata.tensors:
+            outer[stored_momentum] = entry
+    if parts.group.rank == 0 and own and not outer:
+        log.warning("%s has no momentum of an outer step (local_steps.outer): it starts from zero", path)
+    if parts.group.rank == 0 and not own and any(is_momentum(name) for name in metadata.tensors):
+        log.warning(
+            '%s has the momentum of an outer step, which is not loaded: it belongs to "local_steps" with "outer": '
+            '"nesterov"',
+            path,
+        )
+    return outer
 
 
 def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], path: Path) -> NameMatch:

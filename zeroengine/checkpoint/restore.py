@@ -171,6 +171,8 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: LoadPlan) -> None:
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)
+    if plan.resets_outer and parts.outer_step is not None:
+        parts.outer_step.clear_momentum()
     state = _load_entries(parts, path, plan)
     # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
@@ -186,6 +188,7 @@ def _load_entries(parts: CheckpointedParts, path: Path, plan: LoadPlan, *, check
     # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
     entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
+    entries |= plan.outer
     total = sum(entry.nbytes for entry in entries.values())
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
     with progress(f"{'checking' if check_only else 'loading'} {path.name}", total, parts.group.rank == 0) as report:

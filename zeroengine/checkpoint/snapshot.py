@@ -115,6 +115,7 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any, *, frozen: bool) 
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
     entries = parts.model_entries(once=True, frozen=frozen) | parts.optimizer_entries(once=True)
+    entries |= parts.outer_entries(once=True)
     aliases = {MODEL + alias: MODEL + name for alias, name in parts.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
 

@@ -36,9 +36,17 @@ class Group:
     Args:
         process_group: The ranks to partition over; None for the default group.
         device: The device that the model computes on.
+        numbers: The engine's number of each rank, for messages. None: this is the engine's group of all ranks.
+
+    Attributes:
+        rank: This rank's number within the group.
+        world_size: The number of ranks.
+        numbers: The engine's number of each rank.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, device: torch.device, numbers: Sequence[int] | None = None
+    ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -47,12 +55,16 @@ class Group:
         assert group is not None
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
+        self.numbers = tuple(range(self.world_size)) if numbers is None else tuple(numbers)
         self.device = device
         self._long_wait: LongWait | None = None
+        # The watchdog of the group that this one is a part of.
+        self._shared_watchdog: Watchdog | None = None
         self._error_of_all_ranks: Exception | None = None
         self.backend = backend_of(group, device.type)
-        # The check uses the store, because a collective would fail with NCCL's own error, which is less clear.
-        if self.backend == "nccl" and self.world_size > 1:
+        # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
+        # group of some ranks it was made of all ranks before.
+        if self.backend == "nccl" and self.world_size > 1 and numbers is None:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
@@ -82,7 +94,8 @@ class Group:
                 dist.all_gather_object(values, value, group=self.process_group)
         except RuntimeError as error:
             raise DivergenceError(
-                f"rank {self.rank} lost its peers: one has ended, or cannot be reached ({str(error).splitlines()[0]})"
+                f"rank {self.numbers[self.rank]} lost its peers: one has ended, or cannot be reached "
+                f"({str(error).splitlines()[0]})"
             ) from error
         return values  # type: ignore[return-value]
 
@@ -111,7 +124,7 @@ class Group:
         # Every rank takes part in the exchange before it raises, or the others would wait for it.
         failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)
         for rank, other in failures:
-            self._error_of_all_ranks = error or other[0](f"rank {rank} failed {purpose}: {other[1]}")
+            self._error_of_all_ranks = error or other[0](f"rank {self.numbers[rank]} failed {purpose}: {other[1]}")
             raise self._error_of_all_ranks
         facts += [fact for _, fact in reports_and_facts]  # type: ignore[misc]
 
@@ -175,7 +188,7 @@ class Group:
             # Ranks find one another by the group's name, which torch derives from the ranks and from the number of
             # groups that this process belongs to. A rank in fewer groups first joins groups of one to make up for it.
             num_groups = len(dist.distributed_c10d._world.pg_names)
-            for _ in range(self._agree_on_group_number(all_ranks, num_groups) - num_groups):
+            for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
         group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)
@@ -188,23 +201,41 @@ class Group:
         """Return the number of groups that every rank must belong to when it makes the next group of ``ranks``.
 
         No number is used twice, because a destroyed group of the same name leaves its addresses in the store.
+
+        Args:
+            ranks: The ranks of the new group, by torch's numbers. Each rank passes those of its own.
+            num_groups: The number of groups that this rank belongs to.
         """
         store = dist.PrefixStore("zeroengine/groups", dist.distributed_c10d._get_default_store())
         key = "_".join(map(str, ranks))
         # Adding 0 reads the counter, and creates it if there is none.
-        last_number = store.add(key, 0) if self.rank == 0 else 0
+        last_number = store.add(key, 0)
         facts = self.all_gather_object((num_groups, last_number), "to make a process group")
         number = max(max(num, last + 1) for num, last in facts)
-        if self.rank == 0:
+        if dist.get_rank() == ranks[0]:
             store.add(key, number - last_number)
         return number
 
+    def subgroup(self, members: Sequence[int], watchdog: Watchdog | None) -> Group:
+        """Return a group of some of the ranks. A collective.
+
+        Args:
+            members: As for ``new_group``.
+            watchdog: The watchdog of this group, which that group uses as well, so that its messages name all ranks.
+        """
+        group = Group(self.new_group(self.backend, members=members), self.device, sorted(members))
+        group._shared_watchdog = watchdog
+        return group
+
     def start_watchdog(self, timeout: float) -> Watchdog:
-        """Start the watchdog of this group's operations. A collective.
+        """Start the watchdog of this group's operations, or return that of ``subgroup``. A collective.
 
         Args:
             timeout: Seconds after which an operation has stalled.
         """
+        if self._shared_watchdog is not None:
+            self.surround_long_waits(self._shared_watchdog.long_wait)
+            return self._shared_watchdog
         names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)
         # A clone of the store has a connection of its own, so that a request of the watchdog's thread does not wait
         # behind one of torch's. The random name of rank 0 keeps the keys of several engines apart.

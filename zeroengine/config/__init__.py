@@ -3,6 +3,7 @@
 - `loading.py`: from a file, a dict or the environment to a checked `Config`.
 - `model.py`: the whole configuration, and the models of the smaller sections.
 - `zero.py`, `degrees.py`, `offload.py`: the models of what is partitioned, over how many ranks, and where it lives.
+- `local_steps.py`: the model of replicas that are averaged now and then.
 - `precision.py`, `optimizers.py`, `schedulers.py`, `monitor.py`, `sinks.py`: the models of those sections.
 - `fields.py`: types of fields, and `"auto"`.
 - `batch.py`: the batch sizes, of which two give the third.

@@ -113,22 +113,23 @@ class DegreesSection(Section):
             "secondary": int(secondary or 0),
         }
 
-    def over(self, world_size: int, ranks_per_node: int | None) -> DegreesSection:
+    def over(self, world_size: int, ranks_per_node: int | None, whole: str = "ranks") -> DegreesSection:
         """Return the degrees as numbers.
 
         Args:
-            world_size: The number of ranks.
+            world_size: The number of ranks, or of those of a replica.
             ranks_per_node: The number of ranks of each machine. None: unknown, and "node" stays. 0: they differ.
+            whole: What messages call these ranks.
 
         Raises:
             ValueError: They do not divide one another or the number of ranks. The message says which would do.
         """
-        own = _as_numbers(self, "degrees", world_size, ranks_per_node)
+        own = _as_numbers(self, "degrees", world_size, ranks_per_node, whole)
         resolved = self.model_copy(update=own)
         entries, levels = [], {own[name]: f"degrees.{name}" for name in reversed(STATES)}
         for index, (pattern, degrees) in enumerate(resolved.by_pattern()):
             where = f"degrees.per_unit.{index}"
-            numbers = _as_numbers(degrees, where, world_size, ranks_per_node)
+            numbers = _as_numbers(degrees, where, world_size, ranks_per_node, whole)
             _check_one_chain(levels, numbers, where, world_size)
             levels |= {numbers[name]: f"{where}.{name}" for name in STATES if numbers[name] not in levels}
             entries.append(UnitDegreesSection(units=pattern, **numbers))
@@ -160,7 +161,9 @@ class DegreesSection(Section):
         return written
 
 
-def _as_numbers(part: DegreesSection, where: str, world_size: int, ranks_per_node: int | None) -> dict[str, Any]:
+def _as_numbers(
+    part: DegreesSection, where: str, world_size: int, ranks_per_node: int | None, whole: str
+) -> dict[str, Any]:
     """Return the degrees of some units as numbers, by the names of their keys. See ``DegreesSection.over``."""
     written = {name: getattr(part, name) for name in (*STATES, "secondary_parameters")}
     if ranks_per_node == 0 and "node" in written.values():
@@ -179,7 +182,7 @@ def _as_numbers(part: DegreesSection, where: str, world_size: int, ranks_per_nod
             fitting = [d for d in range(below, world_size + 1, below) if world_size % d == 0]
             over = f" and be a multiple of {below_name}, {below}" if below > 1 else ""
             raise ValueError(
-                f"{where}.{name} is {number}, and must divide the {world_size} ranks{over}; write "
+                f"{where}.{name} is {number}, and must divide the {world_size} {whole}{over}; write "
                 f"{' or '.join(map(str, fitting)) or world_size}"
             )
         below, below_name = number, name

@@ -35,6 +35,7 @@ ZEROENGINE_ONLY = {
     "checkpoint.keep",
     "comm",
     "keep_fp32_modules",
+    "local_steps",
     "mlflow",
     "monitor",
     "optimizer_state_dtype",

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from zeroengine.config import batch, sinks
 from zeroengine.config.degrees import DegreesSection
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
+from zeroengine.config.local_steps import LocalSteps, LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio
 from zeroengine.config.optimizers import OptimizerConfig
@@ -27,6 +28,11 @@ UNRESOLVED: Any = None
 UNSCALED = (
     "the model's parameters are fp16 and fp16 is not enabled: the loss is not scaled, and small gradients vanish. "
     'Write "fp16": {"enabled": true}.'
+)
+# The loss scale is a part of each step, and replicas take their own.
+SCALED_REPLICAS = (
+    "local_steps and fp16 do not go together, because the loss scales of the replicas would differ; write "
+    '"bf16": {"enabled": true} in place of fp16'
 )
 
 BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
@@ -90,6 +96,9 @@ class Config(Section):
     """The learning-rate schedule, if none is passed to `initialize`."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is partitioned, and how its communication is divided and overlapped."""
+    local_steps: LocalStepsField = None
+    """Replicas that take steps of their own and are averaged after some of them. null: every step is one of all
+    ranks."""
     bf16: BF16 = BF16()
     """bfloat16 mixed precision."""
     fp16: FP16 = FP16()
@@ -252,8 +261,8 @@ class Config(Section):
             shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over. None: there is none.
 
         Raises:
-            ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, or the schedule lacks
-                a number that nothing filled in.
+            ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, there are not several
+                replicas for `local_steps`, or the schedule lacks a number that nothing filled in.
         """
         self._check_schedule()
         sizes = batch.resolve(
@@ -271,20 +280,43 @@ class Config(Section):
             else section
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
-        zero = self.zero_optimization
+        local_steps = self._resolve_local_steps(world_size, ranks_per_node, shard_ranks)
+        zero, whole = self.zero_optimization, "ranks"
+        if local_steps is not None and isinstance(local_steps.replica_ranks, int):
+            world_size, whole = local_steps.replica_ranks, "ranks of a replica (local_steps)"
         if zero.degrees is not None or shard_ranks is not None:
             try:
-                degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node)
+                degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node, whole)
                 if shard_ranks is not None:
                     degrees = DegreesSection.of_mesh(degrees, zero.stage, shard_ranks)
                 zero = zero.model_copy(update={"degrees": degrees})
             except ValueError as error:
                 raise ConfigError(f"{self._source}: zero_optimization: {error}") from None
-        resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16, "zero_optimization": zero})
+        resolved = self.model_copy(
+            update={**sizes, "bf16": bf16, "fp16": fp16, "zero_optimization": zero, "local_steps": local_steps}
+        )
+        # The model's dtype may have enabled fp16.
+        if local_steps is not None and resolved.scales_loss:
+            raise ConfigError(f"{self._source}: {SCALED_REPLICAS}")
         # The model may be fp16 on purpose, so this is a notice and no error. It is given once.
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)
         return resolved
+
+    def _resolve_local_steps(
+        self, world_size: int, ranks_per_node: int | None, shard_ranks: int | None
+    ) -> LocalSteps | None:
+        """Return the section with a number as `replica_ranks`. See `LocalSteps.over`."""
+        if self.local_steps is None:
+            return None
+        try:
+            return self.local_steps.over(world_size, ranks_per_node, self.zero_optimization.degrees, shard_ranks)
+        except ValueError as error:
+            raise ConfigError(f"{self._source}: {error}") from None
+
+    def replica_ranks(self, world_size: int) -> int:
+        """Return the number of ranks that hold every state once: those of a replica, or all. Needs `resolve`."""
+        return world_size if self.local_steps is None else int(self.local_steps.replica_ranks or world_size)
 
     def _check_schedule(self) -> None:
         """Refuse "auto" where it has no default and no framework has filled in a value."""
@@ -311,6 +343,8 @@ class Config(Section):
             )
         if self.gradient_accumulation_steps == batch.MANUAL and self.train_batch_size is not None:
             contradictions.append(batch.manual_with_train(self.train_batch_size))
+        if self.local_steps is not None and self.scales_loss:
+            contradictions.append(SCALED_REPLICAS)
         if contradictions:
             raise ValueError("; and ".join(contradictions))
         return self

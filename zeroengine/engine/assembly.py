@@ -20,6 +20,7 @@ from zeroengine.comm.quantized_transport import (
     QuantizedReduce,
     QuantizedTransport,
 )
+from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.zero import LoCo
 from zeroengine.engine.accumulation import Accumulation
@@ -40,8 +41,10 @@ from zeroengine.offload.state_offloader import StateOffloader
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
+from zeroengine.optim.outer_step import Nesterov, OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
@@ -70,8 +73,10 @@ class EngineParts:
         model: The model; its parameters keep their objects, shapes and names.
         base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are adopted.
         config: The resolved configuration, the same on every rank.
-        group: The ranks to partition over.
-        transport: Moves bytes between these ranks.
+        group: All ranks.
+        replicas: The replicas that ``local_steps`` divides them into, each of which holds the states once. None: all
+            ranks are one.
+        transport: Moves bytes between the ranks of the replica.
         planner: Predicts what the states take, for advice.
         plans: The units that the model is cut into.
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
@@ -85,8 +90,12 @@ class EngineParts:
     Attributes:
         model: The module that was passed to ``initialize``.
         config: The resolved configuration.
-        group: The ranks that the states are partitioned over.
-        transport: Moves bytes between these ranks.
+        group: All ranks.
+        replicas: The replicas of ``local_steps``, if there are several.
+        replica_layout: Which ranks are in which replica.
+        replica_group: The ranks that the states are partitioned over: those of this rank's replica.
+        transport: Moves bytes between the ranks of ``replica_group``.
+        rank_sums: Sums small vectors over all ranks.
         quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
         quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
         monitor: Records each step. None: nothing asks for it.
@@ -102,6 +111,7 @@ class EngineParts:
         reducer: Collects gradients in buffers and reduces them.
         outside_writes: Finds values that user code wrote into the model.
         optimizer: Updates this rank's shards.
+        outer_step: Turns what the replicas have become into common parameters; None without ``local_steps``.
         step_runner: Clips, updates, steps the LR schedule, and counts.
         foreign_parameters: Finds parameters that ``initialize`` was not given.
         input_comparison: Warns where ranks train on the same samples.
@@ -119,6 +129,7 @@ class EngineParts:
         base_optimizer: torch.optim.Optimizer,
         config: Config,
         group: Group,
+        replicas: Replicas | None,
         transport: Transport,
         planner: StatePlanner,
         plans: Sequence[UnitPlan],
@@ -131,14 +142,17 @@ class EngineParts:
     ) -> None:
         self.model, self.config, self.group, self.undo = model, config, group, undo
         self.transport, self.planner = transport, planner
-        rules = DegreeRules.of_settings(config.zero_optimization, group.world_size)
+        self.replicas = replicas
+        self.replica_group = group if replicas is None else replicas.group
+        self.replica_layout = ReplicaLayout(group.rank, 1, group.world_size) if replicas is None else replicas.layout
+        rules = DegreeRules.of_settings(config.zero_optimization, transport.world_size)
         # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
-        self.transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), group)
+        self.transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), self.replica_group)
         if config.comms_logger.enabled and group.rank == 0:
             self.transport = log_collectives(self.transport, config.comms_logger, undo)
         zero = config.zero_optimization
         self.quantized_reduce: QuantizedReduce | None = None
-        if zero.gradient_bits is not None and group.world_size > 1:
+        if zero.gradient_bits is not None and transport.world_size > 1:
             feedback = _error_feedback(zero.zeropp_loco_param)
             is_gathered = any(rules.of_unit(plan).optimizer > 1 for plan in plans)
             # A mixture exists only with `degrees.per_unit`. See "Hops" in quantized_transport.py.
@@ -147,8 +161,9 @@ class EngineParts:
                 self.transport, zero.gradient_bits, feedback, group.device, all_reduces
             )
             self.transport = cast(Transport, QuantizedTransport(self.transport, self.quantized_reduce))
-        quantizes = group.world_size > 1 and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
+        quantizes = transport.world_size > 1 and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
         self.quantized_gather = QuantizedGather(self.transport) if quantizes else None
+        self.rank_sums: RankSums = self.transport if replicas is None else SumsOverReplicas(self.transport, replicas)
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
@@ -158,7 +173,7 @@ class EngineParts:
             self.placement = place_states(plans, rules, config, self.transport, group.device, timer, copies)
         undo.callback(self.placement.close)
         self.units: list[Unit] = []
-        self.restoration = Restoration(self.units, group, self.transport, self.placement)
+        self.restoration = Restoration(self.units, group, self.replica_group, self.transport, self.placement)
         undo.push(self.restoration)
         # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
         self.units.extend(self._make_units(plans, rules))
@@ -182,7 +197,7 @@ class EngineParts:
         for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
             undo.callback(handle.remove)
         # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
-        self.outside_writes = OutsideWrites(self.units, group)
+        self.outside_writes = OutsideWrites(self.units, self.replica_group)
         # These check the caller's optimizer and schedule, and may raise on one rank alone.
         with group.collective_errors("to initialize"):
             self.optimizer = ShardedOptimizer(
@@ -201,6 +216,7 @@ class EngineParts:
             )
             self.restoration.shards = self.optimizer.shards
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)
+            self.outer_step = self._make_outer_step()
         self.step_runner = StepRunner(
             config,
             self.optimizer,
@@ -210,6 +226,7 @@ class EngineParts:
             self.reducer,
             self.gatherer,
             self.transport,
+            self.replica_layout,
             self.backward,
             timer,
             self.report_event,
@@ -217,7 +234,7 @@ class EngineParts:
         undo.callback(self.step_runner.close)
         # This records the present model, so everything that replaces parameters must be done before.
         self.foreign_parameters = ForeignParameters(model, self.units, base_optimizer, group.rank)
-        self.input_comparison = InputComparison(self.transport, group.device)
+        self.input_comparison = InputComparison(self.rank_sums, group.device)
         # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on
         # this rank alone.
         redirect_calls(base_optimizer, end_step, zero_grad, undo)
@@ -236,6 +253,19 @@ class EngineParts:
         """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""
         if self.monitor is not None:
             self.monitor.event(kind, step, text, **facts)
+
+    def note_new_masters(self, unit: Unit, names: Sequence[str]) -> None:
+        """Let parameters that every replica was given anew be what the replicas start from."""
+        if self.outer_step is not None and names:
+            self.outer_step.set_anchor([slot.name for slot in unit.layout.slots if slot.name not in names], unit)
+
+    def _make_outer_step(self) -> OuterStep | None:
+        if self.replicas is None or self.config.local_steps is None:
+            return None
+        nesterov = self.config.local_steps.nesterov
+        hyperparameters = None if nesterov is None else Nesterov(*nesterov)
+        between, device = self.replicas.between, self.group.device
+        return OuterStep(self.optimizer.shards, self.transport, between, hyperparameters, self.timer, device)
 
     def _make_units(self, plans: Sequence[UnitPlan], rules: DegreeRules) -> Iterator[Unit]:
         """Move the model's parameters into units, one after another, and return the freed memory to the system."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.master_weights import publish_masters, settle_parameters
+from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
 
@@ -32,10 +33,11 @@ class EngineCheckpoints:
 
     Args:
         parts: The parts of the engine.
+        rounds: Makes replicas equal before a save.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+    def __init__(self, parts: EngineParts, rounds: Rounds) -> None:
+        self._parts, self._rounds = parts, rounds
         self._manager: CheckpointManager | None = None
         self._stateful: dict[str, Stateful] = {}
 
@@ -116,7 +118,8 @@ class EngineCheckpoints:
         # An overflow may be unreported yet, and the counters that are saved must include the last step.
         parts.step_runner.await_and_report()
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
-        self._settle_parameters()
+        settle_parameters(parts)
+        self._rounds.make_replicas_equal()
         default_tag = f"step-{parts.step_runner.num_updates}"
         self._get_manager().save(directory, default_tag if tag is None else tag, client_state, frozen=frozen)
 
@@ -138,12 +141,13 @@ class EngineCheckpoints:
         # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
         parts.step_runner.await_and_report()
         parts.backward.finish()
-        self._settle_parameters()
+        settle_parameters(parts)
         with parts.timer.span("checkpoint"):
             restored = self._get_manager().load(
                 directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
             )
         self._mark_loaded(restored.missing)
+        self._rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
             # These gradients belong to the parameters of before the load.
@@ -190,7 +194,8 @@ class EngineCheckpoints:
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         with self._parts.timer.span("checkpoint"):
-            self._settle_parameters()
+            settle_parameters(self._parts)
+            self._rounds.end_round()
             save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
@@ -208,58 +213,19 @@ class EngineCheckpoints:
                     "Leave the `with` first."
                 )
         parts.backward.finish()
-        self._settle_parameters()
+        settle_parameters(parts)
         loaded = load(self._stateful_parts(), weights, strict)
         self._mark_loaded(loaded.missing_keys)
+        self._rounds.restart(loaded.missing_keys, loads_state=False)
         return loaded
 
     # -- what both need ---------------------------------------------------------------------------
-
-    def _settle_parameters(self) -> None:
-        """Return when nothing reads or writes parameters and masters, and masters are what the model computes with.
-
-        Call it on every rank, before they are saved or replaced.
-
-        Raises:
-            DivergenceError: On every rank, where the ranks wrote different values into the model.
-        """
-        parts = self._parts
-        # The order matters. Gathers and copies that are under way write parameters, so they end first. Then ranks
-        # compare what the user wrote, so that masters take over only values that all ranks share. Eviction comes last,
-        # for it gives back what reloading the masters brought into memory.
-        parts.gatherer.quiesce()
-        parts.placement.finish_copies()
-        parts.outside_writes.compare()
-        parts.optimizer.reload_masters()
-        parts.placement.evict()
 
     def _mark_loaded(self, missing: Sequence[str]) -> None:
         """Record that every parameter has values, except those named in ``missing`` which had none before."""
         for unit in self._parts.units:
             # The forward goes on refusing these.
             unit.unset_params &= set(missing)
-
-    def _publish_masters(self) -> None:
-        """Let all ranks compute with master weights that were written by a load."""
-        parts = self._parts
-        # A load may have written masters through copies that are still under way.
-        parts.placement.finish_copies()
-        for shard in parts.optimizer.shards:
-            if shard.unit.is_mixed_precision:
-                # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
-                # the process.
-                populate(shard.master)
-                populate(shard.param, write=True)
-                shard.param.copy_(shard.master)
-            # The order of units is the same on every rank, as the all-gather of updated units requires.
-            parts.gatherer.publish_update(shard.unit)
-            # At most one unit is in memory at a time where states live on a disk.
-            parts.placement.evict(shard.param, shard.master)
-        # The load wrote these values on purpose and on every rank, so they are no divergence.
-        parts.outside_writes.reset_baseline()
-        parts.gatherer.quiesce()
-        # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
-        parts.transport.fence()
 
     def _counters(self) -> dict[str, int]:
         runner = self._parts.step_runner
@@ -294,8 +260,10 @@ class EngineCheckpoints:
             parts.scaler,
             parts.config,
             parts.group,
+            parts.replica_layout,
+            parts.outer_step,
             self._counters,
-            self._publish_masters,
+            lambda: publish_masters(parts),
             self._stateful,
             bool(parts.placement.disks),
             parts.placement.evict,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.replicas import RankSums
 from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
@@ -40,19 +40,19 @@ class InputComparison:
 
     [Note: No rank waits]
     Checksums of inputs in a device's memory are computed there. One small collective exchanges the checksums of all
-    ranks, in the first update after ``MICRO_STEPS`` micro-steps. Only the number of its steps decides whether a rank
-    takes part, not the inputs of its forwards, so all ranks take part. On a GPU the host reads the result one step
-    later, when it has arrived, and on the CPU at once.
+    ranks, in the first update after ``MICRO_STEPS`` micro-steps in which all ranks meet. Only the number of its steps
+    decides whether a rank takes part, not the inputs of its forwards, so all ranks take part. On a GPU the host reads
+    the result one step later, when it has arrived, and on the CPU at once.
 
     Args:
-        transport: Moves the checksums between the ranks.
+        transport: Sums the checksums over the ranks.
         device: The device that the model computes on.
 
     Attributes:
         is_recording: Whether forwards are still to be observed.
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: RankSums, device: torch.device) -> None:
         self._transport, self._device = transport, device
         # With torch's "fake" process group there are no other ranks to compare with.
         self.is_recording = transport.world_size > 1 and transport.name != "fake"
@@ -74,11 +74,12 @@ class InputComparison:
         if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
             self._checksum = checksum_inputs(inputs, self._device)
 
-    def end_micro_step(self, updates: bool) -> None:
-        """Note the end of a micro-step. Call it on every rank; with ``updates``, while no collective is in progress.
+    def end_micro_step(self, may_exchange: bool) -> None:
+        """Note the end of a micro-step. Call it on every rank.
 
         Args:
-            updates: Whether the micro-step ends with an update.
+            may_exchange: Whether the micro-step ends with an update in which all ranks meet, and no collective is in
+                progress.
         """
         # The exchange was a micro-step ago, so the result has arrived, and reading it does not stall the device.
         self._report()
@@ -87,7 +88,7 @@ class InputComparison:
         self._checksums.append(self._checksum)
         self._checksum = None
         # The collective runs once. Every rank has counted the same micro-steps, so every rank takes part.
-        if updates and len(self._checksums) >= MICRO_STEPS:
+        if may_exchange and len(self._checksums) >= MICRO_STEPS:
             self.is_recording = False
             self._summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
             if self._device.type == "cpu":

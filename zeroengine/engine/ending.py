@@ -11,6 +11,7 @@ import torch
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.assembly import NUM_SHOWN, EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
+from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.listed import listed
 
@@ -104,12 +105,13 @@ def _check_may_end(parts: EngineParts, call: str) -> None:
         raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
 
 
-def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> None:
+def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, call: str) -> None:
     """Finish what is in progress, leave an ordinary model, and free threads and files, whatever fails.
 
     Args:
         parts: The parts of the engine.
         checkpoints: Saves and loads for the engine.
+        rounds: Gives the replicas of ``local_steps`` common parameters.
         call: The public call that ends the engine.
     """
     try:
@@ -124,6 +126,8 @@ def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> 
         # After an error the device may never finish the last step.
         if sys.exc_info()[0] is None:
             parts.step_runner.final_report()
+        if not parts.restoration.leaves_partitioned:
+            rounds.end_round()
     except CheckpointError:
         raise
     except BaseException as error:

@@ -23,6 +23,7 @@ from zeroengine.engine.ending import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
@@ -56,7 +57,7 @@ class Engine:
         optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
         config: The resolved configuration.
         device: The device that the model computes on.
-        rank: The number of this rank among the ranks that the model is partitioned over.
+        rank: The number of this rank among all ranks of the engine.
         world_size: The number of these ranks.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buffers and reduces them.
@@ -68,7 +69,8 @@ class Engine:
 
     def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall], EngineParts]) -> None:
         self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
-        self._checkpoints = EngineCheckpoints(parts)
+        self._rounds = Rounds(parts)
+        self._checkpoints = EngineCheckpoints(parts, self._rounds)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
         # An error that is being handled as the engine begins. See ``close``.
@@ -395,13 +397,15 @@ class Engine:
         self._forwards.end_step()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         parts.accumulation.end_step(call)
-        # The comparison may run a collective, and no other collective is in progress at this point.
-        parts.input_comparison.end_micro_step(True)
+        # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
+        # so replicas that train apart do it where they meet.
+        parts.input_comparison.end_micro_step(self._rounds.ends_with_this_step)
         if call == ENGINE_STEP:
             parts.step_runner.warn_of_unused_hooks()
         updated = parts.step_runner.run_step()
         # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.outside_writes.reset_baseline()
+        self._rounds.end_step()
         if parts.placement.disks:
             with parts.timer.span("offload"):
                 parts.placement.evict()
@@ -430,6 +434,26 @@ class Engine:
                 backward.end_if_over()
             finally:
                 backward.reduces_gradients = reduces_before
+
+    @disable_compile
+    @explain_out_of_memory
+    def average_replicas(self) -> bool:
+        """End the round of ``local_steps`` now, and begin the next: give all replicas the result of an outer step.
+
+        A round also ends after its last step, and in ``save_checkpoint``, ``save_weights``, ``release`` and ``close``.
+        Everything else that reads parameters, such as an evaluation, reads those of the rank's own replica: call this
+        first. Call it on every rank, between steps.
+
+        Returns:
+            Whether parameters have changed: False without ``local_steps``, and where the round has had no step yet.
+
+        Raises:
+            ZeroEngineError: On every rank: between the micro-steps of a step, inside ``gathered``, or while states are
+                offloaded.
+            DivergenceError: On every rank, where replicas have taken different numbers of steps.
+        """
+        self._check_step("average_replicas()")
+        return self._rounds.end_early()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""
@@ -736,11 +760,11 @@ class Engine:
 
     def _end(self, call: str) -> None:
         try:
-            ending.end_parts(self._parts, self._checkpoints, call)
+            ending.end_parts(self._parts, self._checkpoints, self._rounds, call)
         finally:
             ended = EndedParts(call, self._parts)
             # These are the last references to the parts, so this frees the memory of the states.
-            self._parts = self._checkpoints = self._forwards = ended  # type: ignore
+            self._parts = self._checkpoints = self._rounds = self._forwards = ended  # type: ignore
             self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
             self._owner = None
             # The parts refer to one another in cycles.

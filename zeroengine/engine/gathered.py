@@ -62,7 +62,7 @@ class ParameterOwner:
         # Each rank raises its flags in its own column, so one sum shows every rank's flags to all.
         flags = torch.zeros(len(changed), group.world_size, dtype=torch.float64, device="cpu")
         flags[:, group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
-        flat = self.parts.transport.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
+        flat = self.parts.rank_sums.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
     def apply_writes(self, unit: Unit, writers: Sequence[int]) -> None:
@@ -86,6 +86,8 @@ class ParameterOwner:
         for shard in self.parts.optimizer.shards:
             if shard.unit is unit:
                 shard.reload_master()
+        names = [slot.name for slot, writer in zip(unit.layout.slots, writers, strict=True) if writer >= 0]
+        self.parts.note_new_masters(unit, names)
 
     def note_gradient_read(self) -> None:
         """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroengine.comm.group import Group, as_process_group, backend_of, default_device, shard_ranks_of
 from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
@@ -172,7 +173,8 @@ def _make_engine(
         )
         check_quantizable(settings.zero_optimization, plans)
         # With "auto" only stages are chosen at which the optimizer works.
-        rules = DegreeRules.of_settings(settings.zero_optimization, group.world_size)
+        replica_ranks = settings.replica_ranks(group.world_size)
+        rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
         rules.check_patterns(plans)
         for degrees in rules.all_degrees:
             check_optimizer(base_optimizer, degrees)
@@ -185,17 +187,23 @@ def _make_engine(
         log.warning("%s", notice)
     num_parameters = sum(plan.numel for plan in plans)
     comm = settings.comm
-    transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
+    replicas = None
+    if settings.local_steps is not None:
+        replicas = open_replicas(group, replica_ranks, comm.transport, comm.timeout_seconds)
+        undo.callback(replicas.close)
+    sharing = group if replicas is None else replicas.group
+    transport = open_transport(sharing, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
     undo.callback(transport.close)
     # What cannot fit is refused before anything is allocated.
     device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
-    setting = Setting(group.world_size, device, transport.name, transport.ranks_per_host)
+    num_replicas = group.world_size // replica_ranks
+    setting = Setting(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas)
     planner, notice = fit_configuration(
         StatePlanner(plans, settings, setting, base_optimizer), partial(measure_free_memory, group)
     )
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)
-    parts = (model, base_optimizer, planner.config, group, transport, planner, plans)
+    parts = (model, base_optimizer, planner.config, group, replicas, transport, planner, plans)
     try:
         return Engine(partial(EngineParts, *parts, lr_scheduler, async_step, copies, undo))
     except RuntimeError as error:

@@ -31,12 +31,12 @@ class Memory:
             parameters at parameter degree 1.
         gradients: The summed gradients that are kept between backwards.
         master: The fp32 master weights, if the compute dtype is lower.
-        optimizer: The moments.
+        optimizer: The moments, and what the outer step of ``local_steps`` keeps.
         buckets: The buffers that gradients are reduced from.
         gathered: The full buffers of units that are released between uses, and are gathered now.
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
-        staging: Buffers between the stores of offloaded states and the computation, and between hosts whose ranks share
-            memory.
+        staging: Buffers between the stores of offloaded states and the computation, between hosts whose ranks share
+            memory, and between the replicas of ``local_steps``.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
@@ -112,6 +112,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes
         + parts.transport.staging_bytes()
+        + (0 if parts.outer_step is None else parts.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),
         quantized=sum(x.nbytes for x in (parts.quantized_gather, parts.quantized_reduce) if x is not None),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
@@ -124,6 +125,8 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
     """Return the bytes of each state in one kind of memory. None stands for the device."""
     # A temporarily offloaded shard has no bytes here, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)
+    if parts.outer_step is not None:
+        sizes["optimizer"] += parts.outer_step.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
     gradients = ((unit_grads.flat_grads, unit_grads.store) for unit_grads in parts.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):

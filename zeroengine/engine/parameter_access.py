@@ -54,7 +54,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     gradient = located.expand(located.owned_parts(shard.gradient) if shard.unit_grads.launched_in_step else ())
     if local_gradient is not None:
         gradient += local_gradient
-    located.parts.group.all_reduce(gradient)
+    located.parts.replica_group.all_reduce(gradient)
     return gradient / located.parts.step_runner.divisor()
 
 
@@ -107,9 +107,10 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         # A state such as a step count is one value, which several ranks may hold. One of them contributes it, and the
         # others contribute zeros.
         state = located.zeros(shape)
-        if located.parts.group.rank == holder:
+        # A replica that has taken no step yet has no state, and gives zeros.
+        if values and located.unit.rank == holder % located.parts.transport.world_size:
             state.copy_(values[0][1])
-    located.parts.group.all_reduce(state)
+    located.parts.replica_group.all_reduce(state)
     return state
 
 
@@ -156,7 +157,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))
-    located.parts.group.all_reduce(value)
+    located.parts.replica_group.all_reduce(value)
     return value
 
 
@@ -184,6 +185,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     # A parameter that was built without values has values now.
     unit.unset_params.discard(located.slot.name)
     gatherer.unpin(unit)
+    located.parts.note_new_masters(unit, [located.slot.name])
 
 
 class LocatedParameter:

@@ -30,7 +30,8 @@ class Restoration:
 
     Args:
         units: The units that have been made. The list may grow until the end.
-        group: The ranks that parameters are partitioned over.
+        group: All ranks.
+        replica_group: The ranks that parameters are partitioned over.
         transport: Moves bytes between these ranks.
         placement: Holds the stores of offloaded states.
 
@@ -38,8 +39,11 @@ class Restoration:
         shards: The shards of the optimizer, which hold the fp32 master weights; empty before it is built.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Group, transport: Transport, placement: Placement) -> None:
-        self._units, self._group, self._transport, self._placement = units, group, transport, placement
+    def __init__(
+        self, units: Sequence[Unit], group: Group, replica_group: Group, transport: Transport, placement: Placement
+    ) -> None:
+        self._units, self._group, self._replica_group = units, group, replica_group
+        self._transport, self._placement = transport, placement
         self.shards: Sequence[OptimizerShard] = ()
         self._reason_not_whole = ""
 
@@ -65,6 +69,11 @@ class Restoration:
                 f"left on rank {free.scarcest_rank}. Write them with engine.save_weights(directory), a part on each "
                 "rank, and load them into a model elsewhere."
             )
+
+    @property
+    def leaves_partitioned(self) -> bool:
+        """Whether ``leave_partitioned`` was called, so that nothing takes a collective any more."""
+        return bool(self._reason_not_whole)
 
     def leave_partitioned(self, reason: str) -> None:
         """Restore only parameters that take no collective. The error of each use of the others states ``reason``."""
@@ -116,7 +125,7 @@ class Restoration:
                         # If a disk fails this raises, whereas a plain read would end the process.
                         populate(values)
                         value[span.param_offset : span.param_offset + span.numel] = values.to(value.device)
-            self._group.all_reduce(value)
+            self._replica_group.all_reduce(value)
             yield value.view(slot.shape)
 
 

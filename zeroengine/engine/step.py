@@ -39,6 +39,7 @@ from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.step_result import StepResult, StepSettings
+from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
@@ -77,7 +78,8 @@ class StepRunner(BackwardListener):
         scaler: The loss scale, which each step updates.
         reducer: Owns the gradients.
         gatherer: Publishes the updated parameters.
-        transport: Knows this rank's number, and whether the ranks have run the same collectives.
+        transport: Knows whether the ranks of the replica have run the same collectives.
+        replicas: Which ranks are in which replica.
         backward: Reports when the next backward begins.
         timer: Times the update.
         report_event: Called with the kind, the step and the text of an event.
@@ -102,6 +104,7 @@ class StepRunner(BackwardListener):
         reducer: Reducer,
         gatherer: Gatherer,
         transport: Transport,
+        replicas: ReplicaLayout,
         backward: BackwardTracker,
         timer: Timer,
         report_event: Callable[[EventKind, int, str], None],
@@ -118,6 +121,7 @@ class StepRunner(BackwardListener):
         self._warned_of_hooks = False
         self._config, self._optimizer, self.base_optimizer = config, optimizer, base_optimizer
         self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
+        self._replicas = replicas
         # The result of the step that is not counted yet, and the function that reverts the schedule, if it was stepped.
         self._issued: tuple[StepResult, Callable[[], None] | None] | None = None
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
@@ -166,7 +170,7 @@ class StepRunner(BackwardListener):
         # Hooks may be registered after initialize(), so every step checks until the first warning.
         if not self._warned_of_hooks and has_own_step_hooks(self.base_optimizer):
             self._warned_of_hooks = True
-            if self._transport.rank == 0:
+            if self._replicas.rank == 0:
                 log.warning(
                     "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
                     "optimizer.step() in its place, which does"
@@ -362,8 +366,10 @@ class StepRunner(BackwardListener):
     def _warn(self, step: int, text: str, skipped: bool) -> None:
         number = self.issued_step.number if self.issued_step else step
         self._report_event("skip" if skipped else "warning", number, text)
-        if self._transport.rank == 0:
-            log.warning("%s", text)
+        # Each replica has overflows of its own, and its first rank reports them.
+        if self._replicas.local_rank == 0:
+            several = self._replicas.num_replicas > 1
+            log.warning("%s%s", f"replica {self._replicas.replica}: " if several else "", text)
 
     def _step_schedule(self) -> None:
         # torch's schedulers warn unless they see that their optimizer has stepped.
@@ -373,7 +379,7 @@ class StepRunner(BackwardListener):
 
     def _print_progress(self) -> None:
         every = self._config.steps_per_print
-        if every and self._transport.rank == 0 and self.num_updates % every == 0:
+        if every and self._replicas.rank == 0 and self.num_updates % every == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
             print(f"step {self.num_updates}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
 

@@ -38,7 +38,7 @@ def offload(
     if device == "cpu" and group.device.type == "cpu":
         return
     tensors = {
-        "optimizer": parts.optimizer.tensors(),
+        "optimizer": parts.optimizer.tensors() + ([] if parts.outer_step is None else parts.outer_step.tensors()),
         "gradients": [unit_grads.flat_grads for unit_grads in parts.reducer.gradients if unit_grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }

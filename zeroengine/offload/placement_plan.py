@@ -107,6 +107,7 @@ def plan_placement(
             plan,
             config,
             shard_numel(plan, "optimizer"),
+            numel_of[id(plan)] // world_size,
             shard_numel(plan, "gradients") if can_offload_gradients(degrees_of[id(plan)], world_size) else None,
         )
         for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
@@ -159,11 +160,21 @@ def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
     return chosen
 
 
-def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, grad_numel: int | None) -> int:
-    """Return the bytes that a unit's master weights, moments and gradients take in a store."""
+def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, piece_numel: int, grad_numel: int | None) -> int:
+    """Return the bytes that a unit's master weights, moments and gradients take in a store.
+
+    Args:
+        plan: The unit.
+        config: The resolved configuration.
+        numel: The elements that the rank updates.
+        piece_numel: Those that it averages with other replicas (``local_steps``).
+        grad_numel: Those of its summed gradients; None: they are elsewhere.
+    """
     moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
     # Each state is padded separately, because each begins at a block of the file.
     nbytes = 2 * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
+    if config.local_steps is not None and config.local_steps.nesterov is not None:
+        nbytes += 2 * padded_nbytes(piece_numel * torch.float32.itemsize)
     if grad_numel is not None:
         nbytes += padded_nbytes(grad_numel * config.accumulation_dtype(plan.dtype).itemsize)
     return nbytes

@@ -62,9 +62,14 @@ class OptimizerShard:
             self.store.evict(master)
         return master
 
-    def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for one value per element: zeros in the store, or uninitialized memory on the device."""
-        numel = self.param.numel()
+    def empty(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
+        """Return memory for values of elements: zeros in the store, or uninitialized memory on the device.
+
+        Args:
+            dtype: The dtype of the values.
+            numel: Their number. None: one for each element of the shard.
+        """
+        numel = self.param.numel() if numel is None else numel
         if self.store is not None:
             return self.store.empty(numel, dtype)
         tensor = torch.empty(numel, dtype=dtype, device=self.unit.full_buffer.device)

@@ -82,6 +82,12 @@ def plan(
     sizes = load({**tree, MICRO: 1} if open_sizes else tree).resolve(
         world_size=target.world_size, ranks_per_node=target.ranks_per_node
     )
+    if sizes.local_steps is not None:
+        tree["local_steps"] = sizes.local_steps.model_dump()
+        notes.append(
+            f"local_steps: replicas of {sizes.local_steps.replica_ranks} ranks, which exchange their parameters in one "
+            f"of {sizes.local_steps.steps} steps; a step's time has that part of it."
+        )
     choices = choices_of(tree, target, can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS)
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
         choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)

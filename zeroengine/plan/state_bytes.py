@@ -36,6 +36,7 @@ from zeroengine.plan.gradient_buffer_bytes import (
     staging_buffer_bytes,
 )
 from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
+from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
 from zeroengine.plan.two_level_bytes import two_level_bytes
@@ -60,10 +61,11 @@ class Setting:
     """What the bytes of states depend on beside the model and the configuration.
 
     Attributes:
-        world_size: The number of ranks.
+        world_size: The number of ranks that hold the states once: all, or those of a replica of ``local_steps``.
         device: The kind of device that the model computes on.
         transport: The name of the transport: "shm", "gloo", "two-level", "nccl", "single" (one rank) or "fake".
         ranks_per_host: The ranks of each host, which "two-level" depends on.
+        num_replicas: The number of replicas of ``local_steps``.
 
     Raises:
         ZeroEngineError: A value is not one of these.
@@ -73,6 +75,7 @@ class Setting:
     device: Literal["cpu", "cuda"]
     transport: str
     ranks_per_host: int = 1
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -193,6 +196,8 @@ def predict_states(
             if unit.plan.is_mixed_precision:
                 ledger.add("master", unit.optimizer_numel * unit.master_dtype.itemsize, location)
             ledger.add("optimizer", _optimizer_bytes(unit, states, is_fused), location)
+            outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, setting.world_size)
+            ledger.add("optimizer", outer, location)
 
     flows = [_flow(unit) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
@@ -208,6 +213,7 @@ def predict_states(
     if setting.transport == TwoLevelTransport.name:
         ledger.add("staging", two_level_bytes(units, setting.world_size, setting.ranks_per_host, gathered))
     _add_staging(ledger, units, config, setting, placement)
+    ledger.add("staging", exchange_bytes(units, config, setting.world_size, setting.num_replicas))
 
     device = ledger.row(None, (*STATES, *BUFFERS))
     host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
@@ -234,7 +240,9 @@ def predict_states(
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if setting.transport == "shm" and maps_pages else 0,
-        checkpoint_copy=checkpoint_copy_bytes(units, setting.world_size, sizes) if copies else 0,
+        checkpoint_copy=checkpoint_copy_bytes(units, config, setting.world_size, setting.num_replicas, sizes)
+        if copies
+        else 0,
     )
 
 

@@ -8,22 +8,26 @@ gather    stage 3: each module's units before its forward and its backward; the 
           that of the parameters: each unit after its update. A transport that overlaps hides them behind the
           computation of the same pass, but for the first
 reduce    the copy of gradients into buckets, and their sums: in each micro-step at stages 2 and 3, otherwise in the
-          last one. A transport that overlaps hides the sums behind the backward, but for the last
+          last one. A transport that overlaps hides the sums behind the backward, but for the last. With local_steps
+          also the exchange between replicas, shared out among the steps of a round
 update    reads gradients for the norm, and reads and writes states once
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroengine.config import Config
 from zeroengine.offload.placement_plan import plan_placement
+from zeroengine.optim.replica_mean import sum_dtype
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.activations import MicroStep, OperationCount
 from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
 from zeroengine.plan.model_facts import ModelFacts
+from zeroengine.plan.outer_bytes import outer_element_sizes, piece_numel
 from zeroengine.plan.state_bytes import Setting, StateBytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
 
@@ -53,12 +57,35 @@ class StepTime:
 
 
 def setting_of(machine: Machine, config: Config) -> Setting:
-    """Return the ranks, the device and the transport of a run on ``machine``."""
-    if machine.world_size == 1:
-        return Setting(1, machine.device, "single")
-    on_host = machine.nodes == 1 and config.comm.transport != "gloo"
+    """Return the ranks, the device and the transport of a run on ``machine``, or of one replica of ``local_steps``."""
+    replica = machine_of_replica(machine, config)
+    num_replicas = machine.world_size // replica.world_size
+    if replica.world_size == 1:
+        return Setting(1, machine.device, "single", num_replicas=num_replicas)
+    on_host = replica.nodes == 1 and config.comm.transport != "gloo"
     transport = "nccl" if machine.device == "cuda" else "shm" if on_host else "gloo"
-    return Setting(machine.world_size, machine.device, transport)
+    return Setting(replica.world_size, machine.device, transport, num_replicas=num_replicas)
+
+
+def machine_of_replica(machine: Machine, config: Config) -> Machine:
+    """Return the part of ``machine`` that one replica of ``local_steps`` runs on; without these all of it."""
+    size, per_node = config.replica_ranks(machine.world_size), machine.ranks_per_node
+    if size <= per_node:
+        return dataclasses.replace(machine, nodes=1, ranks_per_node=size)
+    # A replica that ends within a machine is taken for one whose ranks are all on machines of their own.
+    per_node = per_node if size % per_node == 0 else 1
+    return dataclasses.replace(machine, nodes=size // per_node, ranks_per_node=per_node)
+
+
+def outer_step_seconds(units: Sequence[UnitBytes], config: Config, machine: Machine) -> float:
+    """Return the seconds of the exchange of an outer step of ``local_steps``, as a part of each step of the round."""
+    size = config.replica_ranks(machine.world_size)
+    num_replicas = machine.world_size // size
+    if config.local_steps is None or num_replicas == 1:
+        return 0.0
+    nbytes = sum(piece_numel(unit, size) * sum_dtype(unit.master_dtype).itemsize for unit in units)
+    seconds = Collectives(machine).all_reduce(nbytes, num_replicas, size)
+    return seconds / config.local_steps.steps
 
 
 def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: StateBytes, machine: Machine) -> StepTime:
@@ -80,7 +107,7 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     units = units_of_plans(plans, rules, config, setting.world_size, align, placement)
     accumulation = config.micro_steps_in_mean
     forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
-    collectives = Collectives(machine)
+    collectives = Collectives(machine_of_replica(machine, config))
     overlaps = setting.overlaps and zero.overlap_comm
 
     def exposed(seconds: Sequence[float], hidden_behind: float) -> float:
@@ -112,7 +139,8 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
         reduce += accumulation * sum(_copy_bytes(unit) for unit in trained) / machine.rates.memory
         reduce += times * exposed([collectives.reduce(unit) for unit in reversed(trained)], backward)
 
-    update, offload = _update_seconds(units, states, machine)
+    reduce += outer_step_seconds(units, config, machine)
+    update, offload = _update_seconds(units, _without_outer_state(units, states, config, machine), machine)
     offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
     return StepTime(accumulation * (forward + backward), gather, reduce, update, offload)
 
@@ -142,6 +170,11 @@ class Collectives:
         """Return the seconds of an all-gather of shards at ``degree`` into one at ``within``, of ``nbytes`` in all."""
         received = nbytes / within - nbytes / degree
         return self._rates.latency + received / self._rate(self._rates.link, degree, within) if received else 0.0
+
+    def all_reduce(self, nbytes: int, count: int, within: int) -> float:
+        """Return the seconds of an all-reduce of ``nbytes`` over ``count`` ranks, ``within`` apart."""
+        received = 2 * nbytes * (count - 1) / count
+        return self._rates.latency + received / self._rate(self._rates.reduce_link, count * within, within)
 
     def reduce(self, unit: UnitBytes) -> float:
         """Return the seconds of the reduction of a unit's gradients.
@@ -195,6 +228,30 @@ def _copy_bytes(unit: UnitBytes) -> int:
     assert unit.gradients is not None
     target = unit.gradients.reduce_dtype if unit.gradients.is_sharded else unit.gradients.dtype
     return unit.plan.numel * (unit.plan.dtype.itemsize + target.itemsize)
+
+
+def _without_outer_state(
+    units: Sequence[UnitBytes], states: StateBytes, config: Config, machine: Machine
+) -> StateBytes:
+    """Return the bytes of the states without what most updates leave alone: the state of the outer step."""
+    size = config.replica_ranks(machine.world_size)
+    outer = {
+        offloaded: sum(
+            sum(outer_element_sizes(unit, config)) * piece_numel(unit, size)
+            for unit in units
+            if unit.states_offloaded is offloaded
+        )
+        for offloaded in (False, True)
+    }
+    if not any(outer.values()):
+        return states
+    elsewhere = "nvme" if states.nvme.get("optimizer") else "cpu"
+    changed = {
+        name: getattr(states, name) | {"optimizer": getattr(states, name)["optimizer"] - outer[offloaded]}
+        for name, offloaded in (("device", False), (elsewhere, True))
+        if outer[offloaded]
+    }
+    return dataclasses.replace(states, **changed)
 
 
 def _update_seconds(units: Sequence[UnitBytes], states: StateBytes, machine: Machine) -> tuple[float, float]:

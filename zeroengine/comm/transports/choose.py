@@ -82,7 +82,8 @@ def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | st
     """Return the memory files of ``ranks``, or the reason why some rank cannot use them: the same on all ranks."""
     addresses = group.all_gather_object(shared_memory_file.offer())
     shared = [addresses[rank] for rank in ranks]
-    memory = shared_memory_file.open_memory(group.rank - ranks[0], shared, ranks[0])
+    numbers = [group.numbers[rank] for rank in ranks]
+    memory = shared_memory_file.open_memory(group.rank - ranks[0], shared, numbers)
     # If one rank cannot open a peer's memory, no rank may use shared memory.
     reasons = group.all_gather_object(memory if isinstance(memory, str) else None)
     reason = next((reason for reason in reasons if reason is not None), None)

@@ -129,7 +129,7 @@ class SharedMemory:
         rank: This rank.
         fd: The descriptor of its file.
         peers: Every rank, in rank order.
-        first_rank: The engine's number of rank 0.
+        numbers: The engine's number of each rank.
 
     Attributes:
         peers: Every rank, in rank order.
@@ -137,7 +137,7 @@ class SharedMemory:
         closed: Whether the engine is closed, so that nothing may be posted.
     """
 
-    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], first_rank: int = 0) -> None:
+    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], numbers: Sequence[int]) -> None:
         lib = ops.library()
         # Without the library ``offer`` returns no address.
         assert lib is not None
@@ -145,7 +145,7 @@ class SharedMemory:
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
         self.closed = False
-        self._first_rank = first_rank
+        self._numbers = numbers
         self._fd = fd
         self._end = CONTROL_BYTES
         # Address, bytes, and offset in the file of each tensor of ``empty``.
@@ -158,7 +158,7 @@ class SharedMemory:
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank in messages."""
-        return f"rank {self._first_rank + rank}"
+        return f"rank {self._numbers[rank]}"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialized memory of the file, 1-D, at the file's end."""
@@ -233,18 +233,20 @@ def offer() -> RankAddress | None:
     return None
 
 
-def open_memory(rank: int, addresses: Sequence[RankAddress | None], first_rank: int = 0) -> SharedMemory | str:
+def open_memory(
+    rank: int, addresses: Sequence[RankAddress | None], numbers: Sequence[int] | None = None
+) -> SharedMemory | str:
     """Open the memory file of every rank.
 
     Args:
         rank: This rank's place in ``addresses``.
         addresses: Every rank's.
-        first_rank: The engine's number of the first of these ranks.
+        numbers: The engine's number of each of these ranks. None: their places.
 
     Returns:
         The memory; or the reason why it cannot be used, and then everything is closed.
     """
-    own_address = addresses[rank]
+    own_address, numbers = addresses[rank], range(len(addresses)) if numbers is None else numbers
     if own_address is None:
         return "shared memory is not available in this build or system"
     peers: list[SharedMemoryPeer] = []
@@ -252,7 +254,7 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None], first_rank: 
         undo.callback(os.close, own_address.fd)
         for r, address in enumerate(addresses):
             if address is None or address.host != own_address.host:
-                return f"rank {first_rank + r} runs on another host or without shared memory"
+                return f"rank {numbers[r]} runs on another host or without shared memory"
             try:
                 fd, pidfd = own_address.fd, -1
                 if r != rank:
@@ -264,12 +266,12 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None], first_rank: 
                         undo.callback(os.close, pidfd)
                 # In different containers the pid may belong to another process, and the peer may have closed the file.
                 if os.fstat(fd).st_ino != address.inode:
-                    return f"rank {first_rank + r}'s memory is not visible from rank {first_rank + rank}"
+                    return f"rank {numbers[r]}'s memory is not visible from rank {numbers[rank]}"
                 peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
             except OSError as error:
-                return f"rank {first_rank + r}'s memory cannot be opened from rank {first_rank + rank}: {error}"
+                return f"rank {numbers[r]}'s memory cannot be opened from rank {numbers[rank]}: {error}"
         undo.pop_all()
-    return SharedMemory(rank, own_address.fd, peers, first_rank)
+    return SharedMemory(rank, own_address.fd, peers, numbers)
 
 
 def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:

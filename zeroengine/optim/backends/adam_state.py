@@ -79,3 +79,5 @@ class AdamState:
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
         return list(self.moments[shard.index])
+
+    whole_shard_tensors = tensors

@@ -89,6 +89,9 @@ class ShardState(Protocol):
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """Return every tensor that holds state of a shard. Where it lives is the shard's ``store``."""
 
+    def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """Return the states that are 1-D tensors of the shard's length; none if states are kept by parameter."""
+
 
 @dataclass(frozen=True)
 class BackendParts:

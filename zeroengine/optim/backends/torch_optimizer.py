@@ -146,6 +146,10 @@ class TorchOptimizer:
         states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.index].values())
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
+    def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """See ``ShardState``."""
+        return []
+
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
