@@ -340,6 +340,7 @@ if os.environ.get('CUT'): socket.create_connection = refuse
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/patch:{os.environ['PYTHONPATH']}")
 
 
+@pytest.mark.slow  # the test after it cuts the first node off
 @pytest.mark.usefixtures("cut_off")
 def test_an_elastic_run_goes_on_without_a_node_that_cannot_reach_the_first(
     launch_on_nodes: Launch, script: Script
@@ -366,6 +367,7 @@ def test_an_elastic_run_leaves_the_first_node_out_if_the_others_cannot_reach_it(
     assert "zero-launch: a was lost: 2 of 2 nodes cannot reach it: 127.0.0.1 port" in result.err
 
 
+@pytest.mark.slow  # the run of the test above ends after one such round
 def test_a_run_that_loses_its_nodes_in_every_round_ends(launch_on_nodes: Launch, script: Script) -> None:
     body = "open(f'round{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'a')\n"
     body += "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"

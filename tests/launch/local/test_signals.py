@@ -25,7 +25,10 @@ helper.kill()
 """
 
 
-@pytest.mark.parametrize("nodes", [0, 2], ids=["on this machine", "on two nodes"])
+@pytest.mark.parametrize(
+    "nodes",
+    [pytest.param(0, id="on this machine"), pytest.param(2, id="on two nodes", marks=pytest.mark.slow)],
+)
 def test_every_rank_hears_a_signal_that_the_launcher_gets(
     nodes: int, start: Start, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
