@@ -33,7 +33,8 @@ INTERFACE = "ze-link"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 NODE = {"parameters": "node", "gradients": "node"}
 NODE_ALONE = {**NODE, "optimizer": "node"}
-QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+QUANTIZED_SUMS = {"zero_quantized_gradients": True}
+QUANTIZED = QUANTIZED_SUMS | {"zero_quantized_weights": True}
 Figures = dict[str, float]
 # The part of the configuration that says how states are partitioned, or the argument of the engine.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,7 +45,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "zeroengine, node": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE}}),
     "zeroengine, node, optimizer all": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "all"}}}),
     "zeroengine, stage 3, 8 bits": ("zeroengine", {"zero_optimization": {"stage": 3, **QUANTIZED}}),
-    "zeroengine, node, 8 bits": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE, **QUANTIZED}}),
+    "zeroengine, node, 8 bits": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE, **QUANTIZED_SUMS}}),
     "zeroengine, hpZ": ("zeroengine", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": RANKS_PER_HOST}}),
     "FSDP2": ("fsdp2", {}),
     "FSDP2, HSDP": ("fsdp2", {"replicas": 2}),

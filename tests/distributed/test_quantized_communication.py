@@ -21,6 +21,7 @@ from tests.distributed.test_degrees import PartlyTrained
 from tests.distributed.training import take_steps
 from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine.comm.transports import nccl
+from zeroengine.comm.transports.gloo import GlooChannel
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
 
@@ -165,11 +166,11 @@ def resume(folder: Path) -> tuple[int, float]:
     dist.init_process_group("gloo")
     engine = engine_of({"stage": 2, **GRADIENTS, "zeropp_loco_param": {}})
     train(engine, 2)
-    errors = engine._parts.quantized_reduce._errors  # type: ignore[union-attr]
-    kept = sum(int(error.count_nonzero()) for error in errors.values())
+    errors = engine._parts.quantized_reduce.packing.errors  # type: ignore[union-attr]
+    kept = sum(int(error.count_nonzero()) for error in errors)
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
-    left = sum(float(error.abs().sum()) for error in errors.values())
+    left = sum(float(error.abs().sum()) for error in errors)
     engine.close()
     return kept, left
 
@@ -218,6 +219,45 @@ def test_a_quarter_of_the_bytes_travels_and_the_scales(world_size: int) -> None:
         assert found[other] == whole[other]
         # The shards of so small a model on so many ranks are shorter than a block, which has a scale all the same.
         assert share < found[kind] / whole[kind] < share * 1.6, (zero, found, whole)
+
+
+class Wide(nn.Module):
+    """Units whose shards are many blocks long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def sent_between_hosts(chosen: list[dict[str, Any]]) -> list[int]:
+    """The bytes that this rank sends to the other host in a step."""
+    dist.init_process_group("gloo")
+    imagine_hosts(2)
+    found = []
+    for zero in chosen:
+        settings = config(3, units=["first", "second"])
+        settings["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
+        engine = zeroengine.initialize(Wide(), config=settings)
+        for _ in range(2):
+            with mock.patch.object(GlooChannel, "exchange", autospec=True, side_effect=GlooChannel.exchange) as spy:
+                engine.backward(engine(torch.randn(2, 256)))
+                engine.step()
+        # The first arguments are the channel, the kind of operation, its label, and what each rank gets.
+        sent = [(rank, tensor) for call in spy.call_args_list for rank, tensor in call.args[3].items()]
+        found.append(sum(tensor.nbytes for rank, tensor in sent if rank // 2 != engine.rank // 2))
+        engine.close()
+    return found
+
+
+def test_a_quarter_of_the_bytes_goes_to_another_host() -> None:
+    node = {"degrees": {"parameters": "node"}}
+    chosen = [{"stage": 3}, {"stage": 3, **BOTH}, node, node | GRADIENTS, {"stage": 0}, {"stage": 0, **GRADIENTS}]
+    for found in run_ranks(4, sent_between_hosts, chosen):
+        for exact, packed in zip(found[::2], found[1::2], strict=True):
+            assert 0.25 < packed / exact < 0.27, found
 
 
 # -- the configuration ------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch.distributed as dist
 
 import zeroengine
@@ -12,27 +15,35 @@ from tests.distributed.test_degrees import degree_config
 from zeroengine.plan.state_bytes import Setting, predict_states
 
 TRIPLES = ((4, 4, 4), (2, 2, 2), (1, 2, 4), (1, 1, 1))
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
 
 
-def staging() -> list[tuple[int, int]]:
+def staging(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     """Bytes after two steps, and those that the planner predicts, for each of the degrees."""
     dist.init_process_group("gloo")
     imagine_hosts(2)
     found = []
     for triple in TRIPLES:
-        engine = zeroengine.initialize(build(TinyLM), config=degree_config(triple))
+        settings = degree_config(triple)
+        settings["zero_optimization"] |= zero
+        engine = zeroengine.initialize(build(TinyLM), config=settings)
         for number in range(2):
             engine.backward(engine(*batch(number, engine.rank)))
             engine.step()
         planner, transport = engine._parts.planner, engine._parts.transport
         setting = Setting(4, "cpu", transport.name, transport.ranks_per_host)
-        predicted = predict_states(planner.plans, engine.config, setting).device["staging"]
-        found.append((engine.memory().staging, predicted))
+        predicted, memory = predict_states(planner.plans, engine.config, setting).device, engine.memory()
+        found.append({name: (getattr(memory, name), predicted[name]) for name in ("staging", "quantized")})
         engine.close()
     return found
 
 
-def test_memory_between_hosts_is_predicted_and_counted() -> None:
-    for answers in run_ranks(4, staging):
-        for triple, (measured, predicted) in zip(TRIPLES, answers, strict=True):
+@pytest.mark.parametrize("zero", [{}, QUANTIZED], ids=["exact", "quantized"])
+def test_memory_between_hosts_is_predicted_and_counted(zero: dict[str, Any]) -> None:
+    for answers in run_ranks(4, staging, zero):
+        for triple, found in zip(TRIPLES, answers, strict=True):
+            measured, predicted = found["staging"]
             assert 0 < measured <= predicted <= 4 * measured, (triple, answers)
+            measured, predicted = found["quantized"]
+            assert (measured > 0) == bool(zero)
+            assert measured <= predicted <= 4 * measured, (triple, answers)

@@ -59,6 +59,7 @@ from typing import Literal, Protocol
 import torch
 
 from zeroengine.comm.group import Group
+from zeroengine.comm.packing import Packing
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
@@ -236,6 +237,28 @@ class Channel(Protocol):
         """
 
 
+class PackedSums(Protocol):
+    """Sums over several hosts, of which only what goes to other hosts is packed."""
+
+    def reduce_packed(
+        self,
+        target: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        packing: Packing,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Sum this rank's slice of every rank's ``full`` into ``target``, as ``Channel.reduce_scatter``. Inexact.
+
+        Args:
+            target: The ``shard`` of ``Channel.reduce_scatter``; or ``full``, with ``levels`` of ``()``, for the whole
+                sum. float32, bfloat16 or float16, as ``full``.
+            full, label, accumulate, levels: As for ``Channel.reduce_scatter``.
+            packing: Packs the sums of a host, and keeps their errors.
+        """
+
+
 class Transport(Protocol):
     """One process group's way of moving bytes.
 
@@ -248,6 +271,8 @@ class Transport(Protocol):
             between machines. Otherwise each rank reads its slice of every other rank.
         keeps_memory: Whether memory of ``empty`` that operations send from is never freed: callers use it again.
         shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
+        packed_sums: The packed sums of the reduce channel. None: it has none, and whoever packs exchanges the packets
+            with all ranks.
         ranks_per_host: The number of ranks that share memory with this one, itself included; 1 if it is not used.
     """
 
@@ -263,6 +288,10 @@ class Transport(Protocol):
     @property
     def gather(self) -> Channel:
         """The channel that parameters are gathered on."""
+
+    @property
+    def packed_sums(self) -> PackedSums | None:
+        """See above."""
 
     @property
     def reduce(self) -> Channel:

@@ -17,22 +17,22 @@ All ranks must issue the hops in one order. On a GPU a stream of the channel's o
 later hop is issued by the first wait, or before the next operation, whichever comes first. The host then waits for
 peers, which may wait for a gather of this rank. So there all-reduces are exact if any unit is gathered.
 
-[Note: Error feedback]
-LoCo (arXiv 2407.04480): each rank keeps, for each unit, a moving average of what packing its own gradients lost, and
-adds it to the next gradients. Sums that a later hop packs have no feedback.
+[Note: Sums of hosts]
+The transport of several hosts adds the gradients of each host exactly, and packs only the sums that it sends to other
+hosts (``Transport.packed_sums``). It issues its steps by itself, so that all-reduces are always packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, ChannelName, Transport
+from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.utils.work import Then, Work, synchronize_stream
@@ -40,19 +40,6 @@ from zeroengine.utils.work import Then, Work, synchronize_stream
 GATHER_BITS = 8
 # Issues one hop for each item: its work, and whether it is the last.
 Hops = Iterator[tuple[Work, bool]]
-
-
-@dataclass(frozen=True)
-class ErrorFeedback:
-    """How a rank keeps the error of its own quantized gradients.
-
-    Attributes:
-        decay: The part of the kept error that stays; the rest comes from the latest error.
-        reset_interval: The number of reduces of a unit after which its error is forgotten.
-    """
-
-    decay: float
-    reset_interval: int
 
 
 class SendMemory:
@@ -89,11 +76,6 @@ class SendMemory:
         """Record the operation that sends ``memory``."""
         if self._reuses:
             self._sent.append((memory, work))
-
-
-def is_quantizable(dtype: torch.dtype) -> bool:
-    """Return whether values of ``dtype`` can be quantized. Others travel exactly."""
-    return dtype in ops.DTYPE_CODES
 
 
 class QuantizedGather:
@@ -208,7 +190,7 @@ class QuantizedReduce:
         bits: 8 or 4.
         feedback: How the errors are kept. None: they are lost.
         device: The device of the gradients.
-        all_reduces: Whether all-reduces are quantized. See "Hops" above.
+        all_reduces: Whether all-reduces that take hops are quantized. See "Hops" above.
     """
 
     def __init__(
@@ -221,26 +203,17 @@ class QuantizedReduce:
     ) -> None:
         self._quantizes_all_reduce = all_reduces
         self._transport, self._channel = transport, transport.reduce
-        self.bits, self._feedback = bits, feedback
+        self.packing = Packing(bits, feedback)
         self._rank, self._world_size = transport.rank, transport.world_size
         self._memory = SendMemory(transport, "reduce")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # By the name of the unit: the error, and the number of reduces since it was zero.
-        self._errors: dict[str, torch.Tensor] = {}
-        self._num_reduces: dict[str, int] = {}
         self._last: QuantizedSum | None = None
         self._writers = SumWriters()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it keeps."""
-        return self._memory.nbytes + sum(error.nbytes for error in self._errors.values())
-
-    def forget_errors(self) -> None:
-        """Let the error of every unit restart from zero."""
-        for error in self._errors.values():
-            error.zero_()
-        self._num_reduces.clear()
+        return self._memory.nbytes + self.packing.nbytes
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -272,6 +245,8 @@ class QuantizedReduce:
         """Exchange packets of slices, and add them when the result is awaited."""
         if not (is_quantizable(full.dtype) and is_quantizable(shard.dtype)):
             return self._channel.reduce_scatter(shard, full, label, accumulate, levels)
+        if (packed_sums := self._transport.packed_sums) is not None:
+            return packed_sums.reduce_packed(shard, full, label, self.packing, accumulate, levels)
         before = self._writers.before(shard, accumulate=accumulate)
         work = self._issue(self._reduce_hops(shard, full, label, accumulate, levels), before)
         self._writers.record(shard, work)
@@ -279,7 +254,11 @@ class QuantizedReduce:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Exchange packets of slices, add them, and gather packets of the sums."""
-        if not (self._quantizes_all_reduce and is_quantizable(full.dtype)):
+        if not is_quantizable(full.dtype):
+            return self._channel.all_reduce(full, label)
+        if (packed_sums := self._transport.packed_sums) is not None:
+            return packed_sums.reduce_packed(full, full, label, self.packing, levels=())
+        if not self._quantizes_all_reduce:
             return self._channel.all_reduce(full, label)
         everyone = tuple(range(self._world_size))
         hops = self._all_reduce_hops(full, full, label, False, everyone, is_own=True)
@@ -315,7 +294,7 @@ class QuantizedReduce:
         if not self._transport.reduces_by_levels:
             arrived, work = self._exchange(full, full.numel() // shard.numel(), label, None, levels, is_own=True)
             yield work, True
-            self._add(shard, arrived, world_size, accumulate)
+            self.packing.add(shard, arrived, num_sources=world_size, accumulate=accumulate)
             return
         summed, below = full, 1
         for level in levels:
@@ -323,10 +302,10 @@ class QuantizedReduce:
             arrived, work = self._exchange(summed, level // below, label, ranks, None, is_own=below == 1)
             yield work, is_last
             if is_last:
-                self._add(shard, arrived, len(ranks), accumulate)
+                self.packing.add(shard, arrived, num_sources=len(ranks), accumulate=accumulate)
                 return
             summed = torch.empty(summed.numel() * below // level, dtype=torch.float32, device=full.device)
-            self._add(summed, arrived, len(ranks), accumulate=False)
+            self.packing.add(summed, arrived, num_sources=len(ranks))
             below = level
         # The ranks that have the same slice sum it.
         copies = ranks_of_level(rank, below, world_size)
@@ -344,14 +323,14 @@ class QuantizedReduce:
         arrived, work = self._exchange(values, len(ranks), label, ranks, None, is_own)
         yield work, False
         part = torch.empty(values.numel() // len(ranks), dtype=torch.float32, device=values.device)
-        self._add(part, arrived, len(ranks), accumulate=False)
-        packet = self._memory.acquire(ops.packet_bytes(part.numel(), self.bits))
-        ops.quantize(part, packet, bits=self.bits)
+        self.packing.add(part, arrived, num_sources=len(ranks))
+        packet = self._memory.acquire(self.packing.packet_bytes(part.numel()))
+        self.packing.pack(part, packet)
         gathered = torch.empty(len(ranks) * packet.numel(), dtype=torch.uint8, device=values.device)
         gather = self._channel.all_gather(gathered, packet, label, ranks)
         self._memory.mark_sent(packet, gather)
         yield gather, True
-        ops.dequantize_sum(target, gathered, bits=self.bits, num_slices=len(ranks), accumulate=accumulate)
+        self.packing.add(target, gathered, num_slices=len(ranks), accumulate=accumulate)
 
     def _exchange(
         self,
@@ -372,30 +351,14 @@ class QuantizedReduce:
         Returns:
             Where the packets arrive, and the exchange.
         """
-        size = ops.packet_bytes(values.numel() // num_slices, self.bits)
+        size = self.packing.packet_bytes(values.numel() // num_slices)
         packets = self._memory.acquire(num_slices * size)
-        feedback = self._feedback if is_own else None
-        error = None if feedback is None else self._error_of(label, values, feedback)
-        decay = 0.0 if feedback is None else feedback.decay
-        ops.quantize(values, packets, bits=self.bits, num_slices=num_slices, error=error, error_decay=decay)
+        self.packing.pack(values, packets, num_slices=num_slices, error_of=label if is_own else None)
         count = self._world_size if ranks is None else len(ranks)
         arrived = torch.empty(count * size, dtype=torch.uint8, device=values.device)
         work = self._channel.all_to_all(arrived, packets, label, ranks, levels)
         self._memory.mark_sent(packets, work)
         return arrived, work
-
-    def _error_of(self, label: str, values: torch.Tensor, feedback: ErrorFeedback) -> torch.Tensor:
-        error = self._errors.get(label)
-        if error is None:
-            error = self._errors[label] = torch.zeros(values.numel(), dtype=torch.bfloat16, device=values.device)
-        count = self._num_reduces.get(label, 0)
-        if count and count % feedback.reset_interval == 0:
-            error.zero_()
-        self._num_reduces[label] = count + 1
-        return error
-
-    def _add(self, target: torch.Tensor, packets: torch.Tensor, count: int, accumulate: bool) -> None:
-        ops.dequantize_sum(target, packets, bits=self.bits, num_sources=count, accumulate=accumulate)
 
 
 class QuantizedTransport:

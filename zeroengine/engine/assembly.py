@@ -14,12 +14,8 @@ from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
-from zeroengine.comm.quantized_transport import (
-    ErrorFeedback,
-    QuantizedGather,
-    QuantizedReduce,
-    QuantizedTransport,
-)
+from zeroengine.comm.packing import ErrorFeedback
+from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce, QuantizedTransport
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.zero import LoCo

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroengine.comm.quantized_transport import is_quantizable
+from zeroengine.comm.packing import is_quantizable
 from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan

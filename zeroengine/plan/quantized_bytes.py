@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.quantized_transport import GATHER_BITS, is_quantizable
+from zeroengine.comm.packing import is_quantizable
+from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
 from zeroengine.plan.gradient_buffer_bytes import MAX_IN_FLIGHT
+from zeroengine.plan.two_level_bytes import packed_numel
 from zeroengine.plan.unit_bytes import UnitBytes
 
 
-def kept_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, *, keeps_packets: bool) -> int:
+def kept_bytes(
+    units: Sequence[UnitBytes], config: Config, world_size: int, *, keeps_packets: bool, ranks_per_host: int = 0
+) -> int:
     """Return the most bytes that stay: errors of gradients, and the packets to send.
 
     Args:
@@ -21,26 +25,34 @@ def kept_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, *, k
         config: The resolved configuration.
         world_size: The number of ranks.
         keeps_packets: Whether the transport keeps the memory that it sends from, as shared memory does.
+        ranks_per_host: The ranks of each host, where sums are packed for other hosts alone. 0: each rank packs its own.
     """
     if world_size == 1:
         return 0
     nbytes = 0
     if config.zero_optimization.zeropp_loco_param is not None:
-        nbytes += sum(unit.layout.numel * torch.bfloat16.itemsize for unit in units if _sends_packets(unit, config))
+        for unit in units:
+            if _sends_packets(unit, config):
+                numel = packed_numel(unit, world_size, ranks_per_host) if ranks_per_host else unit.layout.numel
+                nbytes += numel * torch.bfloat16.itemsize
     if keeps_packets:
         # Each size has buffers of its own, and so have gathers and sums.
         gathered = {_shard_packet_bytes(unit) for unit in units if _gathers_packets(unit, config)}
         nbytes += MAX_IN_FLIGHT * sum(gathered)
         summed: set[int] = set()
         for unit in units:
-            if _sends_packets(unit, config):
+            # The memory between hosts holds the packets of their sums.
+            if _sends_packets(unit, config) and not ranks_per_host:
                 summed |= _sent_bytes(unit, config, world_size)
         nbytes += MAX_IN_FLIGHT * sum(summed)
     return nbytes
 
 
-def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int) -> int:
-    """Return the most bytes of packets of sums and gathers that are under way at once, as far as they do not stay."""
+def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, ranks_per_host: int = 0) -> int:
+    """Return the most bytes of packets of sums and gathers that are under way at once, as far as they do not stay.
+
+    See ``kept_bytes`` for the arguments.
+    """
     if world_size == 1:
         return 0
     bits = config.zero_optimization.gradient_bits or GATHER_BITS
@@ -51,7 +63,7 @@ def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int) -
     sums = [
         2 * world_size * ops.packet_bytes(unit.layout.shard_numel(_sum_degree(unit, world_size)), bits)
         for unit in units
-        if _sends_packets(unit, config)
+        if _sends_packets(unit, config) and not ranks_per_host
     ]
     return sum(sum(sorted(sizes)[-MAX_IN_FLIGHT:]) for sizes in (gathers, sums))
 

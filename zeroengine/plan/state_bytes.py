@@ -39,7 +39,7 @@ from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
-from zeroengine.plan.two_level_bytes import two_level_bytes
+from zeroengine.plan.two_level_bytes import adds_by_host, two_level_bytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
@@ -209,9 +209,16 @@ def predict_states(
     ledger.add("buckets", buckets)
     ledger.add("gathered", gathered)
     keeps_packets = TRANSPORTS[setting.transport].keeps_memory
-    ledger.add("quantized", kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets))
+    # The ranks of each host, where they add their values before any go to other hosts.
+    adding = 0
     if setting.transport == TwoLevelTransport.name:
-        ledger.add("staging", two_level_bytes(units, setting.world_size, setting.ranks_per_host, gathered))
+        adding = setting.ranks_per_host * adds_by_host(units, setting.world_size, setting.ranks_per_host)
+        bits = zero.gradient_bits
+        ledger.add("staging", two_level_bytes(units, setting.world_size, setting.ranks_per_host, gathered, bits))
+    ledger.add(
+        "quantized",
+        kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets, ranks_per_host=adding),
+    )
     _add_staging(ledger, units, config, setting, placement)
     ledger.add("staging", exchange_bytes(units, config, setting.world_size, setting.num_replicas))
 
@@ -222,7 +229,7 @@ def predict_states(
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
     received = receive_bytes(units, setting.world_size, setting.device, setting.transport, accumulates=accumulates)
-    received += passing_bytes(units, config, setting.world_size)
+    received += passing_bytes(units, config, setting.world_size, adding)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+
+from zeroengine import ops
+from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.rank_order_sum import wide_dtype
+from zeroengine.comm.transports.two_level_sum import SumPlan
 from zeroengine.plan.unit_bytes import UnitBytes
 
 
-def two_level_bytes(units: Sequence[UnitBytes], world_size: int, ranks_per_host: int, gathered: int) -> int:
+def adds_by_host(units: Sequence[UnitBytes], world_size: int, ranks_per_host: int) -> bool:
+    """Return whether ranks of several hosts add the values of each host first. See "Degrees" in ``two_level``.
+
+    Args:
+        units: The units.
+        world_size: The number of ranks.
+        ranks_per_host: The ranks of each host.
+    """
+    degrees = {d for unit in units for d in (unit.degrees.parameters, unit.degrees.gradients, unit.degrees.optimizer)}
+    size = ranks_per_host
+    return world_size > size and not any(size % degree and degree % size for degree in degrees)
+
+
+def two_level_bytes(
+    units: Sequence[UnitBytes], world_size: int, ranks_per_host: int, gathered: int, bits: int | None
+) -> int:
     """Return the most bytes of what came from other hosts, and of sums that are sent to them.
 
     Args:
@@ -16,11 +38,11 @@ def two_level_bytes(units: Sequence[UnitBytes], world_size: int, ranks_per_host:
         world_size: The number of ranks.
         ranks_per_host: The ranks of each host.
         gathered: The most bytes of full buffers at a time.
+        bits: The bits of an integer in packets of sums. None: sums travel exactly.
     """
     size, num_hosts = ranks_per_host, world_size // ranks_per_host
-    degrees = {d for unit in units for d in (unit.degrees.parameters, unit.degrees.gradients, unit.degrees.optimizer)}
     # With other degrees all operations go directly between ranks, over Gloo.
-    if num_hosts == 1 or any(size % degree and degree % size for degree in degrees):
+    if not adds_by_host(units, world_size, ranks_per_host):
         return 0
     again = after_update = 0
     sums: list[int] = []
@@ -32,8 +54,10 @@ def two_level_bytes(units: Sequence[UnitBytes], world_size: int, ranks_per_host:
         if parameters < size < optimizer:
             after_update += unit.full_bytes // optimizer * (optimizer // size - 1)
         if unit.gradients is not None:
+            shape = _SumShape.of_unit(unit, size, num_hosts)
+            packed = bits is not None and is_quantizable(unit.gradients.reduce_dtype)
             itemsize = wide_dtype(unit.gradients.reduce_dtype).itemsize
-            sums.append(_sum_numel(unit, size, num_hosts) * itemsize)
+            sums.append(shape.packed_bytes(bits or 0) if packed else shape.numel * itemsize)
     # As many units pass through at a time as are gathered.
     largest = max((unit.full_bytes for unit in units if unit.degrees.parameters > size), default=0)
     passing = again * -(-gathered // largest) if largest else 0
@@ -41,13 +65,45 @@ def two_level_bytes(units: Sequence[UnitBytes], world_size: int, ranks_per_host:
     return passing + after_update + sum(sums)
 
 
-def _sum_numel(unit: UnitBytes, size: int, num_hosts: int) -> int:
-    """Return the elements of the sums within the host, of those that arrive, and of a sum that the host shares."""
-    assert unit.gradients is not None
-    # At gradient degree 1 the sum goes to the shards of the optimizer.
-    degree = unit.degrees.gradients if unit.degrees.gradients > 1 else unit.degrees.optimizer
-    num_sharers = max(1, size // degree)
-    num_slices = max(1, degree // size)
-    num_cuts = num_hosts // num_slices if num_hosts // num_slices > 2 else 1
-    part = unit.layout.numel // degree // num_sharers
-    return part * num_slices + part // num_cuts * (num_hosts - 1) + (part if num_sharers > 1 else 0)
+def packed_numel(unit: UnitBytes, world_size: int, ranks_per_host: int) -> int:
+    """Return the elements of the sums of a unit that a rank packs for other hosts and its own, once a reduce."""
+    shape = _SumShape.of_unit(unit, ranks_per_host, world_size // ranks_per_host)
+    return shape.part * shape.num_slices
+
+
+@dataclass(frozen=True)
+class _SumShape:
+    """What one rank holds of a unit's sum. See ``comm.transports.two_level_sum.SumPlan``."""
+
+    part: int  # the elements of this rank's part of a slice
+    num_slices: int  # that the ranks of its number on all hosts have
+    num_cuts: int
+    num_hosts: int
+    is_shared: bool  # whether other ranks of the host have the same slice
+
+    @classmethod
+    def of_unit(cls, unit: UnitBytes, size: int, num_hosts: int) -> _SumShape:
+        assert unit.gradients is not None
+        # At gradient degree 1 the sum goes to the shards of the optimizer.
+        degree = unit.degrees.gradients if unit.degrees.gradients > 1 else unit.degrees.optimizer
+        plan = SumPlan.of_levels(HostLayout(0, num_hosts, size), unit.degrees.levels_to(degree))
+        num_sharers = len(plan.sharers)
+        part = unit.layout.numel // degree // num_sharers
+        return cls(part, len(plan.hosts_of), plan.num_cuts, num_hosts, num_sharers > 1)
+
+    @property
+    def numel(self) -> int:
+        """The elements of the sums within the host, of those that arrive, and of a sum that the host shares."""
+        arriving = self.part // self.num_cuts * (self.num_hosts - 1)
+        return self.part * self.num_slices + arriving + self.part * self.is_shared
+
+    def packed_bytes(self, bits: int) -> int:
+        """Return the bytes of the sums within the host, of packets, and of a sum that the host shares."""
+        exact = self.part * self.num_slices + self.part * self.is_shared
+        # One packet more for each host that gets another piece, and after the exchange those of a sum's pieces.
+        num_packets = self.num_hosts + self.num_slices * self.num_cuts
+        if self.num_cuts > 1:
+            exact += -(-self.part // self.num_cuts)
+            num_packets += self.num_cuts
+        packet = ops.packet_bytes(-(-self.part // self.num_cuts), bits)
+        return exact * torch.float32.itemsize + num_packets * packet

@@ -447,7 +447,7 @@ class Reducer(BackwardListener):
     def forget_errors(self) -> None:
         """Let the kept errors of quantized gradients restart from zero, if there are any."""
         if isinstance(self._channel, QuantizedReduce):
-            self._channel.forget_errors()
+            self._channel.packing.forget_errors()
 
     def buffer_bytes(self) -> int:
         """Return the bytes of all gradient buffers and staging buffers."""

@@ -26,7 +26,8 @@ from torch import nn
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
-from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather, is_quantizable
+from zeroengine.comm.packing import is_quantizable
+from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather
 from zeroengine.deferred_init.parameter import swap_data, take_trace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,11 +20,12 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.packing import ErrorFeedback, Packing
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.errors import DivergenceError
-from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.degrees import Degrees, shard_index
 
 CPU = torch.device("cpu")
 
@@ -33,11 +36,9 @@ def open_on_hosts(*sizes: int, timeout: float = 60.0) -> Transport:
     return open_transport(Group(None, CPU), "auto", timeout)
 
 
-def bytes_between_hosts(ranks_per_host: int) -> dict[str, int]:
-    """What this rank sends to other hosts, in shards: of each operation over all ranks, or within the host."""
-    transport = open_on_hosts(ranks_per_host)
-    assert transport.name == "two-level"
-    world_size, numel = transport.world_size, 12_000
+@contextlib.contextmanager
+def sent_to_other_hosts(transport: Transport, ranks_per_host: int) -> Iterator[dict[str, int]]:
+    """Yield the bytes that this rank sends to ranks of other hosts, by the label of the operation."""
     sent: dict[str, int] = {}
     exchange = GlooChannel.exchange
 
@@ -47,9 +48,18 @@ def bytes_between_hosts(ranks_per_host: int) -> dict[str, int]:
         sent[label] = sent.get(label, 0) + nbytes
         return exchange(self, kind, label, tensors, *arguments)
 
+    with mock.patch.object(GlooChannel, "exchange", count):
+        yield sent
+
+
+def bytes_between_hosts(ranks_per_host: int) -> dict[str, int]:
+    """What this rank sends to other hosts, in shards: of each operation over all ranks, or within the host."""
+    transport = open_on_hosts(ranks_per_host)
+    assert transport.name == "two-level"
+    world_size, numel = transport.world_size, 12_000
     first = transport.rank // ranks_per_host * ranks_per_host
     node = tuple(range(first, first + ranks_per_host))
-    with mock.patch.object(GlooChannel, "exchange", count):
+    with sent_to_other_hosts(transport, ranks_per_host) as sent:
         shard = transport.empty(numel, torch.float32, "gather").fill_(transport.rank)
         whole, part = torch.empty(numel * world_size), torch.empty(numel * ranks_per_host)
         transport.gather.all_gather(whole, shard, "gather").wait_host()
@@ -98,6 +108,94 @@ def reduce_with_unfit_degrees() -> tuple[str, float]:
 
 def test_degrees_that_straddle_hosts_go_directly_between_ranks() -> None:
     assert run_ranks(6, reduce_with_unfit_degrees) == [("two-level", 6.0)] * 6
+
+
+# -- packed sums ------------------------------------------------------------------------------------
+
+
+class PackedSum(NamedTuple):
+    """What a rank computes by packed sums, and what crosses between hosts."""
+
+    error: float  # the largest error, in the largest error that packets may have
+    digest: tuple[int, float]  # of the slice: its number, and the sum of its elements
+    share: float  # of the bytes that an exact sum sends to other hosts
+
+
+def half_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return half of each element's step: that of its block of 256 elements."""
+    largest = values.view(-1, 256).abs().amax(1) / (127 if bits == 8 else 7)
+    return largest.repeat_interleave(256) / 2
+
+
+def packed_sums(ranks_per_host: int, bits: int) -> list[PackedSum]:
+    transport = open_on_hosts(ranks_per_host)
+    sums = transport.packed_sums
+    assert sums is not None
+    world_size, numel = transport.world_size, 256 * 3 * 12
+    gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    hosts = [torch.stack(gradients[first:][:ranks_per_host]).sum(0) for first in range(0, world_size, ranks_per_host)]
+    # Each host's sum is packed once. Of more than two hosts that have the same slice, the sum is packed again.
+    bound = sum(half_steps(host, bits) for host in hosts)
+    total = torch.stack(hosts).sum(0)
+    bound = 1.1 * bound + half_steps(total, bits) * (len(hosts) > 2) + 1e-6
+    full = transport.empty(numel, torch.float32, "reduce").copy_(gradients[transport.rank])
+    found = []
+    for levels in ((world_size,), (ranks_per_host,), ()):
+        index = shard_index(transport.rank, levels)
+        size = numel // (levels[0] if levels else 1)
+        own = slice(index * size, (index + 1) * size)
+        sent: dict[str, int] = {}
+        for packing in (None, Packing(bits)):
+            target = torch.full((size,), 2.0)
+            with sent_to_other_hosts(transport, ranks_per_host) as counted:
+                if packing is None:
+                    work = transport.reduce.reduce_scatter(target, full, "exact", accumulate=True, levels=levels)
+                else:
+                    work = sums.reduce_packed(target, full, "packed", packing, accumulate=True, levels=levels)
+                work.wait_host()
+            sent["exact" if packing is None else "packed"] = sum(counted.values())
+        error = ((target - 2.0 - total[own]).abs() / bound[own]).max().item()
+        digest = (index, target.double().sum().item())
+        found.append(PackedSum(error, digest, sent["packed"] / sent["exact"]))
+        transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "step")
+    return found
+
+
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host", "bits"), [(2, 2, 8), (3, 2, 4)])
+def test_packed_sums_are_within_half_a_step_of_each_host_and_send_a_quarter_or_an_eighth(
+    num_hosts: int, ranks_per_host: int, bits: int
+) -> None:
+    by_rank = run_ranks(num_hosts * ranks_per_host, packed_sums, ranks_per_host, bits)
+    for sums in zip(*by_rank, strict=True):
+        # Ranks with the same slice have the same values.
+        assert len(dict(found.digest for found in sums)) == len({found.digest for found in sums})
+        for found in sums:
+            assert 0.02 < found.error <= 1
+            assert bits / 32 < found.share < bits / 32 * 1.05
+
+
+def repeated_sums() -> tuple[float, float]:
+    """The error of the mean of eight sums of the same gradients, with error feedback over that without."""
+    transport = open_on_hosts(2)
+    assert transport.packed_sums is not None
+    full = transport.empty(4 * 4096, torch.float32, "reduce")
+    full.copy_(torch.randn(full.numel(), generator=torch.Generator().manual_seed(transport.rank)))
+    exact, errors = torch.empty(4096), []
+    transport.reduce.reduce_scatter(exact, full, "exact").wait_host()
+    for feedback in (None, ErrorFeedback(decay=0.0, reset_interval=100)):
+        packing, total = Packing(4, feedback), torch.zeros(4096)
+        for _ in range(8):
+            transport.packed_sums.reduce_packed(total, full, "unit", packing, accumulate=True).wait_host()
+        errors.append((total / 8 - exact).abs().mean().item())
+        # A rank keeps the errors of what it packs: the slices of the ranks of its number on each host.
+        assert packing.nbytes == (0 if feedback is None else 2 * 2 * 4096)
+    transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "end")
+    return errors[0], errors[1]
+
+
+def test_error_feedback_adds_what_a_host_lost_to_its_next_sum() -> None:
+    for lost, kept in run_ranks(4, repeated_sums):
+        assert kept < lost / 3
 
 
 # -- errors -----------------------------------------------------------------------------------------

@@ -259,6 +259,7 @@ class GlooTransport:
 
     name = "gloo"
     overlaps = True
+    packed_sums = None
     reduces_by_levels = False
     keeps_memory = False
     shard_align_bytes = 1

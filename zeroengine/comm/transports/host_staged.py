@@ -104,6 +104,7 @@ class HostStagedTransport:
     """See ``interfaces.Transport``."""
 
     overlaps = True
+    packed_sums = None
     keeps_memory = False
     refill = staticmethod(refill)
 

@@ -304,6 +304,7 @@ class NCCLTransport:
     """
 
     overlaps = True
+    packed_sums = None
     reduces_by_levels = True
     keeps_memory = False
     shard_align_bytes = 1

@@ -36,6 +36,7 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
+    packed_sums = None
     reduces_by_levels = False
     keeps_memory = True
     # Whole pages can be mapped.

@@ -65,6 +65,7 @@ class SingleProcessTransport:
     rank = 0
     world_size = 1
     overlaps = False
+    packed_sums = None
     reduces_by_levels = False
     keeps_memory = False
     shard_align_bytes = 1

@@ -6,7 +6,8 @@ ranks of the same number within their hosts, and shares what arrives with the ot
 [Note: Steps]
 A gather sends the shard to the counterparts, and the ranks of the host share what arrived. A reduce first adds slices
 of the host's ranks; each sum goes to the counterpart that has the slice, and is added there in the order of hosts. If
-ranks of a host have the same slice, each adds a part of it, and they share the parts. ``TwoLevelWork`` has these steps.
+ranks of a host have the same slice, each adds a part of it, and they share the parts. ``TwoLevelWork`` takes the steps;
+``two_level_sum`` says what hosts exchange for a sum: values as they are added, or packets (``interfaces.PackedSums``).
 
 [Note: Order]
 Ranks of a host must post what they share in the same order, though it may arrive in any order. So the steps of a
@@ -35,7 +36,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PagedBuffer, refill
+from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PackedSums, PagedBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.gloo import GlooChannel
@@ -83,6 +84,7 @@ class TwoLevelTransport:
         ]
         self.gather: Channel = self._two_level[0]
         self.reduce: Channel = self._two_level[1]
+        self.packed_sums: PackedSums | None = self._two_level[1]
 
     def progress(self) -> None:
         """Take the steps of both channels that peers are ready for."""
@@ -95,6 +97,7 @@ class TwoLevelTransport:
         if not unfit:
             return
         self.gather, self.reduce = self._direct
+        self.packed_sums = None
         if self.rank == 0:
             log.warning(
                 "degrees of %s straddle hosts of %d ranks, so each rank sends to each other rank. Degrees that divide "

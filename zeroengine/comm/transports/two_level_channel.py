@@ -3,117 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
-from zeroengine.comm.transports.shared_memory_channel import Piece, SharedMemoryChannel, SharedMemoryWork
+from zeroengine.comm.transports.shared_memory_channel import Piece, SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
+from zeroengine.comm.transports.two_level_sum import ExactExchange, HostExchange, PackedExchange, SumPlan
+from zeroengine.comm.transports.two_level_work import SparePool, StagingPool, TwoLevelWork
 from zeroengine.comm.watchdog import Watchdog
-from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.work import Work
 
 # The seconds that a rank waits for other hosts before it looks whether the ranks of its own host are ready.
 POLL_S = 0.002
-
-
-class TwoLevelWork:
-    """An operation whose steps are works, each of which starts when the previous one is done.
-
-    Args:
-        channel: The channel.
-        what: The operation, for people.
-        steps: Yields the works.
-        within: The first step in shared memory. Peers have read what was sent when they have executed it.
-        exchange: The exchange that sends from memory of the caller, if there is one.
-    """
-
-    def __init__(
-        self,
-        channel: TwoLevelChannel,
-        what: str,
-        steps: Iterator[Work],
-        within: SharedMemoryWork | None,
-        exchange: GlooWork | None = None,
-    ) -> None:
-        self.channel, self.what, self.within, self.exchange = channel, what, within, exchange
-        self._steps = steps
-        self.current: Work | None = next(steps)
-        self._is_advancing = False
-        self._error: Exception | None = None
-
-    def advance(self) -> bool:
-        """Take the steps that are ready. Return whether all were taken."""
-        # A step may wait for room in shared memory, which takes steps of all operations, but not of this one.
-        if self._is_advancing:
-            return False
-        if self._error is not None:
-            raise self._error
-        self._is_advancing = True
-        try:
-            while self.current is not None and self.current.done():
-                # This raises the error of a work that failed.
-                self.current.wait_host()
-                self._take_step()
-        finally:
-            self._is_advancing = False
-        return self.current is None
-
-    def _take_step(self) -> None:
-        try:
-            self.current = next(self._steps, None)
-        except BaseException as error:
-            # The step is half done and cannot be repeated, so every later wait raises as well.
-            interrupted = ZeroEngineError(f"{self.what} was interrupted")
-            self._error = error if isinstance(error, Exception) else interrupted
-            raise
-
-    def wait_host(self) -> None:
-        """Take all steps of this operation and of those before it."""
-        self.channel.wait(self)
-
-    wait_stream = wait_host
-
-    def done(self) -> bool:
-        """Take the steps that are ready, and return whether all were taken."""
-        if self.current is not None:
-            self.channel.progress()
-        return self.current is None
-
-
-class StagingPool:
-    """Memory of this rank's file for what came from other hosts, which the ranks of its host read.
-
-    Args:
-        memory: The memory files.
-        channel: The channel that the memory is shared on.
-    """
-
-    def __init__(self, memory: SharedMemory, channel: SharedMemoryChannel) -> None:
-        self._memory, self._channel = memory, channel
-        self._idle: list[tuple[torch.Tensor, Work]] = []
-        self.nbytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, 1-D, that no rank reads any more."""
-        size = numel * dtype.itemsize
-        # A much larger buffer is left to the operation that needs it.
-        fitting = [item for item in self._idle if size <= item[0].numel() <= 2 * size]
-        for item in sorted(fitting, key=lambda item: item[0].numel()):
-            if self._channel.reusable(item[1], 0.0):
-                self._idle = [other for other in self._idle if other is not item]
-                return item[0][:size].view(dtype)
-        self.nbytes += size
-        return self._memory.empty(size, torch.uint8).view(dtype)
-
-    def give_back(self, tensor: torch.Tensor, work: Work) -> None:
-        """Take memory back that ``work`` has shared."""
-        whole = tensor.untyped_storage()
-        self._idle.append((torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole), work))
 
 
 class TwoLevelChannel:
@@ -142,9 +48,9 @@ class TwoLevelChannel:
         self._layout, self._within, self._of_other_hosts, self._between = layout, within, of_other_hosts, between
         self._watchdog, self._progress_all = watchdog, progress
         self._staging = StagingPool(memory, of_other_hosts)
-        # Private memory of sums that is free again, by length and dtype, and the bytes of all of it.
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._spare_bytes = 0
+        # Private memory of sums.
+        self._spare = SparePool()
+        self._plans: dict[tuple[int, ...], SumPlan] = {}
         self._seq = 0
         self._pending: deque[TwoLevelWork] = deque()
 
@@ -173,7 +79,7 @@ class TwoLevelChannel:
                 slices[layout.rank].copy_(shard)
             received |= {rank: slices[rank] for rank in others}
             exchange = self._exchange("gather", label, dict.fromkeys(received, shard), received)
-            return self._issue(TwoLevelWork(self, what, iter([exchange]), None, exchange))
+            return self._issue(TwoLevelWork(self.wait, self.progress, what, iter([exchange]), None, exchange))
         staging = self._staging.take(len(others) * shard.numel(), shard.dtype)
         received |= zip(others, staging.split(shard.numel()), strict=True)
         exchange = self._exchange("gather", label, dict.fromkeys(received, shard), received)
@@ -191,7 +97,7 @@ class TwoLevelChannel:
             yield shared
             self._staging.give_back(staging, shared)
 
-        return self._issue(TwoLevelWork(self, what, steps(), within, exchange))
+        return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
     def reduce_scatter(
         self,
@@ -217,101 +123,95 @@ class TwoLevelChannel:
         what = self._begin("exchange", label)
         slices = self._between.slices_to_exchange(received, sent, ranks, levels)
         exchange = self._exchange("exchange", label, *slices)
-        return self._issue(TwoLevelWork(self, what, iter([exchange]), None, exchange))
+        return self._issue(TwoLevelWork(self.wait, self.progress, what, iter([exchange]), None, exchange))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Add the parts of ``full`` as slices that all ranks have."""
         return self._reduce(full, full, label, False, ())
 
-    def _reduce(
-        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool, levels: tuple[int, ...]
+    def reduce_packed(
+        self,
+        target: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        packing: Packing,
+        accumulate: bool = False,
+        levels: tuple[int, ...] | None = None,
     ) -> Work:
-        layout, size = self._layout, self._layout.ranks_per_host
-        what = self._begin("reduce", label)
-        index = shard_index(layout.rank, levels)
-        # Ranks of this host with the same slice add a part of it each.
-        first = layout.host * size
-        sharers = [peer for peer in range(size) if shard_index(first + peer, levels) == index]
-        position = sharers.index(layout.local)
-        # The slice of each counterpart, and the hosts whose counterparts have the same one.
-        needed = [shard_index(rank, levels) for rank in layout.counterparts]
-        hosts_of = {i: [host for host, other in enumerate(needed) if other == i] for i in needed}
-        # Sums for more than two hosts are cut once more: each host adds a piece, and they exchange the pieces. For two
-        # hosts this would move as many bytes, in two exchanges.
-        num_cuts = len(hosts_of[index]) if len(hosts_of[index]) > 2 else 1
+        """Add slices exactly within the host, then between hosts what packets of these sums hold."""
+        levels = (self._layout.world_size,) if levels is None else levels
+        return self._reduce(target, full, label, accumulate, levels, packing)
+
+    def _reduce(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool,
+        levels: tuple[int, ...],
+        packing: Packing | None = None,
+    ) -> Work:
+        what, seq = self._begin("reduce", label), self._seq
+        plan, ranks = self._plan_of(levels), self._layout.counterparts
         slices = full.split(shard.numel())
-        own_parts = {i: slices[i].tensor_split(len(sharers))[position] for i in hosts_of}
-        wide = wide_dtype(full.dtype)
-        sums = {i: self._take_spare(part.numel(), wide) for i, part in own_parts.items()}
-
-        def cut(host: int) -> torch.Tensor:
-            """Return what this rank sends to the counterpart on a host."""
-            same = hosts_of[needed[host]]
-            return sums[needed[host]].tensor_split(num_cuts)[same.index(host) if num_cuts > 1 else 0]
-
-        own = cut(layout.host)
-        pieces = [own if host == layout.host else self._take_spare(own.numel(), wide) for host in range(len(needed))]
-        exchanges: list[GlooWork] = []
-
-        seq, received = self._seq, dict(zip(layout.counterparts, pieces, strict=True))
+        parts = {i: slices[i].tensor_split(len(plan.sharers))[plan.position] for i in plan.hosts_of}
+        numel = parts[plan.index].numel()
+        exchange: HostExchange
+        if packing is None:
+            exchange = ExactExchange(plan, numel, wide_dtype(full.dtype), self._spare)
+        else:
+            exchange = PackedExchange(plan, numel, self._spare, packing, (label, levels))
+        received = dict(zip(ranks, exchange.received, strict=True))
         receives = self._between.post_receives("reduce", label, received, seq)
+        works: list[GlooWork] = []
 
         def send() -> None:
-            sent = {rank: cut(host) for host, rank in enumerate(layout.counterparts)}
-            exchange = self._between.exchange("reduce", label, sent, received, seq, receives)
-            exchange.watch()
-            exchanges.append(exchange)
+            sent = dict(zip(ranks, exchange.sent(), strict=True))
+            work = self._between.exchange("reduce", label, sent, received, seq, receives)
+            work.watch()
+            works.append(work)
 
-        within = self._within.sum_slices(full, label, [(own_parts[i], sums[i]) for i in sums], send)
+        within = self._within.sum_slices(full, label, [(parts[i], exchange.sums[i]) for i in parts], send)
 
         def steps() -> Iterator[Work]:
             yield within
-            yield exchanges[0]
-            added = pieces
-            if num_cuts > 1:
-                sum_in_rank_order(own, pieces, accumulate=False)
-                total = sums[index]
-                cuts = {
-                    layout.counterparts[host]: piece
-                    for host, piece in zip(hosts_of[index], total.tensor_split(num_cuts), strict=True)
-                }
-                yield self._exchange("sum", label, dict.fromkeys(cuts, own), cuts, seq)
-                added = [total]
-            if len(sharers) == 1:
-                sum_in_rank_order(shard, added, accumulate)
+            yield works[0]
+            second = exchange.second()
+            if second is not None:
+                sent, arrived = ({ranks[host]: tensor for host, tensor in by_host.items()} for by_host in second)
+                yield self._exchange("sum", label, sent, arrived, seq)
+            if len(plan.sharers) == 1:
+                exchange.write(shard, accumulate)
             else:
-                yield from self._share_sum(shard, added, label, accumulate, sharers, position)
-            for tensor in (*sums.values(), *(piece for piece in pieces if piece is not own)):
-                self._spare[tensor.numel(), wide].append(tensor)
+                # What is added to older values is rounded only afterwards.
+                target = torch.empty_like(shard, dtype=wide_dtype(full.dtype)) if accumulate else shard
+                yield from self._share_sum(target, exchange, label, plan)
+                if accumulate:
+                    sum_in_rank_order(shard, [target], accumulate=True)
+            exchange.close()
 
-        return self._issue(TwoLevelWork(self, what, steps(), within))
+        return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within))
 
-    def _share_sum(
-        self,
-        shard: torch.Tensor,
-        pieces: Sequence[torch.Tensor],
-        label: str,
-        accumulate: bool,
-        sharers: Sequence[int],
-        position: int,
-    ) -> Iterator[Work]:
-        """Add ``pieces``, this rank's part of the sum, and read the parts of the other ranks with the same slice."""
-        # What is added to older values is rounded only afterwards.
-        target = torch.empty_like(shard, dtype=pieces[0].dtype) if accumulate else shard
-        parts = target.tensor_split(len(sharers))
+    def _plan_of(self, levels: tuple[int, ...]) -> SumPlan:
+        # A model has few levels, and each serves every unit.
+        if levels not in self._plans:
+            self._plans[levels] = SumPlan.of_levels(self._layout, levels)
+        return self._plans[levels]
+
+    def _share_sum(self, target: torch.Tensor, exchange: HostExchange, label: str, plan: SumPlan) -> Iterator[Work]:
+        """Write this rank's part of the sum, and read the parts of the other ranks with the same slice."""
+        parts = target.tensor_split(len(plan.sharers))
         # The first part is the longest. All ranks post equally many bytes.
         staging = self._staging.take(parts[0].numel(), target.dtype)
-        sum_in_rank_order(staging[: parts[position].numel()], pieces, accumulate=False)
+        exchange.write(staging[: parts[plan.position].numel()], False)
         reads = [
             Piece(peer, 0, part.data_ptr(), part.nbytes)
-            for peer, part in zip(sharers, parts, strict=True)
+            for peer, part in zip(plan.sharers, parts, strict=True)
             if part.numel()
         ]
         shared = self._of_other_hosts.share(staging, label, reads)
         yield shared
         self._staging.give_back(staging, shared)
-        if accumulate:
-            sum_in_rank_order(shard, [target], accumulate=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``interfaces.Channel``: whether the ranks of this host have read it, and it was sent to the others."""
@@ -377,13 +277,6 @@ class TwoLevelChannel:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _take_spare(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        spare = self._spare.setdefault((numel, dtype), [])
-        if spare:
-            return spare.pop()
-        self._spare_bytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, device="cpu")
-
     def staging_bytes(self) -> int:
         """Return the bytes of the memory between hosts and the engine's buffers."""
-        return self._staging.nbytes + self._spare_bytes
+        return self._staging.nbytes + self._spare.nbytes

@@ -1,0 +1,218 @@
+"""What the ranks of several hosts exchange for one sum. See "Steps" in ``two_level``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.packing import Packing
+from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.transports.two_level_work import SparePool
+from zeroengine.partition.degrees import shard_index
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """The slices of a buffer that a rank adds within its host, and the hosts that need the sums.
+
+    Attributes:
+        host: The number of this rank's host.
+        slices: For each host, the number of the slice that this rank's counterpart there has.
+        sharers: The numbers, within the host, of its ranks that have this rank's slice. Each adds a part of it.
+        position: This rank's place among them.
+    """
+
+    host: int
+    slices: tuple[int, ...]
+    sharers: tuple[int, ...]
+    position: int
+
+    @classmethod
+    def of_levels(cls, layout: HostLayout, levels: tuple[int, ...]) -> SumPlan:
+        """Return the plan of a sum whose slices ``levels`` number (``partition.degrees.shard_index``)."""
+        index, first = shard_index(layout.rank, levels), layout.host * layout.ranks_per_host
+        local_ranks = range(layout.ranks_per_host)
+        sharers = tuple(local for local in local_ranks if shard_index(first + local, levels) == index)
+        slices = tuple(shard_index(rank, levels) for rank in layout.counterparts)
+        return cls(layout.host, slices, sharers, sharers.index(layout.local))
+
+    @property
+    def index(self) -> int:
+        """The number of this rank's slice."""
+        return self.slices[self.host]
+
+    @cached_property
+    def hosts_of(self) -> dict[int, list[int]]:
+        """For each slice, the hosts whose counterparts have it."""
+        return {i: [host for host, other in enumerate(self.slices) if other == i] for i in self.slices}
+
+    @cached_property
+    def num_cuts(self) -> int:
+        """The number of pieces of a sum, each of which one host completes."""
+        # Sums for more than two hosts are cut: each host adds a piece, and they exchange the pieces. For two hosts this
+        # would move as many bytes, in two exchanges.
+        count = len(self.hosts_of[self.index])
+        return count if count > 2 else 1
+
+    def cut_for(self, host: int) -> tuple[int, int]:
+        """Return the slice, and the number of its piece, that a host gets."""
+        index = self.slices[host]
+        return index, self.hosts_of[index].index(host) if self.num_cuts > 1 else 0
+
+
+class HostExchange(Protocol):
+    """What one rank sends to its counterparts for one sum, what it receives, and what becomes of it.
+
+    Attributes:
+        sums: By the number of a slice: where the sum of this rank's part of it over the ranks of the host is written.
+        received: For each host, the memory for what its counterpart sends. This rank's host is among them.
+    """
+
+    sums: dict[int, torch.Tensor]
+    received: list[torch.Tensor]
+
+    def sent(self) -> list[torch.Tensor]:
+        """Return what each host gets. ``sums`` are complete."""
+
+    def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
+        """Return what a second exchange sends and receives, by host; None if there is none. The first is done."""
+
+    def write(self, target: torch.Tensor, accumulate: bool) -> None:
+        """Write this rank's part of the sum over all hosts to ``target`` (1-D), or add it. All exchanges are done."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class ExactExchange:
+    """See ``HostExchange``. Sums are sent in the dtype in which they are added.
+
+    Args:
+        plan: The slices.
+        numel: The elements of this rank's part of a slice.
+        dtype: The dtype in which values are added.
+        pool: Gives memory.
+    """
+
+    def __init__(self, plan: SumPlan, numel: int, dtype: torch.dtype, pool: SparePool) -> None:
+        self._plan, self._pool = plan, pool
+        self.sums = {index: pool.take(numel, dtype) for index in plan.hosts_of}
+        own = self._piece(plan.host)
+        hosts = range(len(plan.slices))
+        self.received = [own if host == plan.host else pool.take(own.numel(), dtype) for host in hosts]
+        self._addends = self.received
+
+    def _piece(self, host: int) -> torch.Tensor:
+        index, cut = self._plan.cut_for(host)
+        return self.sums[index].tensor_split(self._plan.num_cuts)[cut]
+
+    def sent(self) -> list[torch.Tensor]:
+        """Return pieces of the sums."""
+        return [self._piece(host) for host in range(len(self.received))]
+
+    def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
+        """Add this rank's piece, and exchange it for the others."""
+        plan = self._plan
+        if plan.num_cuts == 1:
+            return None
+        own, total = self.received[plan.host], self.sums[plan.index]
+        sum_in_rank_order(own, self.received, accumulate=False)
+        pieces = dict(zip(plan.hosts_of[plan.index], total.tensor_split(plan.num_cuts), strict=True))
+        self._addends = [total]
+        return dict.fromkeys(pieces, own), pieces
+
+    def write(self, target: torch.Tensor, accumulate: bool) -> None:
+        """Add in the order of hosts, rounding once."""
+        sum_in_rank_order(target, self._addends, accumulate)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        others = (tensor for host, tensor in enumerate(self.received) if host != self._plan.host)
+        for tensor in (*self.sums.values(), *others):
+            self._pool.give_back(tensor)
+
+
+class PackedExchange:
+    """See ``HostExchange``. Sums are sent as packets, and every rank adds what the packets hold, its own among them.
+
+    Args:
+        plan: The slices.
+        numel: The elements of this rank's part of a slice.
+        pool: Gives memory.
+        packing: Packs and adds.
+        name: Names the sum, for the errors that ``packing`` keeps.
+    """
+
+    def __init__(self, plan: SumPlan, numel: int, pool: SparePool, packing: Packing, name: Hashable) -> None:
+        self._plan, self._pool, self._packing, self._name = plan, pool, packing, name
+        self._taken: list[torch.Tensor] = []
+        self.sums = {index: pool.take(numel, torch.float32) for index in plan.hosts_of}
+        self._own_numel = self._piece(plan.host).numel()
+        size, num_hosts = packing.packet_bytes(self._own_numel), len(plan.slices)
+        # The packets lie one after another, so that one kernel adds them.
+        self._packets = self._take(num_hosts * size, torch.uint8)
+        self.received = [self._packets[host * size : (host + 1) * size] for host in range(num_hosts)]
+        # By host, the packets of the pieces of a sum that was cut.
+        self._sums_of_cuts: dict[int, torch.Tensor] = {}
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._taken.append(self._pool.take(numel, dtype))
+        return self._taken[-1]
+
+    def _piece(self, host: int) -> torch.Tensor:
+        index, cut = self._plan.cut_for(host)
+        return self.sums[index].tensor_split(self._plan.num_cuts)[cut]
+
+    def sent(self) -> list[torch.Tensor]:
+        """Pack each piece of the sums once, for one host or several."""
+        plan, hosts = self._plan, range(len(self.received))
+        packets = {plan.cut_for(plan.host): self.received[plan.host]}
+        for host in hosts:
+            if (cut := plan.cut_for(host)) not in packets:
+                packets[cut] = self._take(self._packing.packet_bytes(self._piece(host).numel()), torch.uint8)
+        for cut, host in {plan.cut_for(host): host for host in hosts}.items():
+            self._packing.pack(self._piece(host), packets[cut], error_of=(self._name, cut))
+        # Only packets are kept while they are on their way.
+        if plan.num_cuts == 1:
+            self._give_sums_back()
+        return [packets[plan.cut_for(host)] for host in hosts]
+
+    def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
+        """Add this rank's piece, pack the sum, and exchange it for the others."""
+        plan, packing = self._plan, self._packing
+        if plan.num_cuts == 1:
+            return None
+        own = self._take(self._own_numel, torch.float32)
+        packing.add(own, self._packets, num_sources=len(self.received))
+        pieces = zip(plan.hosts_of[plan.index], self.sums[plan.index].tensor_split(plan.num_cuts), strict=True)
+        packets = {host: self._take(packing.packet_bytes(piece.numel()), torch.uint8) for host, piece in pieces}
+        packing.pack(own, packets[plan.host])
+        self._sums_of_cuts = packets
+        return dict.fromkeys(packets, packets[plan.host]), packets
+
+    def write(self, target: torch.Tensor, accumulate: bool) -> None:
+        """Add what the packets hold, in the order of hosts."""
+        plan, packing = self._plan, self._packing
+        if plan.num_cuts == 1:
+            packing.add(target, self._packets, num_sources=len(self.received), accumulate=accumulate)
+            return
+        total = self.sums[plan.index]
+        for packet, piece in zip(self._sums_of_cuts.values(), total.tensor_split(plan.num_cuts), strict=True):
+            packing.add(piece, packet)
+        sum_in_rank_order(target, [total], accumulate)
+
+    def _give_sums_back(self) -> None:
+        for tensor in self.sums.values():
+            self._pool.give_back(tensor)
+        self.sums = {}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._give_sums_back()
+        for tensor in self._taken:
+            self._pool.give_back(tensor)
