@@ -16,6 +16,7 @@ from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
+from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.partition.degrees import Degrees, ranks_of_level
@@ -127,8 +128,7 @@ class NCCLChannel:
         # Where an operation takes several collectives, those after the first are issued on this stream, so that the
         # computation does not wait for the first.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # For each sum, by its address, the last operation that writes it.
-        self._writers: dict[int, Work] = {}
+        self._writers = SumWriters()
         self._seq = 0
         # A checksum of every operation so far, which the ranks compare at each step.
         self.order = 0
@@ -204,7 +204,7 @@ class NCCLChannel:
         self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
         if direct:
-            self._writers[shard.data_ptr()] = work
+            self._writers.record(shard, work)
             return work
         return self._take_over(work, shard, target, accumulate)
 
@@ -248,9 +248,8 @@ class NCCLChannel:
             # The watchdog still holds the work, and so the tensor. This frees its memory now, in stream order.
             target.untyped_storage().resize_(0)
 
-        # Works may be awaited in any order, but accumulations into one shard build on one another.
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
-        written = self._writers[shard.data_ptr()] = Then(work, take_over, after=before)
+        written = Then(work, take_over, after=self._writers.before(shard, accumulate=accumulate))
+        self._writers.record(shard, written)
         return written
 
     def all_to_all(
