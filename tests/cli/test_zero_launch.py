@@ -163,7 +163,10 @@ def test_more_processes_than_gpus_are_refused(refuse: Refuse, monkeypatch: pytes
     assert job.count_processes("3", cpu=True) == 3
 
 
-@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    ["0<&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1>&-", "2>&-")), "0<&- 1>&- 2>&-"],
+)
 def test_closed_standard_descriptors_change_nothing(script: Script, closed: str) -> None:
     name = script("print('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
     command = f"{shlex.join(COMMAND)} --cpu --nproc 1 {name} {closed}"

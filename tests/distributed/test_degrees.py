@@ -109,9 +109,9 @@ def assert_no_differences(world_size: int, *arguments: Any, timeout: float = 90.
     assert run_ranks(world_size, differences, *arguments, timeout=timeout) == [[]] * world_size
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_losses_and_weights_have_the_bits_of_stage_0(transport: str) -> None:
-    assert_no_differences(4, (*SHORT, *PER_UNIT), 4, (1, 1, 1), {"comm": {"transport": transport}})
+@pytest.mark.parametrize(("transport", "chosen"), [("shm", (*SHORT, *PER_UNIT)), ("gloo", (*SHORT[::2], PER_UNIT[0]))])
+def test_losses_and_weights_have_the_bits_of_stage_0(transport: str, chosen: Sequence[Triple | PerUnit]) -> None:
+    assert_no_differences(4, chosen, 3, (1, 1, 1), {"comm": {"transport": transport}})
 
 
 @pytest.mark.slow
