@@ -8,6 +8,11 @@ autocast give the spread between runs. The curves of the other precisions are co
 With several ranks it compares quantized communication with exact communication, which needs peers:
 
     zero-launch --cpu --nproc 2 benchmarks/curves.py --steps 200
+
+With ``--local-steps`` it compares replicas of one rank, which exchange their parameters now and then, with a run whose
+ranks take every step together:
+
+    zero-launch --cpu --nproc 2 benchmarks/curves.py --local-steps --steps 400
 """
 
 from __future__ import annotations
@@ -44,6 +49,16 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "weights and gradients 8 bits": {"zero_quantized_weights": True} | GRADIENTS,
     "gradients 4 bits": FOUR_BITS,
     "gradients 4 bits, error feedback": FOUR_BITS | {"zeropp_loco_param": {}},
+}
+
+
+NESTEROV: dict[str, Any] = {"outer": "nesterov", "replica_ranks": 1}
+LOCAL_STEPS: dict[str, dict[str, Any]] = {
+    "every step together": {},
+    "local steps 8, average": {"local_steps": {"steps": 8, "replica_ranks": 1}},
+    "local steps 32, average": {"local_steps": {"steps": 32, "replica_ranks": 1}},
+    "local steps 8, nesterov": {"local_steps": {"steps": 8, **NESTEROV}},
+    "local steps 32, nesterov": {"local_steps": {"steps": 32, **NESTEROV}},
 }
 
 
@@ -95,25 +110,24 @@ def ours(more: dict[str, Any], seed: int, text: torch.Tensor, args: argparse.Nam
     return (means / engine.world_size).tolist()
 
 
-def compare_quantized(text: torch.Tensor, args: argparse.Namespace) -> None:
-    """Print how far the curves of quantized communication are from those of exact communication."""
+def compare_with_exact(sections: dict[str, dict[str, Any]], text: torch.Tensor, args: argparse.Namespace) -> None:
+    """Print how far the curves of configurations are from those of the first, which trains exactly."""
     seeds = range(args.seeds)
-    curves = {}
-    for name, zero in QUANTIZED.items():
-        # Small units would stay gathered, and so be exact.
-        section = {"zero_optimization": {"param_persistence_threshold": 0, **zero}}
-        curves[name] = [ours(section, seed, text, args) for seed in seeds]
+    curves = {name: [ours(section, seed, text, args) for seed in seeds] for name, section in sections.items()}
     if dist.get_rank() != 0:
         return
-    spread = [apart(curves["exact"][i], curves["exact"][j]) for i in seeds for j in range(i)]
+    exact = next(iter(curves.values()))
+    spread = [apart(exact[i], exact[j]) for i in seeds for j in range(i)]
     ranks = dist.get_world_size()
     print(f"{ranks} ranks, {args.steps} steps, {args.seeds} seeds; averaged over {WINDOW} steps, in nats per byte")
-    print(f"run-to-run spread of exact communication: {min(spread):.4f} to {max(spread):.4f}")
-    print(f"{'':<34} {'last point':>10} {'from exact':>11}")
+    print(f"run-to-run spread of exact training: {min(spread):.4f} to {max(spread):.4f}" if spread else "")
+    print(f"{'':<34} {'middle':>10} {'last point':>10} {'from exact':>11}")
     for name, runs in curves.items():
-        last = statistics.mean(smoothed(run)[-1] for run in runs)
-        distance = max(apart(run, exact) for run, exact in zip(runs, curves["exact"], strict=True))
-        print(f"{name:<34} {last:>10.4f} {distance:>11.4f}")
+        points = [smoothed(run) for run in runs]
+        middle = statistics.mean(curve[len(curve) // 2] for curve in points)
+        last = statistics.mean(curve[-1] for curve in points)
+        distance = max(apart(run, other) for run, other in zip(runs, exact, strict=True))
+        print(f"{name:<34} {middle:>10.4f} {last:>10.4f} {distance:>11.4f}")
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -133,10 +147,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--local-steps", action="store_true", help="compare replicas that train apart")
     args = parser.parse_args()
     text, _ = read_text(None, args.context)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return compare_quantized(text, args)
+        # Small units would stay gathered, and so be exact.
+        quantized = {
+            name: {"zero_optimization": {"param_persistence_threshold": 0, **zero}} for name, zero in QUANTIZED.items()
+        }
+        return compare_with_exact(LOCAL_STEPS if args.local_steps else quantized, text, args)
     seeds = range(args.seeds)
     curves: dict[str, list[list[float]]] = {}
     for name, dtype in {

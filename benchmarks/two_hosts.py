@@ -6,7 +6,8 @@ machine's speed meets all of them. What crosses the link is read from the counte
 headers of a packet once for up to 64 KB, whereas the limit counts them for every 1,500 bytes, 4.5 % more. *Exposed* is
 the time of a step beyond that of the same local work without communication, over the bytes that left a host divided by
 the rate. The local work is that of plain PyTorch, with a whole update on each rank (``floor``), and that of stage 3 on
-the two ranks of each host alone (``zeroengine, one host``). *Exposed* refers to the first. Needs root.
+the two ranks of each host alone (``zeroengine, one host``). *Exposed* refers to the first. A step of ``local steps`` is
+the mean over a round. Needs root.
 
     sudo python benchmarks/two_hosts.py --rates 1000 200
 """
@@ -46,6 +47,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "zeroengine, node, optimizer all": ("zeroengine", {"zero_optimization": {"degrees": {**NODE, "optimizer": "all"}}}),
     "zeroengine, stage 3, 8 bits": ("zeroengine", {"zero_optimization": {"stage": 3, **QUANTIZED}}),
     "zeroengine, node, 8 bits": ("zeroengine", {"zero_optimization": {"degrees": NODE_ALONE, **QUANTIZED_SUMS}}),
+    "zeroengine, local steps 8": ("zeroengine", {"zero_optimization": {"stage": 3}, "local_steps": 8}),
     "zeroengine, hpZ": ("zeroengine", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": RANKS_PER_HOST}}),
     "FSDP2": ("fsdp2", {}),
     "FSDP2, HSDP": ("fsdp2", {"replicas": 2}),
@@ -162,14 +164,18 @@ def work(engines: Sequence[str], args: argparse.Namespace) -> None:
     # The first turn warms up.
     for turn in range(args.rounds + 1):
         for engine, step in steps.items():
+            # What replicas send in the last step of a round belongs to all of its steps.
+            round_steps = ENGINES[engine][1].get("local_steps", 1)
             for _ in range(args.steps):
                 dist.barrier()
                 sent, cpu, start = sent_bytes(), time.process_time(), time.perf_counter()
-                step()
+                for _ in range(round_steps):
+                    step()
                 busy = time.process_time() - cpu
                 dist.barrier()
                 seconds = time.perf_counter() - start
                 figures = {"step_s": seconds, "cpu_s": busy, "sent_mb": (sent_bytes() - sent) / 1e6}
+                figures = {name: value / round_steps for name, value in figures.items()}
                 if turn:
                     found[engine].append(figures | {"parameter_mb": parameter_mb})
     if dist.get_rank() == 0:

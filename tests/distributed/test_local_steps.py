@@ -354,11 +354,11 @@ def test_reads_concern_the_own_replica_and_writes_all_of_them() -> None:
 
 
 def train_offloaded(folder: Path) -> list[list[str]]:
-    """The names of what differs between states on the device and in files."""
+    """The names of what differs between states on the device and elsewhere."""
     start()
     states: list[State] = []
-    for stage in (3, 1):
-        for device in ("none", "nvme"):
+    for stage, devices in ((3, ("none", "nvme")), (1, ("none", "nvme", "cpu"))):
+        for device in devices:
             section = {"offload_optimizer": {"device": device, "nvme_path": str(folder)}}
             if stage == 3:
                 section["offload_param"] = {"device": device, "nvme_path": str(folder)}
@@ -374,11 +374,11 @@ def train_offloaded(folder: Path) -> list[list[str]]:
             engine.average_replicas()
             states.append(everything(engine))
             engine.close()
-    return [differences(states[0], states[1]), differences(states[2], states[3])]
+    return [differences(states[first], states[other]) for first, other in ((0, 1), (2, 3), (2, 4))]
 
 
-def test_states_in_files_give_the_same_bits(tmp_path: Path) -> None:
-    assert run_ranks(4, train_offloaded, tmp_path) == [[[], []]] * 4
+def test_states_in_files_and_in_cpu_memory_give_the_same_bits(tmp_path: Path) -> None:
+    assert run_ranks(4, train_offloaded, tmp_path) == [[[], [], []]] * 4
 
 
 # -- saving and loading -----------------------------------------------------------------------------
@@ -515,3 +515,53 @@ def test_checkpoints_of_runs_with_and_without_an_outer_momentum_load_into_one_an
             assert "starts from zero" in text
             (text,) = found["momentum into averages"]
             assert '"outer": "nesterov"' in text
+
+
+# -- edges ------------------------------------------------------------------------------------------
+
+
+def predicted_copy(engine: zeroengine.Engine) -> int:
+    planner = engine._parts.planner
+    return planner.need(planner.current()).states.checkpoint_copy
+
+
+def edges(folder: Path) -> dict[str, Any]:
+    rank = start()
+    found: dict[str, Any] = {}
+    ordinary = zeroengine.initialize(build(), config=config(1))
+    take_steps(ordinary, range(1))
+    found["without replicas"] = ordinary.average_replicas()
+    ordinary.close()
+    # The copy of an asynchronous save is shared out among the replicas.
+    settings = local(0, 3, 1, NESTEROV, checkpoint={"async_save": True})
+    engine = zeroengine.initialize(build(), config=settings)
+    take_steps(engine, range(2))
+    engine.save_checkpoint(folder)
+    found["copy"] = engine.memory().checkpoint
+    found["predicted"] = predicted_copy(engine) if rank == 0 else 0
+    engine.close()
+    # Quantized gradients, with error feedback, are those of a replica.
+    quantized = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    engine = zeroengine.initialize(build(), config=local(2, 2, 1, zero_optimization=quantized))
+    take_steps(engine, range(2))
+    found["quantized"] = engine.full_state_dict()
+    engine.close()
+    # An elastic run that has lost its other machines goes on with one replica.
+    with mock.patch.dict("os.environ", {"ZEROENGINE_FULL_WORLD_SIZE": "4"}):
+        engine = zeroengine.initialize(build(), config=local(2, 2, 2, NESTEROV))
+        # Each rank accumulates the work of a rank that is gone.
+        take_steps(engine, range(2))
+        before = engine.full_state_dict()
+        found["changed"] = engine.average_replicas()
+        found["moved"] = bool(differences(before, engine.full_state_dict()))
+        engine.close()
+    return found
+
+
+def test_other_features_work_beside_replicas(tmp_path: Path) -> None:
+    ranks = run_ranks(2, edges, tmp_path)
+    for found in ranks:
+        assert found["without replicas"] is False
+        assert found["changed"] and found["moved"]
+    assert not differences(ranks[0]["quantized"], ranks[1]["quantized"])
+    assert ranks[0]["copy"] == ranks[0]["predicted"] > 0

@@ -318,9 +318,11 @@ class StatePlanner:
                 'large: cut the model into smaller units ("units": ["layers.*"]), or take devices with more memory'
             )
         more = self._ranks_that_fit(free)
-        return (
-            text if more is None else f"{text}. Stage {more[1].stage} fits on {more[0]} ranks with memory like theirs"
-        )
+        if more is None:
+            return text
+        # With local_steps the states of one replica have to fit.
+        ranks = "ranks" if self._setting.num_replicas == 1 else "ranks in each replica (local_steps.replica_ranks)"
+        return f"{text}. Stage {more[1].stage} fits on {more[0]} {ranks} with memory like theirs"
 
     def _ranks_that_fit(self, free: FreeMemory) -> tuple[int, StateChoice] | None:
         """Return a number of ranks with which the highest stage fits without offload."""
