@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -273,6 +274,8 @@ def main() -> None:
     own = ["floor", *(name for name in wanted if name != "floor" and not name.startswith("DeepSpeed"))]
     # Each of these may end in an error, and needs another environment.
     others = [[name] for name in wanted if name.startswith("DeepSpeed") and args.deepspeed_python]
+    # The end by a signal must remove the namespaces as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with joined_hosts() as hosts:
         for rate in args.rates:
             limit(hosts, rate)
