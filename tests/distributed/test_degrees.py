@@ -259,6 +259,31 @@ def test_what_is_loaded_replaces_the_second_copies_of_frozen_parameters(tmp_path
     assert after == saved != before
 
 
+def offload_second_copy(folder: Path, is_offloaded: bool) -> tuple[list[float], list[int]]:
+    """Losses around a time in which the parameters are away, and the bytes of parameters before, then and after."""
+    dist.init_process_group("gloo")
+    settings = degree_config((4, 4, 4), 2, comm={"transport": "gloo"})
+    engine = zeroengine.initialize(build(PartlyTrained), config=settings)
+    losses, sizes = take_steps(engine, range(2)), [engine.memory().parameters]
+    if is_offloaded:
+        engine.offload_states(["parameters"], device="nvme", nvme_path=folder)
+        sizes.append(engine.memory().parameters)
+        engine.reload_states()
+        sizes.append(engine.memory().parameters)
+    losses += take_steps(engine, range(2, 4))
+    engine.close()
+    return losses, sizes
+
+
+def test_a_second_copy_leaves_the_device_with_the_parameters_and_comes_back(tmp_path: Path) -> None:
+    expected = run_ranks(4, offload_second_copy, tmp_path, False)
+    for (losses, _), (found, (before, away, after)) in zip(
+        expected, run_ranks(4, offload_second_copy, tmp_path, True), strict=True
+    ):
+        assert found == losses
+        assert away == 0 < before == after
+
+
 class CountedBytes:
     def __init__(self) -> None:
         self.total: dict[str, int] = {"gather": 0, "reduce": 0}

@@ -50,6 +50,8 @@ def offload(
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
     if "parameters" in include:
         for unit in parts.units:
+            # The next step gathers the values of the second copy again, so they are not kept.
+            unit.free_secondary()
             if not unit.is_releasable:
                 unit.abandon_parameters(_raise_offloaded)
     # The user wants free memory, so the memory of temporaries is returned to the system.
@@ -65,6 +67,7 @@ def reload(parts: EngineParts) -> None:
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
     if parameters_were_away:
         for unit in parts.units:
+            unit.refill_secondary()
             if not unit.is_releasable:
                 unit.reattach_parameters()
 

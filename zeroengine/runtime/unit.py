@@ -298,6 +298,17 @@ class Unit:
         """Gather from the parameter shards next, because they change. Call it on every rank."""
         self._secondary_is_current = False
 
+    def free_secondary(self) -> None:
+        """Free the memory of the second copy, if it can be given back. Call it on every rank."""
+        self.forget_secondary()
+        if self.secondary_shard is not None and self.secondary_shard.untyped_storage().resizable():
+            self.secondary_shard.untyped_storage().resize_(0)
+
+    def refill_secondary(self) -> None:
+        """Give the second copy memory again after ``free_secondary``. The next gather fills it."""
+        if self.secondary_shard is not None and not self.secondary_shard.untyped_storage().nbytes():
+            self._transport.refill(self.secondary_shard, "gather")
+
     def start_gather_of_update(self, resolver: Resolver) -> None:
         """Launch the all-gather of the updated optimizer shards. A use of a parameter calls ``resolver`` first."""
         shard = self.shard_of_degree(self.degrees.optimizer)
