@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 import zeroengine
 from tests.distributed.models import VOCAB, TinyLM
+from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.plan.api import machine_with
 from zeroengine.plan.candidates import HEADROOM, Choices, micro_batches
@@ -122,6 +124,75 @@ def test_degrees_of_the_configuration_stay(secondary: str | None) -> None:
     copies = [estimates[0].states.device["parameters"] for estimates in (plan.estimates, plain.estimates)]
     # Sixteen ranks in two nodes of eight: a shard is an eighth, or a sixteenth and an eighth of the second copy.
     assert copies[0] == pytest.approx(copies[1] * (2 if secondary is None else 3), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def far_apart() -> Plan:
+    """A plan for two nodes whose network is much slower than their links."""
+    nodes = machine(8 * GIB, nodes=2)
+    nodes = replace(nodes, rates=replace(nodes.rates, node_link=1e9))
+    given = {**BF16, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    given["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "none"}}
+    return zeroengine.plan(decoder(2), given, nodes, checkpointing=True)
+
+
+def test_degrees_within_a_node_are_compared_where_there_are_several(far_apart: Plan) -> None:
+    found = {e.candidate.degrees: e for e in far_apart.estimates}
+    assert set(found) == {"default", "node", "node/node/all", "node/all/all", "hpZ"}
+    seconds = {name: e.time.total for name, e in found.items() if e.time is not None}
+    # Four micro-steps gather eight times at stage 3. Sums of node shards cross the network in each of them.
+    assert seconds["default"] > 1.2 * max(seconds[name] for name in seconds if name != "default")
+    assert seconds["node"] < seconds["node/node/all"]
+    assert far_apart.best is not None and far_apart.best.candidate.degrees != "default"
+    # A node of eight ranks holds the parameters once, and with hpZ twice.
+    parameters = {name: e.states.device["parameters"] for name, e in found.items()}
+    copies = {"default": 1, "node": 2, "node/node/all": 2, "node/all/all": 2, "hpZ": 3}
+    assert parameters == {name: pytest.approx(copies[name] * parameters["default"], rel=0.01) for name in parameters}
+
+
+def test_the_degrees_to_write_are_shown_and_are_those_of_the_candidate(far_apart: Plan) -> None:
+    shown = re.sub(" +", " ", far_apart.to_table(width=120))
+    assert '\n3 hpZ "degrees": {"parameters": "all", "secondary_parameters": "node"}\n' in shown
+    for estimate, configuration in zip(far_apart.estimates, far_apart.configurations, strict=True):
+        zero = load(configuration).resolve(world_size=16, ranks_per_node=8).zero_optimization
+        assert zero.stage == 3 and (zero.degrees is None) == (estimate.candidate.degrees == "default")
+    numbers = {e.candidate.degrees: far_apart.configuration(n) for n, e in enumerate(far_apart.estimates, start=1)}
+    degrees = load(numbers["node/all/all"]).resolve(world_size=16, ranks_per_node=8).zero_optimization.degrees
+    assert degrees is not None and degrees.numbers == {
+        "optimizer": 16,
+        "gradients": 16,
+        "parameters": 8,
+        "secondary": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [
+        ({"nodes": 1}, {}),
+        ({"nodes": 2, "ranks_per_node": 1}, {}),
+        ({"nodes": 2}, {"degrees": None}),
+        ({"nodes": 2}, {"zero_hpz_partition_size": 4}),
+        ({"nodes": 2}, {"stage": 2}),
+    ],
+    ids=["one node", "one rank a node", "null", "given", "another stage"],
+)
+def test_no_degrees_are_compared_on_one_node_or_where_they_are_given(
+    sizes: dict[str, int], zero: dict[str, Any]
+) -> None:
+    given = {**ADAM, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    plan = zeroengine.plan(decoder(2), given, machine(8 * GIB, **sizes), checkpointing=True)
+    assert {estimate.candidate.degrees for estimate in plan.estimates} == {"default"}
+    assert "as a configuration says them" not in str(plan)
+
+
+def test_degrees_that_do_not_fit_the_planned_ranks_are_the_error_of_initialize() -> None:
+    config = {**ADAM, "zero_optimization": {"degrees": {"parameters": 3}}}
+    with pytest.raises(ConfigError) as planned:
+        zeroengine.plan(decoder(2), config, machine(8 * GIB, nodes=2))
+    with pytest.raises(ConfigError) as started:
+        load(config).resolve(world_size=16, ranks_per_node=8)
+    assert str(planned.value) == str(started.value) and "parameters is 3" in str(planned.value)
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_nearest() -> None:

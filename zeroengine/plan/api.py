@@ -16,6 +16,7 @@ from torch import nn
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.candidates import Choices, Estimate, PlanCandidate, choices_of, rank_estimates, shown_estimates
+from zeroengine.plan.degree_choices import degree_choices
 from zeroengine.plan.estimator import Estimator, LargestModel
 from zeroengine.plan.known_machines import load_machine
 from zeroengine.plan.machine import Machine
@@ -88,7 +89,13 @@ def plan(
             f"local_steps: replicas of {sizes.local_steps.replica_ranks} ranks, which exchange their parameters in one "
             f"of {sizes.local_steps.steps} steps; a step's time has that part of it."
         )
-    choices = choices_of(tree, target, can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS)
+    has_degrees = "degrees" in (tree.get("zero_optimization") or {})
+    choices = choices_of(
+        tree,
+        target,
+        can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS,
+        degrees=degree_choices(has_degrees, target, sizes),
+    )
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
         choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
     if checkpointing is not None:

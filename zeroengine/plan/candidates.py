@@ -1,7 +1,7 @@
 """Enumerate the settings that a model could be trained with, and put their estimates in order.
 
-A setting is a stage, the places of the states, and whether activations are checkpointed. A candidate is a setting with
-a micro-batch size and a number of micro-steps.
+A setting is a stage, degrees, the places of the states, and whether activations are checkpointed. A candidate is a
+setting with a micro-batch size and a number of micro-steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
 from zeroengine.plan.activations import MicroStep
+from zeroengine.plan.degree_choices import DEFAULT, DEGREES, STAGE, has_second_copy
 from zeroengine.plan.machine import Machine
 from zeroengine.plan.state_bytes import StateBytes
 from zeroengine.plan.step_time import StepTime
@@ -34,6 +35,7 @@ class ZeroSetting(NamedTuple):
     offload_param: Place
     offload_optimizer: Place
     checkpointing: bool
+    degrees: str = DEFAULT  # a name of ``degree_choices``
 
     @property
     def is_plain(self) -> bool:
@@ -46,7 +48,8 @@ class ZeroSetting(NamedTuple):
         names = {"cpu": "in CPU memory", "nvme": "on NVMe"}
         moved = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         parts = [f"{state} {names[place]}" for state, place in moved.items() if place != "none"]
-        return ", ".join([f"stage {self.stage}", *parts, *["checkpointing"] * self.checkpointing])
+        degrees = [] if self.degrees == DEFAULT else [f"degrees {self.degrees}"]
+        return ", ".join([f"stage {self.stage}", *degrees, *parts, *["checkpointing"] * self.checkpointing])
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class PlanCandidate:
         accumulation: Micro-steps of one step.
         checkpointing: Whether the activations of each unit are computed again in backward. The model does this: no
             configuration key switches it on.
+        degrees: The name of the degrees; see ``degree_choices``.
     """
 
     stage: int
@@ -69,11 +73,12 @@ class PlanCandidate:
     micro_batch: int
     accumulation: int
     checkpointing: bool
+    degrees: str = DEFAULT
 
     @property
     def setting(self) -> ZeroSetting:
         """Return the candidate without its batch sizes."""
-        return ZeroSetting(self.stage, self.offload_param, self.offload_optimizer, self.checkpointing)
+        return ZeroSetting(self.stage, self.offload_param, self.offload_optimizer, self.checkpointing, self.degrees)
 
     def changes(self, nvme_path: str = NVME_PATH) -> dict[str, Any]:
         """Return the keys of a configuration that make it this candidate, as nested dicts.
@@ -84,6 +89,8 @@ class PlanCandidate:
         zero: dict[str, Any] = {"stage": self.stage}
         for section, place in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
             zero[section] = {"device": place} | ({"nvme_path": nvme_path} if place == "nvme" else {})
+        if self.degrees != DEFAULT:
+            zero["degrees"] = dict(DEGREES[self.degrees])
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
@@ -143,6 +150,7 @@ class Choices:
         micro_batch: The micro-batch size, or None if it is to be chosen.
         accumulation: The number of micro-steps, or None if the batch decides.
         batch: Samples of a step over all ranks, or None.
+        degrees: Names of degrees.
     """
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -152,15 +160,19 @@ class Choices:
     micro_batch: int | None = None
     accumulation: int | None = None
     batch: int | None = None
+    degrees: tuple[str, ...] = (DEFAULT,)
 
 
-def choices_of(tree: Mapping[str, Any], machine: Machine, *, can_offload: bool = True) -> Choices:
+def choices_of(
+    tree: Mapping[str, Any], machine: Machine, *, can_offload: bool = True, degrees: tuple[str, ...] = (DEFAULT,)
+) -> Choices:
     """Return what a configuration leaves open on a machine.
 
     Args:
         tree: The keys that are written in the configuration. "auto" and absent keys are open.
         machine: The machine. Without a disk nothing is put on NVMe, and on CPU ranks nothing into CPU memory.
         can_offload: Whether the optimizer can be offloaded.
+        degrees: Names of the degrees to compare.
     """
     zero = tree.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
@@ -191,6 +203,7 @@ def choices_of(tree: Mapping[str, Any], machine: Machine, *, can_offload: bool =
         micro_batch=size("train_micro_batch_size_per_gpu"),
         accumulation=1 if tree.get("gradient_accumulation_steps") == "manual" else size("gradient_accumulation_steps"),
         batch=size("train_batch_size"),
+        degrees=degrees,
     )
 
 
@@ -198,17 +211,22 @@ def settings_of(choices: Choices, world_size: int) -> Iterator[ZeroSetting]:
     """Yield the settings that ``choices`` leave, the simplest first, without those that equal another one.
 
     One rank has nothing to partition, so its stages 1 to 3 equal stage 0 unless parameters are offloaded. Parameters
-    are offloaded together with the optimizer's states, which are larger and are used less often.
+    are offloaded together with the optimizer's states, which are larger and are used less often. Degrees that spare the
+    network take memory for it, so they are compared with offloaded parameters only where these are given.
     """
-    for stage, param, optimizer, checkpointing in product(
-        choices.stages, choices.offload_param, choices.offload_optimizer, choices.checkpointing
+    for stage, degrees, param, optimizer, checkpointing in product(
+        choices.stages, choices.degrees, choices.offload_param, choices.offload_optimizer, choices.checkpointing
     ):
         is_free = len(choices.offload_param) > 1 or len(choices.offload_optimizer) > 1
         if param != "none" and (stage != 3 or (is_free and PLACES.index(param) > PLACES.index(optimizer))):
             continue
         if world_size == 1 and stage > 0 and len(choices.stages) > 1 and param == "none":
             continue
-        yield ZeroSetting(stage, param, optimizer, checkpointing)
+        if degrees != DEFAULT and (
+            stage != STAGE or (param != "none" and (len(choices.offload_param) > 1 or has_second_copy(degrees)))
+        ):
+            continue
+        yield ZeroSetting(stage, param, optimizer, checkpointing, degrees)
 
 
 def micro_batches(choices: Choices, world_size: int, largest: int, largest_with_headroom: int) -> list[int]:
@@ -230,6 +248,17 @@ def micro_batches(choices: Choices, world_size: int, largest: int, largest_with_
     return sorted(sizes - {0})
 
 
+def order_of(setting: ZeroSetting) -> tuple[int, int, int, bool, int]:
+    """Return the place of a setting among others: the fields as numbers, the simplest values first."""
+    return (
+        setting.stage,
+        PLACES.index(setting.offload_param),
+        PLACES.index(setting.offload_optimizer),
+        setting.checkpointing,
+        list(DEGREES).index(setting.degrees),
+    )
+
+
 def rank_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates with the best first: those with headroom, those that fit, and those that do not fit.
 
@@ -240,12 +269,12 @@ def rank_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
     def key(estimate: Estimate) -> tuple[Any, ...]:
         rate, candidate = estimate.samples_per_second, estimate.candidate
         if not estimate.fits:
-            return (2, -estimate.headroom, candidate.setting, candidate.micro_batch)
+            return (2, -estimate.headroom, order_of(candidate.setting), candidate.micro_batch)
         # The logarithm sorts rates into classes of nearly equal ones.
         rate_class = round(math.log(rate) / math.log1p(EQUAL_RATES)) if rate else 0
-        simplicity = (candidate.offload_param, candidate.offload_optimizer, candidate.checkpointing, candidate.stage)
-        places = tuple(PLACES.index(place) if isinstance(place, str) else place for place in simplicity)
-        return (int(not estimate.has_headroom), -rate_class, places, candidate.micro_batch)
+        stage, *places, checkpointing, degrees = order_of(candidate.setting)
+        simplicity = (*places, checkpointing, stage, degrees)
+        return (int(not estimate.has_headroom), -rate_class, simplicity, candidate.micro_batch)
 
     return sorted(estimates, key=key)
 
@@ -254,7 +283,7 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that a table shows: the best of each setting, without dominated settings.
 
     A setting is dominated if another one is at least as fast and holds at least as large a micro-batch. The best of
-    every stage, and its best without offload, are shown in any case, so that stages can be compared.
+    every stage and of all degrees, and its best without offload, are shown in any case, so that they can be compared.
 
     Args:
         ranked: Estimates in the order of `rank_estimates`.
@@ -269,8 +298,9 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
         setting = estimate.candidate.setting
         # The first estimate of a setting is its best.
         dominated = any(largest[other.candidate.setting] >= largest[setting] for other in shown)
-        same_stage = [other.candidate.setting for other in shown if other.candidate.stage == setting.stage]
-        is_first = not same_stage or (setting.is_plain and not any(other.is_plain for other in same_stage))
+        others = [other.candidate.setting for other in shown]
+        alike = [other for other in others if (other.stage, other.degrees) == (setting.stage, setting.degrees)]
+        is_first = not alike or (setting.is_plain and not any(other.is_plain for other in alike))
         if is_first or not dominated:
             shown.append(estimate)
     return shown

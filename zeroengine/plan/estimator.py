@@ -82,17 +82,18 @@ class Estimator:
 
     def tree(self, candidate: PlanCandidate) -> dict[str, Any]:
         """Return the keys of the configuration of a candidate."""
-        tree = merged(self._tree, candidate.changes(self._nvme_path))
+        base = dict(self._tree)
+        if (written := base.get("zero_optimization")) and candidate.stage != written.get("stage"):
+            # Degrees belong to another stage than that of the candidate.
+            base["zero_optimization"] = {key: value for key, value in written.items() if key != "degrees"}
+        tree = merged(base, candidate.changes(self._nvme_path))
         if self._tree.get("gradient_accumulation_steps") == "manual":
             tree["gradient_accumulation_steps"] = "manual"
         elif "train_batch_size" in tree:
             tree["train_batch_size"] = candidate.micro_batch * candidate.accumulation * self.machine.world_size
-        zero = tree["zero_optimization"]
-        if candidate.stage != self._tree.get("zero_optimization", {}).get("stage"):
-            # Degrees belong to another stage than that of the candidate.
-            zero = {key: value for key, value in zero.items() if key != "degrees"}
         # A section that says nothing but the default would only distract.
-        zero = {key: value for key, value in zero.items() if value not in ({"device": "none"}, None)}
+        sections = tree["zero_optimization"].items()
+        zero = {key: value for key, value in sections if value not in ({"device": "none"}, None)}
         return {**tree, "zero_optimization": zero}
 
     def config(self, candidate: PlanCandidate) -> Config:
@@ -199,6 +200,7 @@ class Estimator:
             micro_batch,
             accumulation,
             setting.checkpointing,
+            setting.degrees,
         )
 
     def largest_micro_batch(self, setting: ZeroSetting, choices: Choices, *, headroom: bool = False) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from zeroengine.plan.degree_choices import DEFAULT
 from zeroengine.utils.byte_size import format_byte_size
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.
@@ -55,6 +57,12 @@ def offload_text(candidate: Json) -> str:
         return f"all {PLACE_NAMES[optimizer]}"
     moved = {"optimizer": optimizer, "params": param}
     return ", ".join(f"{state} {PLACE_NAMES[place]}" for state, place in moved.items() if place != "none") or "-"
+
+
+def stage_text(candidate: Json) -> str:
+    """Return a candidate's stage, with the name of its degrees where they are not those of the stage: `3 hpZ`."""
+    degrees = "" if candidate["degrees"] == DEFAULT else f" {candidate['degrees']}"
+    return f"{candidate['stage']}{degrees}"
 
 
 def machine_text(plan: Json) -> str:
@@ -107,6 +115,8 @@ def _report(plan: Json, width: int, everything: bool) -> RenderableType:
         parts += [_candidates(plan, candidates, width), Text("")]
         if width < WIDE:
             parts += [_states_of_best(plan["candidates"][0]), Text("")]
+        if degrees := written_degrees(candidates):
+            parts += [Text("Degrees, as a configuration says them", style="bold"), _written_degrees(degrees), Text("")]
     else:
         parts += [Text("Nothing fits.", style="bold red"), Text("")]
     for title, rows in (("Does not fit", _failures(plan)), ("Largest that fits", _largest(plan))):
@@ -139,7 +149,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     ]
     columns: list[Column | str] = [
         Column("#", justify="right"),
-        "stage",
+        Column("stage", no_wrap=any(candidate["degrees"] != DEFAULT for candidate in candidates)),
         Column("offload", min_width=13 if candidates_offload else 7),
         Column("batch", justify="right", no_wrap=True),
         Column("ckpt"),
@@ -160,7 +170,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
         style = "bold green" if candidate["number"] == 1 else None if candidate["has_headroom"] else "yellow"
         rows.add_row(
             str(candidate["number"]),
-            str(candidate["stage"]),
+            stage_text(candidate),
             offload_text(candidate),
             f"{candidate['micro_batch']} x {candidate['accumulation']}",
             "yes" if candidate["checkpointing"] else "no",
@@ -171,6 +181,22 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     return rows
 
 
+def written_degrees(candidates: Sequence[Json]) -> dict[str, str]:
+    """Return what a configuration says for the degrees of candidates that differ from those of the stage, by name."""
+    return {
+        stage_text(candidate): json.dumps({"degrees": candidate["configuration"]["zero_optimization"]["degrees"]})[1:-1]
+        for candidate in candidates
+        if candidate["degrees"] != DEFAULT
+    }
+
+
+def _written_degrees(degrees: Mapping[str, str]) -> Table:
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for name, text in degrees.items():
+        rows.add_row(name, text)
+    return rows
+
+
 def _states_of_best(candidate: Json) -> Text:
     """Return the memory of a candidate by state, in one sentence, for terminals without room for columns."""
     sizes = [f"{name} {_gib(nbytes)}" for name, nbytes in candidate["device"].items() if nbytes >= GIB / 100]
@@ -178,22 +204,22 @@ def _states_of_best(candidate: Json) -> Text:
 
 
 def failures(plan: Json) -> list[Json]:
-    """Return the candidates that lack least, one of each stage and offload that never fits.
+    """Return the candidates that lack least, one of each stage, degrees and offload that never fit.
 
-    An offload that lacks no less than one before it at the same stage is left out.
+    One that lacks no less than one before it at the same stage is left out.
     """
-    least: dict[tuple[int, str], Json] = {}
+    least: dict[tuple[str, str], Json] = {}
     fitting = set()
     for candidate in plan["candidates"]:
-        key = (candidate["stage"], offload_text(candidate))
+        key = (stage_text(candidate), offload_text(candidate))
         if candidate["fits"]:
             fitting.add(key)
         elif key not in least or candidate["headroom"] > least[key]["headroom"]:
             least[key] = candidate
     rows: list[Json] = []
-    order = dict.fromkeys((setting["stage"], offload_text(setting)) for setting in plan["settings"])
+    order = dict.fromkeys((stage_text(setting), offload_text(setting)) for setting in plan["settings"])
     for key in [k for k in order if k in least and k not in fitting]:
-        earlier = [row["headroom"] for row in rows if row["stage"] == key[0]]
+        earlier = [row["headroom"] for row in rows if row["stage"] == least[key]["stage"]]
         if least[key]["headroom"] > max(earlier, default=-math.inf):
             rows.append(least[key])
     return rows
@@ -208,19 +234,21 @@ def _failures(plan: Json) -> Table | None:
 
 
 def largest_rows(plan: Json) -> list[tuple[str, ...]]:
-    """Return for each stage and offload the largest micro-batch, without and with checkpointing, and the largest model.
+    """Return the largest micro-batch, without and with checkpointing, and the largest model of each kind of settings.
 
-    A row is left out if one with less offload at the same stage holds as large ones.
+    Settings are of a kind if their stage, degrees and offload are equal. A row is left out if one before it at the same
+    stage holds as large ones.
     """
-    models = {(m["stage"], offload_text(m)): m for m in plan["largest_models"]}
-    sizes: dict[tuple[int, str], dict[bool, int]] = {}
+    models = {(stage_text(m), offload_text(m)): m for m in plan["largest_models"]}
+    sizes: dict[tuple[str, str], dict[bool, int]] = {}
     for setting in plan["settings"]:
-        by_checkpointing = sizes.setdefault((setting["stage"], offload_text(setting)), {})
+        by_checkpointing = sizes.setdefault((stage_text(setting), offload_text(setting)), {})
         by_checkpointing[setting["checkpointing"]] = setting["largest_micro_batch"]
-    kept: list[tuple[int, tuple[int, ...]]] = []
+    kept: list[tuple[str, tuple[int, ...]]] = []
     rows = []
-    for (stage, offload), by_checkpointing in sizes.items():
-        model = models.get((stage, offload), {"blocks": 0})
+    for (stage_and_degrees, offload), by_checkpointing in sizes.items():
+        model = models.get((stage_and_degrees, offload), {"blocks": 0})
+        stage = stage_and_degrees.partition(" ")[0]
         largest = (by_checkpointing.get(False, 0), by_checkpointing.get(True, 0), model["blocks"])
         is_no_larger = any(all(x <= y for x, y in zip(largest, other, strict=True)) for s, other in kept if s == stage)
         if is_no_larger or not any(largest):
@@ -231,7 +259,7 @@ def largest_rows(plan: Json) -> list[tuple[str, ...]]:
             if model["blocks"]
             else "-"
         )
-        rows.append((str(stage), offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text))
+        rows.append((stage_and_degrees, offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text))
     return rows
 
 

@@ -18,6 +18,8 @@ from zeroengine.plan.report import (
     rate_text,
     rate_unit,
     seconds_text,
+    stage_text,
+    written_degrees,
 )
 from zeroengine.utils.byte_size import format_byte_size
 
@@ -71,7 +73,7 @@ def page(plan: Json) -> str:
         machine=html.escape(machine_text(plan)),
         verdict=html.escape(_verdict(plan)),
         charts="\n".join(_charts(plan, shown, misfits)),
-        table=_candidate_table(plan, shown),
+        table=_candidate_table(plan, shown) + _degrees_table(shown),
         others=_others(plan),
         misfits=_misfit_table(misfits),
         largest=_largest_table(plan),
@@ -209,7 +211,7 @@ def _candidate_table(plan: Json, candidates: Sequence[Json]) -> str:
     rows = [
         (
             str(c["number"]),
-            str(c["stage"]),
+            stage_text(c),
             offload_text(c),
             "yes" if c["checkpointing"] else "no",
             str(c["micro_batch"]),
@@ -224,6 +226,12 @@ def _candidate_table(plan: Json, candidates: Sequence[Json]) -> str:
         for c in candidates
     ]
     return _rows(heads, rows, left=4)
+
+
+def _degrees_table(candidates: Sequence[Json]) -> str:
+    """Return what a configuration says for the degrees of candidates, where they are not those of the stage."""
+    degrees = written_degrees(candidates)
+    return _rows(("stage", "as a configuration says it"), degrees.items(), left=2) if degrees else ""
 
 
 def _others(plan: Json) -> str:
