@@ -123,7 +123,7 @@ def hold(folder: Path, ready: Any, leave: Any) -> None:
 
 
 def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     ready, leave = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, ready, leave))
     other.start()
