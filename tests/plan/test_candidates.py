@@ -118,8 +118,9 @@ def test_degrees_of_the_configuration_stay(secondary: str | None) -> None:
     plan = zeroengine.plan(decoder(2), config, machine(8 * GIB, nodes=2), checkpointing=True)
     assert {estimate.candidate.stage for estimate in plan.estimates} == {3}
     assert plan.configurations[0]["zero_optimization"]["degrees"] == degrees
+    stage_3 = {"stage": 3, "degrees": None}
     plain = zeroengine.plan(
-        decoder(2), {**config, "zero_optimization": {"stage": 3}}, machine(8 * GIB, nodes=2), checkpointing=True
+        decoder(2), config | {"zero_optimization": stage_3}, machine(8 * GIB, nodes=2), checkpointing=True
     )
     copies = [estimates[0].states.device["parameters"] for estimates in (plan.estimates, plain.estimates)]
     # Sixteen ranks in two nodes of eight: a shard is an eighth, or a sixteenth and an eighth of the second copy.

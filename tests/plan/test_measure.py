@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.distributed.imagined_hosts import imagine_hosts
+from tests.distributed.ranks import run_ranks
+from zeroengine.comm.group import Group
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.compute_rates import fit
-from zeroengine.plan.measure import measure
+from zeroengine.plan.measure import UNIT_BYTES, link_rates, measure
 
 
 def test_a_fit_finds_the_rates_that_made_the_times() -> None:
@@ -20,6 +26,21 @@ def test_a_fit_finds_the_rates_that_made_the_times() -> None:
 def test_a_fit_gives_no_negative_rates() -> None:
     assert min(fit([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], [1.0, 1.5, 1.9])) >= 0
     assert min(fit([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)], [1.0, 2.5, 4.0])) >= 0
+
+
+def links_of_two_nodes() -> tuple[float, ...]:
+    dist.init_process_group("gloo")
+    imagine_hosts(2)
+    with mock.patch.dict(UNIT_BYTES, {"cpu": 1 << 20}):
+        return tuple(link_rates(Group(None, torch.device("cpu")), 2))
+
+
+@pytest.mark.slow
+def test_links_within_nodes_are_measured_apart_from_the_network() -> None:
+    first, *others = run_ranks(4, links_of_two_nodes)
+    assert all(other == first for other in others), "all ranks plan for the same machine"
+    link, _, node_link, latency = first
+    assert min(first) > 0 and link != node_link and latency < 1
 
 
 @pytest.mark.slow

@@ -154,6 +154,14 @@ class _Ledger:
         return {name: self._bytes[location, name] for name in names}
 
 
+def planned_units(plans: Sequence[UnitPlan], config: Config, setting: Setting) -> tuple[list[UnitBytes], PlacementPlan]:
+    """Return what a rank will hold of each unit, and where. See ``predict_states`` for the arguments."""
+    world_size, align = setting.world_size, setting.shard_align_bytes
+    rules = DegreeRules.of_settings(config.zero_optimization, world_size)
+    placement = plan_placement(plans, rules, config, world_size, align, has_device_memory=setting.device == "cuda")
+    return units_of_plans(plans, rules, config, world_size, align, placement), placement
+
+
 def predict_states(
     plans: Sequence[UnitPlan],
     config: Config,
@@ -178,12 +186,8 @@ def predict_states(
             'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
             "write each stage and device to compare"
         )
-    rules = DegreeRules.of_settings(config.zero_optimization, setting.world_size)
     on_gpu = setting.device == "cuda"
-    placement = plan_placement(
-        plans, rules, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu
-    )
-    units = units_of_plans(plans, rules, config, setting.world_size, setting.shard_align_bytes, placement)
+    units, placement = planned_units(plans, config, setting)
     ledger = _Ledger()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
     sizes, is_fused = _optimizer_sizes(units, config, probe)

@@ -3,13 +3,14 @@
 [Note: What is modeled]
 compute   each operation takes the longer of its arithmetic and its bytes on a GPU, and the launches by the host may
           take longer than all of them; on a CPU these add up
-gather    stage 3: each module's units before its forward and its backward; the last of the forward stay. With a
-          second copy of the parameters all but the first come from its ranks. Where the optimizer's degree is above
-          that of the parameters: each unit after its update. A transport that overlaps hides them behind the
-          computation of the same pass, but for the first
-reduce    the copy of gradients into buckets, and their sums: in each micro-step at stages 2 and 3, otherwise in the
-          last one. A transport that overlaps hides the sums behind the backward, but for the last. With local_steps
-          also the exchange between replicas, shared out among the steps of a round
+gather    see ``step_collectives`` for which there are, and ``collective_seconds`` for the seconds of each. A transport
+          that overlaps hides them behind the computation of the same pass, but for the first
+reduce    the copy of gradients into buckets, and their sums. A transport that overlaps hides the sums behind the
+          backward, but for the last. With local_steps also the exchange between replicas, shared out among the steps of
+          a round
+network   between nodes the gathers of a backward and its sums take turns, so only what the sums leave of the backward
+          hides the gathers. On CPUs the threads that move bytes between nodes take the cores' time (see
+          ``CPU_HIDDEN_SHARE``)
 update    reads gradients for the norm, and reads and writes states once
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
@@ -21,15 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroengine.config import Config
-from zeroengine.offload.placement_plan import plan_placement
 from zeroengine.optim.replica_mean import sum_dtype
-from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.activations import MicroStep, OperationCount
+from zeroengine.plan.collective_seconds import Collectives, RingCollectives, Seconds, collectives_of
 from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
 from zeroengine.plan.model_facts import ModelFacts
 from zeroengine.plan.outer_bytes import outer_element_sizes, piece_numel
-from zeroengine.plan.state_bytes import Setting, StateBytes
-from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
+from zeroengine.plan.state_bytes import Setting, StateBytes, planned_units
+from zeroengine.plan.step_collectives import StepCollectives
+from zeroengine.plan.unit_bytes import UnitBytes
+
+# The share of a computation on CPUs that hides what crosses the network meanwhile. Measured with two hosts of two ranks
+# on two cores (docs/benchmarks.md, "Two hosts"): 0 to 0.9, a third in most runs.
+CPU_HIDDEN_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,16 @@ def setting_of(machine: Machine, config: Config) -> Setting:
     """Return the ranks, the device and the transport of a run on ``machine``, or of one replica of ``local_steps``."""
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
-    if replica.world_size == 1:
+    size, per_node = replica.world_size, replica.ranks_per_node
+    if size == 1:
         return Setting(1, machine.device, "single", num_replicas=num_replicas)
-    on_host = replica.nodes == 1 and config.comm.transport != "gloo"
-    transport = "nccl" if machine.device == "cuda" else "shm" if on_host else "gloo"
-    return Setting(replica.world_size, machine.device, transport, num_replicas=num_replicas)
+    if machine.device == "cuda":
+        transport = "nccl"
+    elif config.comm.transport == "gloo" or (replica.nodes > 1 and per_node == 1):
+        transport = "gloo"
+    else:
+        transport = "shm" if replica.nodes == 1 else "two-level"
+    return Setting(size, machine.device, transport, per_node, num_replicas)
 
 
 def machine_of_replica(machine: Machine, config: Config) -> Machine:
@@ -84,7 +94,7 @@ def outer_step_seconds(units: Sequence[UnitBytes], config: Config, machine: Mach
     if config.local_steps is None or num_replicas == 1:
         return 0.0
     nbytes = sum(piece_numel(unit, size) * sum_dtype(unit.master_dtype).itemsize for unit in units)
-    seconds = Collectives(machine).all_reduce(nbytes, num_replicas, size)
+    seconds = RingCollectives(machine).all_reduce(nbytes, num_replicas, size)
     return seconds / config.local_steps.steps
 
 
@@ -100,99 +110,55 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     """
     setting = setting_of(machine, config)
     zero = config.zero_optimization
-    rules = DegreeRules.of_settings(config.zero_optimization, setting.world_size)
-    plans, align = model.plans(config), setting.shard_align_bytes
-    on_gpu = machine.device == "cuda"
-    placement = plan_placement(plans, rules, config, setting.world_size, align, has_device_memory=on_gpu)
-    units = units_of_plans(plans, rules, config, setting.world_size, align, placement)
+    units, _ = planned_units(model.plans(config), config, setting)
     accumulation = config.micro_steps_in_mean
     forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
-    collectives = Collectives(machine_of_replica(machine, config))
-    overlaps = setting.overlaps and zero.overlap_comm
-
-    def exposed(seconds: Sequence[float], hidden_behind: float) -> float:
-        if not overlaps or not seconds:
-            return sum(seconds)
-        # The first gather has nothing to hide behind, and neither has the last reduce.
-        return max(seconds[0], sum(seconds) - hidden_behind)
-
-    gathered = [unit for unit in units if unit.degrees.parameters > 1]
-    # A unit of several modules, such as an embedding that is tied to the head, is gathered for each of them.
-    uses = [unit for unit in gathered for _ in unit.plan.modules]
-    first = [collectives.gather(unit.full_bytes, unit.degrees.parameters) for unit in uses]
-    again = [collectives.gather(unit.full_bytes, unit.degrees.secondary or unit.degrees.parameters) for unit in uses]
-    kept = again[uses.index(_last_in_forward(model, gathered))] if gathered else 0.0
-    gather = exposed(first, forward) + (accumulation - 1) * exposed(again, forward)
-    gather += accumulation * max(0.0, exposed(again, backward) - kept)
-    updated = [
-        unit for unit in units if unit.gradients is not None and unit.degrees.optimizer > unit.degrees.parameters
-    ]
-    gather += exposed(
-        [collectives.gather(unit.full_bytes, unit.degrees.optimizer, unit.degrees.parameters) for unit in updated],
-        forward,
-    )
-
-    reduce = 0.0
-    for sharded, times in ((True, accumulation), (False, 1)):
-        trained = [unit for unit in units if unit.gradients is not None and unit.gradients.is_sharded is sharded]
-        # Every micro-step copies its gradients, whenever they are reduced.
-        reduce += accumulation * sum(_copy_bytes(unit) for unit in trained) / machine.rates.memory
-        reduce += times * exposed([collectives.reduce(unit) for unit in reversed(trained)], backward)
-
+    replica = machine_of_replica(machine, config)
+    seconds = collectives_of(units, config, setting, replica)
+    step = StepCollectives.of_units(units, accumulation)
+    share = 0.0
+    if setting.overlaps and zero.overlap_comm:
+        share = CPU_HIDDEN_SHARE if machine.device == "cpu" and replica.nodes > 1 else 1.0
+    gather, reduce = _exposed_seconds(step, seconds, share * forward, share * backward)
+    # Every micro-step copies its gradients, whenever they are reduced.
+    trained = (*step.sharded, *step.whole)
+    reduce += accumulation * sum(_copy_bytes(unit) for unit in trained) / machine.rates.memory
     reduce += outer_step_seconds(units, config, machine)
     update, offload = _update_seconds(units, _without_outer_state(units, states, config, machine), machine)
     offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
     return StepTime(accumulation * (forward + backward), gather, reduce, update, offload)
 
 
-def _last_in_forward(model: ModelFacts, units: Sequence[UnitBytes]) -> UnitBytes:
-    """Return the unit whose module is registered last. The backward needs it first, so it stays gathered."""
-    order = {module: index for index, module in enumerate(model.model.modules())}
-    return max(units, key=lambda unit: max((order[module] for module in unit.plan.modules), default=-1))
+def _exposed_seconds(
+    step: StepCollectives, collectives: Collectives, forward: float, backward: float
+) -> tuple[float, float]:
+    """Return the seconds of the gathers and of the sums of a step that the computation does not hide.
 
+    Args:
+        step: What is gathered and summed.
+        collectives: The seconds of each.
+        forward: The seconds of each forward that hide communication; 0: it hides none.
+        backward: Likewise of each backward.
+    """
 
-class Collectives:
-    """The seconds of collectives between ranks of a machine."""
+    def exposed(times: Sequence[Seconds], hidden_behind: float) -> float:
+        own, hidden = sum(time.own for time in times), sum(time.hidden for time in times)
+        # The first gather has nothing to hide behind, and neither has the last sum.
+        least = times[0].hidden if times else 0.0
+        return own + max(least, hidden - hidden_behind)
 
-    def __init__(self, machine: Machine) -> None:
-        self._rates, self._world_size = machine.rates, machine.world_size
-        self._ranks_per_node = machine.ranks_per_node
-
-    def _rate(self, link: float, degree: int, within: int) -> float:
-        """Return the bytes per second that a rank receives from ``degree // within`` ranks, ``within`` apart."""
-        if degree <= self._ranks_per_node:
-            return link
-        # A ring over several nodes crosses each node's network once, while its ranks use their own links. Ranks that
-        # are some ranks apart form that many rings, which share the network.
-        return min(link, self._rates.node_link / min(within, self._ranks_per_node))
-
-    def gather(self, nbytes: int, degree: int, within: int = 1) -> float:
-        """Return the seconds of an all-gather of shards at ``degree`` into one at ``within``, of ``nbytes`` in all."""
-        received = nbytes / within - nbytes / degree
-        return self._rates.latency + received / self._rate(self._rates.link, degree, within) if received else 0.0
-
-    def all_reduce(self, nbytes: int, count: int, within: int) -> float:
-        """Return the seconds of an all-reduce of ``nbytes`` over ``count`` ranks, ``within`` apart."""
-        received = 2 * nbytes * (count - 1) / count
-        return self._rates.latency + received / self._rate(self._rates.reduce_link, count * within, within)
-
-    def reduce(self, unit: UnitBytes) -> float:
-        """Return the seconds of the reduction of a unit's gradients.
-
-        They are summed among the ranks that hold different slices, and the sums among those that hold the same slice.
-        """
-        if self._world_size == 1:
-            return 0.0
-        assert unit.gradients is not None
-        nbytes = unit.layout.numel * unit.gradients.reduce_dtype.itemsize
-        degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
-        seconds = self._rates.latency
-        seconds += (nbytes - nbytes / degree) / self._rate(self._rates.reduce_link, degree, 1)
-        if degree < self._world_size:
-            received = nbytes / degree - nbytes / self._world_size
-            seconds += received / self._rate(self._rates.reduce_link, self._world_size, degree)
-            seconds += self.gather(nbytes, self._world_size, degree)
-        return seconds
+    sharded, whole = ([collectives.reduce(unit) for unit in reversed(part)] for part in (step.sharded, step.whole))
+    reduce = step.micro_steps * exposed(sharded, backward) + exposed(whole, backward)
+    first, later, in_backward, updates = (
+        [collectives.gather(gather) for gather in part]
+        for part in (step.first, step.later, step.backward, step.updates)
+    )
+    left = backward
+    if any(time.crosses for time in in_backward):
+        left = max(0.0, backward - sum(time.hidden for time in sharded if time.crosses))
+    gather = exposed(first, forward) + (step.micro_steps - 1) * exposed(later, forward)
+    gather += step.micro_steps * exposed(in_backward, left)
+    return gather + exposed(updates, forward), reduce
 
 
 def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> float:

@@ -23,9 +23,11 @@ def adds_by_host(units: Sequence[UnitBytes], world_size: int, ranks_per_host: in
         world_size: The number of ranks.
         ranks_per_host: The ranks of each host.
     """
-    degrees = {d for unit in units for d in (unit.degrees.parameters, unit.degrees.gradients, unit.degrees.optimizer)}
-    size = ranks_per_host
-    return world_size > size and not any(size % degree and degree % size for degree in degrees)
+    sizes: set[int] = set()
+    for degrees in {unit.degrees for unit in units}:
+        sizes |= {degrees.parameters, degrees.gradients, degrees.optimizer, degrees.secondary or 1, *degrees.levels}
+    layout = HostLayout(0, world_size // ranks_per_host, ranks_per_host)
+    return layout.num_hosts > 1 and ranks_per_host > 1 and all(layout.fits(degree) for degree in sizes)
 
 
 def two_level_bytes(
@@ -71,6 +73,23 @@ def packed_numel(unit: UnitBytes, world_size: int, ranks_per_host: int) -> int:
     return shape.part * shape.num_slices
 
 
+def sent_sum_bytes(unit: UnitBytes, world_size: int, ranks_per_host: int, bits: int | None) -> int:
+    """Return the bytes that a rank sends to other hosts for the sum of a unit's gradients.
+
+    Args:
+        unit: The unit, which is trained.
+        world_size: The number of ranks.
+        ranks_per_host: The ranks of each host.
+        bits: The bits of an integer in packets of sums. None: sums travel exactly.
+    """
+    assert unit.gradients is not None
+    shape = _SumShape.of_unit(unit, ranks_per_host, world_size // ranks_per_host)
+    packed = bits is not None and is_quantizable(unit.gradients.reduce_dtype)
+    numel = shape.part // shape.num_cuts
+    nbytes = ops.packet_bytes(numel, bits or 0) if packed else numel * wide_dtype(unit.gradients.reduce_dtype).itemsize
+    return nbytes * shape.num_sent
+
+
 @dataclass(frozen=True)
 class _SumShape:
     """What one rank holds of a unit's sum. See ``comm.transports.two_level_sum.SumPlan``."""
@@ -96,6 +115,11 @@ class _SumShape:
         """The elements of the sums within the host, of those that arrive, and of a sum that the host shares."""
         arriving = self.part // self.num_cuts * (self.num_hosts - 1)
         return self.part * self.num_slices + arriving + self.part * self.is_shared
+
+    @property
+    def num_sent(self) -> int:
+        """The pieces of a sum that are sent to other hosts, and where sums are cut, those of the sum over the hosts."""
+        return (self.num_hosts - 1) + (self.num_cuts - 1)
 
     def packed_bytes(self, bits: int) -> int:
         """Return the bytes of the sums within the host, of packets, and of a sum that the host shares."""

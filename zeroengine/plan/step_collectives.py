@@ -1,0 +1,119 @@
+"""The collectives of one step: which units are gathered and reduced, how often, and among which ranks.
+
+[Note: Which collectives there are]
+gathers   of units that are released between uses. A forward gathers a unit for each module that needs it. A backward
+          gathers it once, and releases it when it has all of its gradients; a frozen unit has none, and is gathered for
+          each module. The unit that a forward needs last stays from its first use until then. With a second copy of the
+          parameters all but the first gather of a unit in a step come from its ranks. Elements of a list of which a
+          rank may use only some, such as experts, are gathered by all ranks as if each used all of them (see
+          ``runtime.unit_lists``)
+updates   where the optimizer's degree is above that of the parameters: gathers of each unit after its update
+reduces   of gradients that are sharded: in each micro-step. Of others: once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroengine.plan.unit_bytes import UnitBytes
+
+
+class Gather(NamedTuple):
+    """An all-gather of one unit: of shards at ``degree`` into shards at ``within``, which is 1 for the full buffer.
+
+    Attributes:
+        unit: The unit.
+        degree: The degree of the shards that are sent.
+        within: The degree of what they become.
+        is_update: Whether updated parameters are sent. They are never quantized.
+    """
+
+    unit: UnitBytes
+    degree: int
+    within: int = 1
+    is_update: bool = False
+
+    @property
+    def is_from_second_copy(self) -> bool:
+        """Whether the shards are those of the second copy of the parameters."""
+        return not self.is_update and self.degree == self.unit.degrees.secondary
+
+    def ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that ``rank`` gathers with."""
+        degrees = self.unit.degrees
+        return (
+            degrees.secondary_owners(rank)
+            if self.is_from_second_copy
+            else degrees.owners(rank, self.degree, self.within)
+        )
+
+
+@dataclass(frozen=True)
+class StepCollectives:
+    """The collectives of a step, in the order of the model.
+
+    Attributes:
+        first: The gathers of the first forward.
+        later: Those of each other forward.
+        backward: Those of each backward, the first to be needed first.
+        updates: The gathers after an update.
+        sharded: The units whose gradients are reduced in each micro-step.
+        whole: The units whose gradients are reduced once.
+        micro_steps: The number of micro-steps.
+    """
+
+    first: Sequence[Gather]
+    later: Sequence[Gather]
+    backward: Sequence[Gather]
+    updates: Sequence[Gather]
+    sharded: Sequence[UnitBytes]
+    whole: Sequence[UnitBytes]
+    micro_steps: int
+
+    @classmethod
+    def of_units(cls, units: Sequence[UnitBytes], micro_steps: int) -> StepCollectives:
+        """Return the collectives of a step with so many micro-steps."""
+        gathered = [unit for unit in units if unit.degrees.parameters > 1]
+        # The module that is registered last is taken to be the last of the forward.
+        last = max(gathered, key=lambda unit: max(unit.plan.positions, default=-1), default=None)
+        first: list[Gather] = []
+        later: list[Gather] = []
+        backward: list[Gather] = []
+        for unit in gathered:
+            again = Gather(unit, unit.degrees.secondary or unit.degrees.parameters)
+            # A unit of several modules is such as an embedding that is tied to the head.
+            uses = len(unit.plan.modules)
+            forward_uses = min(uses, 1) if unit is last else uses
+            later += [again] * forward_uses
+            first += [Gather(unit, unit.degrees.parameters), *[again] * (forward_uses - 1)][:forward_uses]
+            backward_uses = min(uses, 1) if unit.plan.trainable else uses
+            backward += [again] * max(0, backward_uses - (unit is last))
+        trained = [unit for unit in units if unit.gradients is not None]
+        return cls(
+            first=first,
+            later=later,
+            backward=backward[::-1],
+            updates=[
+                Gather(unit, unit.degrees.optimizer, unit.degrees.parameters, is_update=True)
+                for unit in trained
+                if unit.degrees.optimizer > unit.degrees.parameters
+            ],
+            sharded=[unit for unit in trained if unit.gradients is not None and unit.gradients.is_sharded],
+            whole=[unit for unit in trained if unit.gradients is not None and not unit.gradients.is_sharded],
+            micro_steps=micro_steps,
+        )
+
+    def total(self, gather: Callable[[Gather], float], reduce: Callable[[UnitBytes], float]) -> float:
+        """Return the sum of a figure over all collectives of the step.
+
+        Args:
+            gather: Returns that of a gather.
+            reduce: Returns that of the reduction of a unit's gradients.
+        """
+        gathers = sum(map(gather, self.first)) + sum(map(gather, self.updates))
+        gathers += (self.micro_steps - 1) * sum(map(gather, self.later))
+        gathers += self.micro_steps * sum(map(gather, self.backward))
+        reduces = self.micro_steps * sum(map(reduce, self.sharded)) + sum(map(reduce, self.whole))
+        return gathers + reduces
