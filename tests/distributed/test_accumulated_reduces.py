@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, settings, train_plainly
 from tests.nccl_over_gloo import ReduceScatter, use_nccl_transport
 
-TASK = Task(factory=functools.partial(TinyLM, blocks=5), steps=3, micro_steps=2)
+TASK = Task(factory=functools.partial(TinyLM, blocks=5), steps=2, micro_steps=2)
 # The degrees of parameters, gradients and optimizer that the stages have, and others.
 DEGREES = [(1, 1, 1), (1, 1, 4), (1, 4, 4), (4, 4, 4), (1, 2, 4), (2, 2, 2), (2, 4, 4)]
 # A sum that travels in another dtype than the one that it is added in.

@@ -151,7 +151,7 @@ def compared(name: str, stages: tuple[int, ...]) -> list[tuple[int, list[str], i
     return found
 
 
-@in_turn(("name", "stages"), list(CASES), [(0, 3), (1, 2)])
+@in_turn(("name", "stages"), list(CASES), [(0,), (1,), (2,), (3,)])
 def test_losses_states_and_norms_are_those_of_a_step_that_waits(name: str, stages: tuple[int, ...]) -> None:
     case = CASES[name]
     skipped = len(case.spoilt) if case.more.get("check_grad_overflow", True) else 0

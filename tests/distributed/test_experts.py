@@ -17,10 +17,12 @@ import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.nccl_over_gloo import use_nccl_transport
+from tests.parametrization import in_turn
 
 NUM_EXPERTS = 4
 # What the units are: whole layers, or experts and the other parts of a layer.
 LAYERS, SINGLE = ["layers.*"], ["layers.*.mixture.experts.*", "layers.*.norm", "layers.*.mixture.shared"]
+UNITS = [pytest.param(LAYERS, id="layers"), pytest.param(SINGLE, id="experts")]
 TRANSPORTS = ("shm", "gloo", "nccl")
 
 
@@ -129,14 +131,13 @@ def assert_same(*arguments: Any, world_size: int = 2, timeout: float = 90.0) -> 
     assert run_ranks(world_size, compare, *arguments, timeout=timeout) == [[]] * world_size
 
 
-@pytest.mark.parametrize("units", [LAYERS, SINGLE], ids=["layers", "experts"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@in_turn(("transport", "units"), TRANSPORTS, UNITS)
 def test_ranks_that_use_different_experts_have_the_losses_of_stage_0(transport: str, units: list[str]) -> None:
     assert_same(transport, units, 8, {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("units", [LAYERS, SINGLE], ids=["layers", "experts"])
+@pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_experts_differ_for_500_steps_without_a_stall(transport: str, units: list[str]) -> None:
     assert_same(transport, units, 500, {}, world_size=3, timeout=600)
@@ -152,8 +153,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("units", [LAYERS, SINGLE], ids=["layers", "experts"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_turn(("variant", "units"), list(VARIANTS), UNITS[::-1])
 def test_ranks_that_use_different_experts_may_train_in_other_ways(variant: str, units: list[str]) -> None:
     transport, more = VARIANTS[variant]
     assert_same(transport, units, 6, more)

@@ -160,7 +160,7 @@ def train_around_changes(stage: int) -> tuple[list[float], list[float], list[str
     return losses[0], losses[1], [record for record in records if "changed after" in record]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_same_parameters_in_other_modules_train_on(stage: int) -> None:
     (ours, changed, notes), (_, _, notes_of_rank_1) = run_ranks(2, train_around_changes, stage)
     assert ours == changed

@@ -131,7 +131,7 @@ def own_replica(settings: dict[str, Any], steps: int, ranks_per_replica: int) ->
         (2, 2, {"bf16": {"enabled": True}, "comm": {"transport": "gloo"}}),
         pytest.param(0, 2, {}, marks=pytest.mark.slow),
         pytest.param(1, 2, {"optimizer_state_dtype": "bf16"}, marks=pytest.mark.slow),
-        (3, 1, {}),
+        pytest.param(3, 1, {}, marks=pytest.mark.slow),
     ],
 )
 def test_within_a_round_a_replica_has_the_bits_of_a_run_on_its_ranks_alone(
@@ -229,7 +229,7 @@ def test_the_outer_step_is_that_of_diloco_in_plain_pytorch() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_the_outer_step_is_that_of_diloco_at_degrees_below_the_ranks_of_a_replica(transport: str) -> None:
-    all_degrees = [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 2, 4)]
+    all_degrees = [(1, 1, 2), (2, 2, 4)] if transport == "shm" else [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 2, 4)]
     settings = local(3, 2, 4, NESTEROV, optimizer=None, comm={"transport": transport})
     ranks = run_ranks(8, trained_states, [with_degrees(copy.deepcopy(settings), d) for d in all_degrees], 4)
     assert_all_close(ranks, plain_diloco(8, 4, 4, 2, nesterov=True))

@@ -27,6 +27,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
+from tests.emulated import build_kernels
 from tests.ops import cuda
 from zeroengine import ops
 from zeroengine.comm.transports import nccl
@@ -84,8 +85,8 @@ def emulated(path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda.build_emulated(tmp_path_factory.mktemp("emulated"))
+def kernels() -> Path:
+    return build_kernels()
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

@@ -119,21 +119,31 @@ CASES = {
 }
 
 
-EVERY_CASE = itertools.product((1, 2), PRECISIONS, (1, 2), (True, False))
-NORMAL_CASES = {(1, "fp32", 2, True), (1, "bf16", 1, False), (2, "fp32", 1, True), (2, "bf16", 2, True)}
+def bits_cases() -> Iterator[Any]:
+    """All combinations; and of some of them, which are not slow, every other case."""
+    for case in itertools.product((1, 2), PRECISIONS, (1, 2), (True, False)):
+        yield pytest.param(*case, CASES[case[0]], marks=pytest.mark.slow, id=bits_name(*case))
+    for world_size, precision, micro_steps, late, first in (
+        (1, "fp32", 2, True, 0),
+        (1, "bf16", 1, False, 1),
+        (2, "fp32", 1, True, 0),
+        (2, "bf16", 2, True, 1),
+    ):
+        case = (world_size, precision, micro_steps, late)
+        yield pytest.param(*case, CASES[world_size][first::2], id=f"{bits_name(*case)}, every other case")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "precision", "micro_steps", "late"),
-    [pytest.param(*case, marks=() if case in NORMAL_CASES else pytest.mark.slow) for case in EVERY_CASE],
-    ids=lambda value: {True: "late", False: "at once"}.get(value) if isinstance(value, bool) else None,
-)
+def bits_name(world_size: int, precision: str, micro_steps: int, late: bool) -> str:
+    return f"{world_size} ranks, {precision}, {micro_steps} micro-steps, {'late' if late else 'at once'}"
+
+
+@pytest.mark.parametrize(("world_size", "precision", "micro_steps", "late", "cases"), bits_cases())
 def test_bits_are_those_of_states_on_the_device(
-    tmp_path: Path, world_size: int, precision: str, micro_steps: int, late: bool
+    tmp_path: Path, world_size: int, precision: str, micro_steps: int, late: bool, cases: list[tuple[int, Any]]
 ) -> None:
     more = PRECISIONS[precision] | {"gradient_accumulation_steps": micro_steps}
-    for found in run_ranks(world_size, compared, CASES[world_size], tmp_path, more, late):
-        for (stage, which), (differs, before, after) in zip(CASES[world_size], found, strict=True):
+    for found in run_ranks(world_size, compared, cases, tmp_path, more, late):
+        for (stage, which), (differs, before, after) in zip(cases, found, strict=True):
             assert not differs, (stage, which)
             assert after.states == before.states, (stage, which)
             there = after.cpu if CPU in which.values() else after.nvme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -357,11 +358,19 @@ GRADIENTS: dict[str, tuple[dict[str, Any], float]] = {
 def with_gradients_in(transport: str) -> dict[str, list[Trained]]:
     task = Task(micro_steps=3, steps=2)
     more = {"comm": {"transport": transport}}
-    found = {name: train_at(STAGES, task, some_local, more | given) for name, (given, _) in GRADIENTS.items()}
+    found = {
+        name: train_at(stages_of(name, transport), task, some_local, more | given)
+        for name, (given, _) in GRADIENTS.items()
+    }
     found["one micro-step"] = train_at(
         STAGES, Task(steps=3), ordinary_loop, more | BF16 | {"communication_data_type": "fp32"}
     )
     return found
+
+
+def stages_of(name: str, transport: str) -> Sequence[int]:
+    """All stages in the slow form, and with the dtype whose bits are compared; else two of them in turn."""
+    return STAGES if transport == "gloo" or name == "bf16" else ((0, 3), (1, 2))[list(GRADIENTS).index(name) % 2]
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
@@ -369,12 +378,12 @@ def test_gradients_may_accumulate_and_travel_in_another_dtype(transport: str) ->
     ranks = run_ranks(2, with_gradients_in, transport)
     plain = train_plainly(Task(micro_steps=3, steps=2))
     for name, (_, tolerance) in GRADIENTS.items():
-        for stage in STAGES:
-            means = [sum(both) / 2 for both in zip(*(found[name][stage].losses for found in ranks), strict=True)]
+        for number, stage in enumerate(stages_of(name, transport)):
+            means = [sum(both) / 2 for both in zip(*(found[name][number].losses for found in ranks), strict=True)]
             assert means == pytest.approx(plain.losses, rel=tolerance), (name, stage)
             for found in ranks:
-                assert found[name][stage].norms == pytest.approx(plain.norms, rel=2 * tolerance), (name, stage)
-                ours, others = found[name][stage], ranks[0][name][stage]
+                ours, others = found[name][number], ranks[0][name][number]
+                assert ours.norms == pytest.approx(plain.norms, rel=2 * tolerance), (name, stage)
                 assert_same_bits(Trained([], ours.norms, ours.state), Trained([], others.norms, others.state), name)
     for found in ranks:
         for first, second in ((0, 1), (2, 3)):

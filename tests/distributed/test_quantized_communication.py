@@ -94,7 +94,8 @@ def assert_close_and_agreed(cases: list[Any], transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "two-level", "nccl"])
 def test_losses_follow_the_exact_ones_and_ranks_compute_with_the_same_values(transport: str) -> None:
-    assert_close_and_agreed(SHORT if transport == "shm" else SHORT[1:3], transport)
+    # Two hops, and gathers of quantized parameters on two of the hosts' ranks, are what the others take apart.
+    assert_close_and_agreed({"shm": SHORT, "two-level": SHORT[1:3]}.get(transport, SHORT[2:3]), transport)
 
 
 @pytest.mark.slow

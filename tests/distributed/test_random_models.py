@@ -13,9 +13,8 @@ from tests.distributed.random_models.features import FEATURES, draw_features, ra
 from tests.distributed.random_models.recipe import BlockSpec, Op, Recipe
 from tests.distributed.random_models.training import train_plainly
 
-# Together these have every feature in at least two models: `test_recipes_are_sound` counts.
-SHORT = (161, 162, 163, 164, 166, 167, 169, 171, 173, 174, 175, 177)
-SHORT += (180, 181, 182, 185, 190, 191, 192, 194, 196, 198, 199, 322, 368, 409)
+# Together these have every feature: `test_recipes_are_sound` counts.
+SHORT = (162, 164, 167, 173, 174, 177, 182, 185, 192, 194, 196, 368)
 
 
 def assert_right(seeds: Iterable[int]) -> None:
@@ -74,8 +73,8 @@ def test_recipes_are_sound() -> None:
     for seed in SHORT:
         drawn.update(set(draw_features(seed)))
         assert random_recipe(seed) == random_recipe(seed)
-    assert drawn.keys() == set(FEATURES) and min(drawn.values()) >= 2
-    for seed in SHORT[::6]:
+    assert drawn.keys() == set(FEATURES)
+    for seed in SHORT[::3]:
         first, second = train_plainly(random_recipe(seed)).values()
         assert all(map(math.isfinite, first.values + first.norms)) and all(first.norms)
         assert first.values != second.values and first.norms == second.norms

@@ -79,9 +79,7 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
 NORMAL_CASES = {
     (0, "fp32"),
     (1, "accumulating in fp32"),
-    (2, "accumulating in fp32"),
     (2, "in buckets"),
-    (3, "fp32"),
     (3, "accumulating in fp32"),
 }
 

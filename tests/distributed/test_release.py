@@ -19,6 +19,7 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_device_step import Log
 from tests.distributed.training import start, take_steps
+from tests.parametrization import in_turn
 from zeroengine import ReleasedParameterError, ZeroEngineError, engine_of
 
 STAGES = (0, 1, 2, 3)
@@ -78,8 +79,7 @@ def ended(how: str, more: dict[str, Any]) -> None:
         assert not torch.equal(before[0][1], masters[before[0][0]])
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("how", ["release", "close"])
+@in_turn(("how", "more"), ["release", "close"], [pytest.param({}, id="fp32"), pytest.param(BF16, id="bf16")])
 def test_an_ended_engine_leaves_an_ordinary_model_with_the_trained_values(how: str, more: dict[str, Any]) -> None:
     run_ranks(2, ended, how, more)
 
@@ -106,7 +106,7 @@ def leftovers(transport: str, folder: Path | None) -> list[tuple[int, ...]]:
     start()
     model = build(TinyLM)
     found = []
-    for _ in range(20):
+    for _ in range(10):
         monitor = {} if folder is None else {"folder": str(folder)}
         engine = zeroengine.initialize(model, None, config(3, comm={"transport": transport}, monitor=monitor))
         take_steps(engine, range(1))
@@ -124,7 +124,7 @@ def leftovers(transport: str, folder: Path | None) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("transport, monitored", [("shm", True), ("gloo", False)])
-def test_twenty_engines_on_one_model_leak_no_thread_no_descriptor_and_no_tensor(
+def test_ten_engines_on_one_model_leak_no_thread_no_descriptor_and_no_tensor(
     tmp_path: Path, transport: str, monitored: bool
 ) -> None:
     for found in run_ranks(2, leftovers, transport, tmp_path if monitored else None):
