@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.test_experts import ExpertsLM, draw
 from zeroengine.config import Config, load
 from zeroengine.partition.cut import cut_units
 from zeroengine.plan.state_bytes import STATES, Setting, StateBytes, predict_states
@@ -47,6 +48,8 @@ def family(name: str) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inp
     own: dict[str, Callable[[], nn.Module]] = {"tiny": TinyLM, "odd": Odd}
     if name in own:
         return own[name], batch
+    if name == "experts":
+        return ExpertsLM, lambda number, rank: (*batch(number, rank, 1), draw(number, rank))
     # These import transformers, which takes seconds.
     from tests.models import test_families, test_transformers
 

@@ -18,6 +18,7 @@ import zeroengine
 from tests.conftest import ROOT
 from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_experts import SINGLE as EXPERTS
 from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
 from zeroengine import ZeroEngineError
 from zeroengine.plan.state_bytes import STATES, Setting
@@ -74,6 +75,13 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
 )
 def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
     assert_all_as_predicted(cases("tiny", settings) + cases("odd", settings[:4]), transport, world_size, tmp_path)
+
+
+def test_states_of_experts_of_which_a_rank_uses_some_are_predicted(tmp_path: Path) -> None:
+    units = {"units": EXPERTS}
+    # Without prefetching the experts that a rank does not use are gathered one at a time.
+    settings = [{}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": 3000}]
+    assert_all_as_predicted([Case("experts", 3, zero=zero, more=units) for zero in settings], "gloo", 2, tmp_path)
 
 
 def replicas(replica_ranks: int, outer: str = "nesterov") -> dict[str, Any]:
