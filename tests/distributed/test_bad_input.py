@@ -16,7 +16,7 @@ from tests.distributed.models import WIDTH, Block, TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, ordinary_loop, start
 from zeroengine import ZeroEngineError
-from zeroengine.engine.initialize import check_one_device
+from zeroengine.engine.model_checks import check_one_device
 
 
 def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:

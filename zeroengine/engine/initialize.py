@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,18 +21,19 @@ from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
+from zeroengine.engine.agreement import check_agreement
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
+from zeroengine.engine.model_checks import check_one_device, check_undistributed, check_unowned
 from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
-from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
+from zeroengine.partition.cut import check_has_parameters, cut_units, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.automatic import StatePlanner, fit_configuration
 from zeroengine.plan.free_memory import measure_free_memory
@@ -43,19 +41,6 @@ from zeroengine.plan.state_bytes import Setting
 from zeroengine.runtime import mixed_precision
 
 log = logging.getLogger("zeroengine")
-
-# The call that makes each class, by the class's module and name, so that none of these modules must be imported.
-WRAPPERS = {
-    ("torch.nn.parallel", "DistributedDataParallel"): "DistributedDataParallel(...)",
-    ("torch.nn.parallel", "DataParallel"): "DataParallel(...)",
-    ("torch.distributed", "FullyShardedDataParallel"): "FullyShardedDataParallel(...)",
-    ("torch.distributed", "ReplicateModule"): "replicate(...)",
-    ("torch.distributed", "DDP"): "replicate(...)",
-    ("torch.distributed", "FSDPModule"): "fully_shard(...)",
-    ("deepspeed", "DeepSpeedEngine"): "deepspeed.initialize(...)",
-}
-# The number of differences of one rank that a message shows.
-MAX_SHOWN = 3
 
 
 @explains_arguments
@@ -149,7 +134,7 @@ def _make_engine(
         check_undistributed(model)
         check_has_parameters(model)
         check_tensor_kinds(model)
-        _check_unowned(model)
+        check_unowned(model)
         check_one_device(model)
         meta_init.check_not_recording()
         settings = config if isinstance(config, Config) else load(config)
@@ -262,147 +247,3 @@ def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> tor
     if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
         return torch.device("cpu")
     return default_device()
-
-
-def check_one_device(model: nn.Module) -> None:
-    """Check that the model's parameters are on one device.
-
-    Raises:
-        ZeroEngineError: Parameters that have values are on several devices.
-    """
-    first: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        if not param.is_meta:
-            first.setdefault(param.device, name)
-    if len(first) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise ZeroEngineError(
-            f"the model's parameters are on several devices: {where}. A rank computes on one: move all of them there "
-            'before initialize(), such as model.to("cuda"), or leave all on the CPU for initialize() to move.'
-        )
-
-
-def _check_unowned(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        # A second engine would partition shards of the first one.
-        if owner_of(param) is not None:
-            raise ZeroEngineError(
-                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
-                "the first call returned, or end that one before, by engine.release() on every rank."
-            )
-
-
-def check_undistributed(model: nn.Module) -> None:
-    """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
-
-    Raises:
-        ZeroEngineError: There is one. The message names the first, and what to pass instead.
-    """
-    # A wrapper may also be inside the model, so every module is checked.
-    for name, module in model.named_modules():
-        for wrapper in _wrappers(module):
-            where = f"the module {name}" if name else "the model"
-            raise ZeroEngineError(
-                f"{where} was passed through {wrapper}, which distributes it already. zeroengine partitions parameters "
-                f"and reduces gradients itself: leave {wrapper} out, and write zeroengine.initialize(model, ...) with "
-                "the plain module"
-            )
-    tensors = sys.modules.get("torch.distributed.tensor")
-    # If this module was never imported, no DTensor exists. Importing it only for the check would take time.
-    if tensors is None:
-        return
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if isinstance(tensor, tensors.DTensor):
-                raise ZeroEngineError(
-                    f"{kind} {name} is a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh}): "
-                    "it is distributed already, and tensor parallelism beside zeroengine is not supported. Pass the "
-                    "model with plain tensors, as it was before parallelize_module() or distribute_tensor()"
-                )
-
-
-def _wrappers(module: nn.Module) -> Iterator[str]:
-    # Bases are also compared, because users subclass wrappers, and fully_shard changes a module's class to a subclass.
-    for cls in type(module).__mro__:
-        for (package, name), call in WRAPPERS.items():
-            if cls.__name__ == name and cls.__module__.startswith(package):
-                yield call
-
-
-def check_agreement(
-    group: Group, config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
-) -> None:
-    """Compare the model, optimizer and configuration of every rank with those of rank 0. A collective.
-
-    Raises:
-        DivergenceError: On every rank. The message names the first ranks that differ, and the differences.
-    """
-    facts = _facts(config, model, plans, optimizer)
-    # The facts may be megabytes and almost always agree, so the ranks first exchange digests of 64 bytes.
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    # Every rank has the same digests, so all ranks take the same branch.
-    if len(set(group.all_gather_object(digest))) == 1:
-        return
-    facts_by_rank = group.all_gather_object(facts)
-    differences = [
-        f"rank {rank}: {line}"
-        for rank, other in enumerate(facts_by_rank)
-        for line in _differences(facts_by_rank[0], other)[:MAX_SHOWN]
-    ]
-    shown = "\n  ".join(differences[: 2 * MAX_SHOWN])
-    raise DivergenceError(
-        f"the ranks were started differently; rank 0 is the reference:\n  {shown}\n"
-        "Every rank must build the same model, optimizer and configuration."
-    )
-
-
-def _facts(
-    config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    # The order of parameters determines their places in the shards, so their numbers are part of the facts.
-    group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    rows = [(plan, name, param) for plan in plans for name, param in plan.params]
-    parameters = {
-        name: f"{_kind(param.shape, plan.dtype)}, number {i}, in unit {plan.name}, "
-        + (f"in param_groups[{group_of[param]}]" if plan.trainable else "frozen")
-        for i, (plan, name, param) in enumerate(rows)
-    }
-    buffers = {name: _kind(buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
-    groups = {
-        f"param_groups[{i}]": {"params": len(group["params"])}
-        # Objects such as functions are left out, because their text contains an address, which differs in each process.
-        | {k: repr(v) for k, v in group.items() if isinstance(v, (bool, int, float, tuple, str))}
-        for i, group in enumerate(optimizer.param_groups)
-    }
-    sections = {
-        "configuration": dict(_flat(config.to_dict())),
-        "parameter": parameters,
-        "buffer": buffers,
-        f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
-        # Different versions of torch may choose different algorithms or message formats.
-        "version": {"torch": torch.__version__},
-        # Ranks collect the records of steps together.
-        "the run folder in": {RUN_FOLDER_VARIABLE: "set"} if os.environ.get(RUN_FOLDER_VARIABLE) else {},
-    }
-    return {f"{section} {name}": fact for section, facts in sections.items() for name, fact in facts.items()}
-
-
-def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    # A name may be missing on either side.
-    return [
-        f"{name} is {other.get(name, 'absent')}, on rank 0 {reference.get(name, 'absent')}"
-        for name in sorted({*reference, *other})
-        if reference.get(name, "absent") != other.get(name, "absent")
-    ]

@@ -37,6 +37,7 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
+from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.replicas import ReplicaLayout
@@ -382,35 +383,3 @@ class StepRunner(BackwardListener):
         if every and self._replicas.rank == 0 and self.num_updates % every == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
             print(f"step {self.num_updates}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
-
-
-def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
-    """Call ``step``, which steps ``schedule`` and so changes ``groups``. Return a function that reverts both."""
-    if schedule is None:
-        step()
-        return lambda: None
-    # A step may change the containers that state_dict returns, so they are copied.
-    state, values_before = copy.deepcopy(schedule.state_dict()), _hyperparameters(groups)
-    step()
-    values_after = _hyperparameters(groups)
-
-    def revert() -> None:
-        schedule.load_state_dict(state)
-        # A hyperparameter that the user has written since does not have the schedule's value, and is not reverted.
-        for group, before, after in zip(groups, values_before, values_after, strict=True):
-            for key, value in before.items():
-                if isinstance(value, torch.Tensor):
-                    # A schedule writes into a tensor in place, so every reference to it must see the old value again.
-                    group[key].copy_(value)
-                elif group[key] == after[key]:
-                    group[key] = value
-
-    return revert
-
-
-def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        # The schedule writes into tensors in place.
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-        for group in groups
-    ]

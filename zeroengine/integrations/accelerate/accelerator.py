@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from zeroengine.comm.launched_ranks import has_peers, join_launched_ranks
 from zeroengine.config import Config, load
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.initialize import check_undistributed, engine_of
+from zeroengine.engine.initialize import engine_of
+from zeroengine.engine.model_checks import check_undistributed
 from zeroengine.integrations.accelerate import checks, settings, states
 from zeroengine.integrations.accelerate.engines import (
     compiled,
