@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import venv
@@ -40,7 +42,7 @@ def python_of(name: str) -> Path:
         wanted = hashlib.sha256(f"{packages_of_tests}\n{requirements}".encode()).hexdigest()
         if not stamp.is_file() or stamp.read_text() != wanted:
             shutil.rmtree(folder, ignore_errors=True)
-            venv.create(folder, with_pip=True)
+            venv.create(folder, with_pip=not _has_pip())
             packages = subprocess.run(
                 [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                 check=True,
@@ -55,12 +57,23 @@ def python_of(name: str) -> Path:
     return python
 
 
+def _has_pip() -> bool:
+    """Whether the Python that runs the tests has a pip that installs for others: one of their own is slow to unpack."""
+    try:
+        return int(importlib.metadata.version("pip").partition(".")[0]) >= 23
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def _install(python: Path, requirements: str) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         # Without this line pip might take another torch, with gigabytes of CUDA packages.
         file.write(f"{requirements}\ntorch=={_torch_version()}\n")
         file.flush()
-        command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-q", "-r", file.name]
+        pip = [sys.executable, "-m", "pip", "--python", python] if _has_pip() else [python, "-m", "pip"]
+        # Modules are compiled when they are imported: most never are.
+        options = ["--disable-pip-version-check", "--no-input", "-q", "--no-compile"]
+        command = [*pip, "install", *options, "-r", file.name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         raise RuntimeError(f"pip install failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -19,7 +19,6 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import features, trainable_only
 from tests.distributed.training import Task, Trained, adamw, assert_same_bits, settings, start
-from tests.parametrization import in_turn
 
 STEPS = 4
 Backend = Callable[[Any, Any], Any]
@@ -128,9 +127,9 @@ def check(way: str, stages: tuple[int, ...], task: Task, autograd: bool, more: d
 
 
 # Stage 3 in every way, the others in some; AOTAutograd makes the graphs of the backward over Gloo.
-NORMAL_CASES = [("shm", way, (0, 3) if "whole" in way else (3,), 3) for way in WAYS]
-NORMAL_CASES[0] = ("shm", "blocks in place", (0, 3), 10)
-NORMAL_CASES += [("gloo", way, (1,), 3) for way in ("blocks wrapped", "whole in place")]
+NORMAL_CASES = [("shm", way, (0, 3) if way == "whole wrapped" else (3,), 3) for way in WAYS]
+NORMAL_CASES[0] = ("shm", "blocks in place", (3,), 10)
+NORMAL_CASES += [("gloo", "whole in place", (1,), 3)]
 SLOW_CASES = [case for way in WAYS for case in (("shm", way, (0, 3), 10), ("gloo", way, (1,), 10))]
 
 
@@ -163,9 +162,13 @@ MODELS = {
     "skipped blocks": Task(factory=test_parameters.Skipping, data=test_parameters.skipping_on_all_ranks),
 }
 IN_BLOCKS = ("containers", "reentrant checkpoints")
+# Eager models of the other kinds are tested beside their definitions, and their compiled blocks are those of any model.
+SHORT = ("parameters used directly", "checkpoints", "skipped blocks")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in MODELS]
+)
 def test_compiled_models_of_all_kinds_train_as_eager_ones(model: str) -> None:
     way = "blocks in place" if model in IN_BLOCKS else "whole in place"
     run_ranks(2, check, way, (3,), MODELS[model], False, {"comm": {"transport": "gloo"}})
@@ -179,7 +182,16 @@ LOW = {
 }
 
 
-@in_turn(("name", "stage"), list(LOW), [3, 1])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(
+            name, stage, marks=() if (name, stage) in (("fp32 norms", 3), ("small units", 1)) else pytest.mark.slow
+        )
+        for name in LOW
+        for stage in (3, 1)
+    ],
+)
 def test_compiled_models_in_low_precision_and_other_units_train_as_eager_ones(name: str, stage: int) -> None:
     run_ranks(2, check, "whole wrapped", (stage,), Task(), False, LOW[name])
 

@@ -19,7 +19,7 @@ from tests.distributed.test_evaluation import record
 from tests.distributed.test_parameters import Net
 from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
 from tests.models.constructions import TABLE, Construction, loss_of
-from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
@@ -159,7 +159,8 @@ def test_fp32_constructions_match_plain_pytorch_and_the_same_bits_at_every_stage
     check(name, 2, 4, transport, STAGES)
 
 
-@SHARED_MEMORY_AND_SLOW_GLOO
+@pytest.mark.slow  # those above and below have two ranks; test_degrees has four
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("name", TABLE)
 def test_constructions_match_plain_pytorch_on_4_ranks(name: str, transport: str) -> None:
     check(name, 4, 2, transport, (0, 3))

@@ -249,9 +249,7 @@ def players(stages: tuple[int, int], **more: Any) -> list[zeroengine.Engine]:
     ]
 
 
-def play_all(
-    game: str, more: dict[str, Any], pairs: Sequence[tuple[int, int]] = tuple(PAIRS)
-) -> tuple[list[Trained], Trained]:
+def play_all(game: str, more: dict[str, Any], pairs: Sequence[tuple[int, int]]) -> tuple[list[Trained], Trained]:
     """On one rank: with engines of each pair of stages, and in plain PyTorch."""
     start()
     found = []
@@ -265,15 +263,23 @@ def play_all(
     return found, play(game, Plain(build(Generator)), Plain(build(Discriminator, seed=1)))
 
 
+@pytest.mark.parametrize(
+    "pairs",
+    [pytest.param([(0, 0), (3, 3), (3, 1)], id="some"), pytest.param(PAIRS, id="all", marks=pytest.mark.slow)],
+)
 @in_turn(("game", "transport"), list(GAMES), TRANSPORTS)
-def test_a_game_of_two_engines_is_that_of_plain_pytorch(game: str, transport: str) -> None:
-    for found, plain in run_ranks(2, play_all, game, {"comm": {"transport": transport}}):
-        for stages, trained in zip(PAIRS, found, strict=True):
+def test_a_game_of_two_engines_is_that_of_plain_pytorch(
+    game: str, transport: str, pairs: list[tuple[int, int]]
+) -> None:
+    for found, plain in run_ranks(2, play_all, game, {"comm": {"transport": transport}}, pairs):
+        for stages, trained in zip(pairs, found, strict=True):
             assert_same_bits(found[0], trained, stages)
         assert_close([found[0]], plain)
 
 
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize(
+    "game", [pytest.param(game, marks=() if game == "together" else pytest.mark.slow) for game in GAMES]
+)
 def test_a_bf16_game_of_two_engines_follows_plain_pytorch(game: str) -> None:
     for found, plain in run_ranks(2, play_all, game, {"bf16": {"enabled": True}}, [(1, 2), (3, 0)]):
         for trained in found:

@@ -150,23 +150,26 @@ def train(name: str, how: int | str, checkpoints: bool | None = None) -> list[fl
     return losses
 
 
-def train_all(names: list[str], checkpoints: list[bool | None]) -> dict[Any, dict[int | str, list[float]]]:
-    return {(n, c): {how: train(n, how, c) for how in ("ddp", 0, 3)} for n in names for c in checkpoints}
+def train_all(
+    names: list[str], checkpoints: list[bool | None], stages: tuple[int, ...]
+) -> dict[Any, dict[int | str, list[float]]]:
+    return {(n, c): {how: train(n, how, c) for how in ("ddp", *stages)} for n in names for c in checkpoints}
 
 
-def assert_as_ddp(names: list[str], checkpoints: list[bool | None]) -> None:
-    ranks = run_ranks(2, quietly, train_all, names, checkpoints, timeout=400)
+def assert_as_ddp(names: list[str], checkpoints: list[bool | None], stages: tuple[int, ...]) -> None:
+    ranks = run_ranks(2, quietly, train_all, names, checkpoints, stages, timeout=400)
     for case, first in ranks[0].items():
         for found in (rank[case] for rank in ranks):
-            assert found[0] == found[3], case
-            assert found[0] == pytest.approx(found["ddp"], rel=1e-5), case
-        assert first[0] != ranks[1][case][0], case
+            assert all(found[stage] == found[3] for stage in stages), case
+            assert found[3] == pytest.approx(found["ddp"], rel=1e-5), case
+        assert first[3] != ranks[1][case][3], case
 
 
-def test_families_of_models_have_the_losses_of_ddp() -> None:
-    assert_as_ddp(list(FAMILIES), [None])
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
+def test_families_of_models_have_the_losses_of_ddp(stages: tuple[int, ...]) -> None:
+    assert_as_ddp(list(FAMILIES), [None], stages)
 
 
 @pytest.mark.slow
 def test_families_with_checkpoints_have_the_losses_of_ddp() -> None:
-    assert_as_ddp(list(CHECKPOINTED), [True, False])
+    assert_as_ddp(list(CHECKPOINTED), [True, False], (0, 3))

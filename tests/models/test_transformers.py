@@ -171,6 +171,7 @@ def test_transformers_train_in_fp32_as_plain_pytorch_and_the_same_at_every_stage
         assert_close([found[0] for found in ranks], quietly(plainly, task_of(*each)))
 
 
+@pytest.mark.slow  # test_constructions has models in bf16
 def test_transformers_train_in_bf16_within_its_rounding() -> None:
     tasks, stages = [each for each in TASKS if each[0] != "llama"], (1, 3)
     for each, *ranks in zip(tasks, *run_ranks(2, train_all, tasks, stages, BF16), strict=True):
@@ -181,6 +182,7 @@ def test_transformers_train_in_bf16_within_its_rounding() -> None:
             assert ranks[0][number].norms == pytest.approx(plain.norms, rel=5e-2), (each, stage)
 
 
+@pytest.mark.slow  # test_degrees has four ranks
 def test_transformers_train_on_four_ranks_as_plain_pytorch() -> None:
     tasks = [("tied llama", False), ("t5", True)]
     for each, *ranks in zip(tasks, *run_ranks(4, train_all, tasks, (0, 3), {}), strict=True):

@@ -98,7 +98,9 @@ def transform(transport: str, inside: bool) -> list[str]:
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-@pytest.mark.parametrize("inside", [True, False], ids=["gathered", "not gathered"])
+@pytest.mark.parametrize(
+    "inside", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["gathered", "not gathered"]
+)
 def test_transforms_of_modules_are_those_of_plain_pytorch(transport: str, inside: bool) -> None:
     for wrong in run_ranks(2, transform, transport, inside):
         assert not wrong, "\n".join(wrong)

@@ -165,6 +165,7 @@ def test_a_model_that_accelerate_compiles_trains(settings: dict[str, Any]) -> No
     assert settings["compiled"] == [True, True, True]
 
 
+@pytest.mark.slow  # the versions are pinned; training, which goes through the seams, is not slow
 def test_the_seams_of_accelerate_are_as_they_were() -> None:
     assert run_script("accelerate", HERE / "seams.py", ranks=1) == [[]]
 

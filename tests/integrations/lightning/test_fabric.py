@@ -10,6 +10,8 @@ import pytest
 from tests.integrations.environments import run_script
 from tests.integrations.lightning.test_trainer import CLOSE, differences
 
+pytestmark = pytest.mark.slow  # test_trainer has the same strategy
+
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:

@@ -130,6 +130,7 @@ def test_every_launcher_starts_the_same_run() -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow  # the versions are pinned; fits, which go through the seams, are not slow
 def test_the_seams_of_lightning_are_as_this_integration_needs_them() -> None:
     done = run_program([str(python_of("lightning")), str(HERE / "seams_script.py")])
     assert done.returncode == 0, done.stdout[-4000:]

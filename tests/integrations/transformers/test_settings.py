@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integrations.environments import run_script
 
 HERE = Path(__file__).parent
@@ -23,6 +25,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow  # test_features of accelerate has contradictions of the same kinds
 def test_contradictions_are_errors_that_say_what_to_write() -> None:
     (messages,) = run_script("transformers", HERE / "refusals.py", ranks=1)
     assert messages.keys() == EXPECTED.keys()

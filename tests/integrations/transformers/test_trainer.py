@@ -58,5 +58,6 @@ def test_the_docs_page_runs(tmp_path: Path) -> None:
     assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] == 5
 
 
+@pytest.mark.slow  # the versions are pinned; training, which goes through the seams, is not slow
 def test_the_seams_of_transformers_and_accelerate_are_as_they_were() -> None:
     assert run_script("transformers", HERE / "seams.py", ranks=1) == [[]]
