@@ -102,7 +102,7 @@ def ours_from_theirs(root: Path) -> list[tuple[dict[str, torch.Tensor], int, lis
 
 
 @cpu_alone("FSDP2 over Gloo")
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fsdp2_s_loads_here(nested: bool, tmp_path: Path) -> None:
     expected, losses = run_ranks(2, theirs, tmp_path, nested)[0]
     for found, steps, others in run_ranks(3, ours_from_theirs, tmp_path)[0]:

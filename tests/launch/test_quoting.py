@@ -93,6 +93,7 @@ def test_only_listed_variables_are_forwarded(environ: dict[str, str]) -> None:
     assert forwarded_variables([], environ) == {name: environ[name] for name in listed}
 
 
+@pytest.mark.slow  # test_nodes has them on no command line and on no other host
 def test_unlisted_variables_appear_on_no_command_line_in_no_log_and_on_no_other_host(
     script: Script, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -165,7 +165,7 @@ BF16 = {"bf16": {"enabled": True}}
     [
         (0, {}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, {}), (2, {}), (1, BF16))),
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
         (3, BF16),
     ],
 )
@@ -237,7 +237,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(stage: int, tmp_path: Path) -> None:
     state = once(state_dict())
     folder = tmp_path / "bad"

@@ -69,7 +69,7 @@ def test_a_wrong_line_is_named_without_its_value() -> None:
     assert "secret" not in str(error.value)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.dictionaries(NAMES, NASTY, max_size=4))
 def test_values_pass_a_real_shell_and_a_pipe_unchanged(values: dict[str, str]) -> None:
     """The way that ssh goes: a login shell gets one line, and all the rest comes over stdin."""

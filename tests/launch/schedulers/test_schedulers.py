@@ -140,8 +140,14 @@ def fake_program(folder: Path, name: str, body: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("more", "number"),
-    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
-    ids=["job", "task of an array, whose number may be the array's"],
+    [
+        pytest.param({}, "7", id="job", marks=pytest.mark.slow),
+        pytest.param(
+            {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"},
+            "7_3",
+            id="task of an array, whose number may be the array's",
+        ),
+    ],
 )
 def test_ranks_whose_time_is_over_are_requeued_and_not_restarted(
     script: Script, tmp_path: Path, more: dict[str, str], number: str
