@@ -1,4 +1,4 @@
-"""The memory between hosts whose ranks share memory is predicted."""
+"""The memory that transports of several hosts keep is predicted: between hosts that share memory within, and of Gloo."""
 
 from __future__ import annotations
 
@@ -18,32 +18,38 @@ TRIPLES = ((4, 4, 4), (2, 2, 2), (1, 2, 4), (1, 1, 1))
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
 
 
-def staging(zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
+def staging(transport: str, zero: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
     """Bytes after two steps, and those that the planner predicts, for each of the degrees."""
     dist.init_process_group("gloo")
     imagine_hosts(2)
     found = []
     for triple in TRIPLES:
         settings = degree_config(triple)
+        settings["comm"]["transport"] = transport
         settings["zero_optimization"] |= zero
         engine = zeroengine.initialize(build(TinyLM), config=settings)
         for number in range(2):
             engine.backward(engine(*batch(number, engine.rank)))
             engine.step()
-        planner, transport = engine._parts.planner, engine._parts.transport
-        setting = Setting(4, "cpu", transport.name, transport.ranks_per_host)
+        planner, opened = engine._parts.planner, engine._parts.transport
+        setting = Setting(4, "cpu", opened.name, opened.ranks_per_host)
         predicted, memory = predict_states(planner.plans, engine.config, setting).device, engine.memory()
         found.append({name: (getattr(memory, name), predicted[name]) for name in ("staging", "quantized")})
         engine.close()
     return found
 
 
-@pytest.mark.parametrize("zero", [{}, QUANTIZED], ids=["exact", "quantized"])
-def test_memory_between_hosts_is_predicted_and_counted(zero: dict[str, Any]) -> None:
-    for answers in run_ranks(4, staging, zero):
+@pytest.mark.parametrize(
+    ("transport", "zero"),
+    [("auto", {}), ("auto", QUANTIZED), ("gloo", {})],
+    ids=["exact", "quantized", "gloo"],
+)
+def test_memory_that_a_transport_keeps_is_predicted_and_counted(transport: str, zero: dict[str, Any]) -> None:
+    for answers in run_ranks(4, staging, transport, zero):
         for triple, found in zip(TRIPLES, answers, strict=True):
             measured, predicted = found["staging"]
-            assert 0 < measured <= predicted <= 4 * measured, (triple, answers)
+            # The slower the network, the more sums are on their way: those of one unit, or of all four.
+            assert 0 < measured <= predicted <= 6 * measured, (triple, answers)
             measured, predicted = found["quantized"]
             assert (measured > 0) == bool(zero)
             assert measured <= predicted <= 4 * measured, (triple, answers)

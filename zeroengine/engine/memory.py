@@ -36,7 +36,7 @@ class Memory:
         gathered: The full buffers of units that are released between uses, and are gathered now.
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
         staging: Buffers between the stores of offloaded states and the computation, between hosts whose ranks share
-            memory, and between the replicas of ``local_steps``.
+            memory, and between the replicas of ``local_steps``; and what Gloo receives gradients into.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
@@ -102,7 +102,9 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     # Each state is counted once, by the medium of its store, so that the columns of the table add up.
     on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
     # If the engine computes on the CPU, host buffers count as memory of the device.
-    host_staging = parts.placement.host_buffer_bytes
+    # The memory that transports keep is that of the host.
+    host_staging = parts.placement.host_buffer_bytes + parts.transport.staging_bytes()
+    host_staging += 0 if parts.replicas is None else parts.replicas.between.staging_bytes()
     computes_on_cpu = parts.group.device.type == "cpu"
     return Memory(
         device=str(parts.group.device),
@@ -111,7 +113,6 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes
-        + parts.transport.staging_bytes()
         + (0 if parts.outer_step is None else parts.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),
         quantized=sum(x.nbytes for x in (parts.quantized_gather, parts.quantized_reduce) if x is not None),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zeroengine.comm.transports.gloo import numel_received
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.runtime.gradient_buffers import buffer_numel
@@ -27,6 +29,7 @@ class GradientFlow:
         format: How the gradients are kept and sent.
         first: The position of the module whose backward gives the unit its first gradient.
         last: The position of the module whose backward gives it the last one. A backward runs from high to low.
+        slice_numel: The elements of each slice that the reduce cuts the buffer into.
     """
 
     numel: int
@@ -34,6 +37,7 @@ class GradientFlow:
     format: GradientFormat
     first: int
     last: int
+    slice_numel: int = 0
 
 
 def gradient_positions(plan: UnitPlan) -> tuple[int, int]:
@@ -50,8 +54,12 @@ def gradient_positions(plan: UnitPlan) -> tuple[int, int]:
     return max(positions, default=0), min(positions, default=0)
 
 
-def gradient_buffer_bytes(flows: Sequence[GradientFlow], bucket_numel: int, *, at_once: bool) -> int:
-    """Return the bytes of gradient buffers, which are never freed.
+# A size of gradient buffers: their elements, and their dtype.
+BufferKey = tuple[int, torch.dtype]
+
+
+def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, at_once: bool) -> Counter[BufferKey]:
+    """Return the number of gradient buffers of each size. They are never freed.
 
     Args:
         flows: The trainable units, in the order of registration.
@@ -68,12 +76,12 @@ def gradient_buffer_bytes(flows: Sequence[GradientFlow], bucket_numel: int, *, a
     )
     # The second step finds the buffers of the first.
     for _ in range(2):
-        in_use: dict[int, _Key] = {}
+        in_use: dict[int, BufferKey] = {}
         complete: set[int] = set()
         bucket: list[int] = []
         num_queued = 0
 
-        def launch(bucket: list[int], in_use: dict[int, _Key]) -> None:
+        def launch(bucket: list[int], in_use: dict[int, BufferKey]) -> None:
             for index in bucket:
                 if not order[index].format.reduced_in_place:
                     pool.release(in_use.pop(index) if index in in_use else pool.acquire(order[index]))
@@ -94,10 +102,33 @@ def gradient_buffer_bytes(flows: Sequence[GradientFlow], bucket_numel: int, *, a
             if bucket and sum(order[i].numel for i in bucket) >= bucket_numel:
                 launch(bucket, in_use)
         launch(bucket, in_use)
-    return pool.nbytes
+    return pool.counts
 
 
-_Key = tuple[int, torch.dtype]
+def received_bytes(flows: Sequence[GradientFlow], world_size: int, buffers: Mapping[BufferKey, int]) -> int:
+    """Return the most bytes of the memory that Gloo receives slices into, which is never freed.
+
+    Args:
+        flows: The trainable units.
+        world_size: The number of ranks.
+        buffers: The number of gradient buffers of each size. A reduce that is not in place has one until it is done.
+    """
+    largest = max((flow.numel for flow in flows), default=0)
+    alike: dict[BufferKey, list[GradientFlow]] = {}
+    for flow in flows:
+        alike.setdefault((flow.slice_numel, flow.format.reduce_dtype), []).append(flow)
+    nbytes = 0
+    for (slice_numel, dtype), group in alike.items():
+        in_place = sum(flow.format.reduced_in_place for flow in group)
+        sizes = {_buffer_key(flow, largest) for flow in group if not flow.format.reduced_in_place}
+        count = in_place + min(len(group) - in_place, sum(buffers.get(size, 0) for size in sizes))
+        nbytes += count * numel_received(world_size, slice_numel) * dtype.itemsize
+    return nbytes
+
+
+def _buffer_key(flow: GradientFlow, largest: int) -> BufferKey:
+    """Return the size of the gradient buffer of a unit, where the largest unit has so many elements."""
+    return buffer_numel(flow.numel, largest), flow.format.reduce_dtype
 
 
 class _Pool:
@@ -105,19 +136,19 @@ class _Pool:
 
     def __init__(self, largest: int, at_once: bool) -> None:
         self._largest, self._num_in_flight = largest, 1 if at_once else MAX_IN_FLIGHT
-        self._num_idle: dict[_Key, int] = {}
-        self.nbytes = 0
+        self._num_idle: Counter[BufferKey] = Counter()
+        self.counts: Counter[BufferKey] = Counter()
 
-    def acquire(self, flow: GradientFlow) -> _Key:
-        key = buffer_numel(flow.numel, self._largest), flow.format.reduce_dtype
-        if self._num_idle.get(key, 0) >= self._num_in_flight:
+    def acquire(self, flow: GradientFlow) -> BufferKey:
+        key = _buffer_key(flow, self._largest)
+        if self._num_idle[key] >= self._num_in_flight:
             self._num_idle[key] -= 1
         else:
-            self.nbytes += key[0] * key[1].itemsize
+            self.counts[key] += 1
         return key
 
-    def release(self, key: _Key) -> None:
-        self._num_idle[key] = self._num_idle.get(key, 0) + 1
+    def release(self, key: BufferKey) -> None:
+        self._num_idle[key] += 1
 
 
 def staging_buffer_bytes(

@@ -26,27 +26,21 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
     return most
 
 
-def receive_bytes(
-    units: Sequence[UnitBytes], world_size: int, device: str, transport: str, *, accumulates: bool
-) -> int:
-    """Return the bytes of the memory that a transport receives sums into, as far as it is not the gradients' own.
+def receive_bytes(units: Sequence[UnitBytes], world_size: int, transport: str, *, accumulates: bool) -> int:
+    """Return the bytes of the memory that NCCL receives sums into, as far as it is not the gradients' own.
 
     Args:
         units: The units.
         world_size: The number of ranks.
-        device: "cpu" or "cuda".
         transport: The name of the transport.
         accumulates: Whether sums of several micro-steps are added up.
     """
     sizes: list[int] = []
     for unit in units:
-        if unit.gradients is None or world_size == 1:
+        if unit.gradients is None or world_size == 1 or transport != "nccl":
             continue
-        sent_bytes = unit.gradients.reduce_dtype.itemsize * unit.layout.numel
         casts = unit.gradients.dtype is not unit.gradients.reduce_dtype
-        if transport == "gloo" and device == "cpu":
-            sizes.append(sent_bytes // world_size * (world_size - 1))
         # NCCL neither adds to its target nor casts, so its sum has memory of its own first.
-        elif transport == "nccl" and unit.degrees.gradients > 1 and (accumulates or casts):
-            sizes.append(sent_bytes // world_size)
+        if unit.degrees.gradients > 1 and (accumulates or casts):
+            sizes.append(unit.gradients.reduce_dtype.itemsize * unit.layout.numel // world_size)
     return sum(sorted(sizes)[-MAX_IN_FLIGHT:])

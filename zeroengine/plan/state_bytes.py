@@ -31,12 +31,13 @@ from zeroengine.plan.gathered_bytes import GatheredUnit, PrefetchLimits, most_ga
 from zeroengine.plan.gradient_buffer_bytes import (
     MAX_IN_FLIGHT,
     GradientFlow,
-    gradient_buffer_bytes,
+    count_gradient_buffers,
     gradient_positions,
+    received_bytes,
     staging_buffer_bytes,
 )
 from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
-from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel
+from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
 from zeroengine.plan.two_level_bytes import adds_by_host, two_level_bytes
@@ -66,6 +67,7 @@ class Setting:
         transport: The name of the transport: "shm", "gloo", "two-level", "nccl", "single" (one rank) or "fake".
         ranks_per_host: The ranks of each host, which "two-level" depends on.
         num_replicas: The number of replicas of ``local_steps``.
+        replica_transport: The name of the transport between them.
 
     Raises:
         ZeroEngineError: A value is not one of these.
@@ -76,14 +78,16 @@ class Setting:
     transport: str
     ranks_per_host: int = 1
     num_replicas: int = 1
+    replica_transport: str = "single"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ZeroEngineError(f"Setting: world_size is the number of ranks, at least 1; found {self.world_size}")
         if self.device not in ("cpu", "cuda"):
             raise ZeroEngineError(f'Setting: device is "cpu" or "cuda", found {self.device!r}')
-        if self.transport not in TRANSPORTS:
-            raise ZeroEngineError(f"Setting: transport is one of {', '.join(TRANSPORTS)}; found {self.transport!r}")
+        for name in ("transport", "replica_transport"):
+            if (value := getattr(self, name)) not in TRANSPORTS:
+                raise ZeroEngineError(f"Setting: {name} is one of {', '.join(TRANSPORTS)}; found {value!r}")
 
     @property
     def shard_align_bytes(self) -> int:
@@ -111,8 +115,8 @@ class StateBytes:
         nvme: Bytes of the four states that are on a disk.
         peak_device_extra: Bytes of the device's memory beyond the sum of ``device`` at the worst moment. Such moments:
             ``initialize``, where the model's own values are still there beside the units that were made of them; a
-            backward, where Gloo and NCCL receive sums into temporary memory; and an update by an optimizer of torch,
-            which takes gradients in the masters' dtype. Not counted are the temporaries of torch's own optimizers, and
+            backward, where NCCL receives sums into temporary memory; and an update by an optimizer of torch, which
+            takes gradients in the masters' dtype. Not counted are the temporaries of torch's own optimizers, and
             of the initialization of ``meta_init``.
         peak_cpu_extra: Likewise of CPU memory, if the device is a GPU: 0, or the values of a model on the CPU.
         disk_files: Bytes of this rank's files on the disk, which hold whole blocks.
@@ -203,9 +207,10 @@ def predict_states(
             outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, setting.world_size)
             ledger.add("optimizer", outer, location)
 
-    flows = [_flow(unit) for unit in units if unit.gradients is not None]
+    flows = [_flow(unit, setting.world_size) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
-    buckets = gradient_buffer_bytes(flows, zero.reduce_bucket_size or 0, at_once=setting.world_size == 1)
+    buffers = count_gradient_buffers(flows, zero.reduce_bucket_size or 0, at_once=setting.world_size == 1)
+    buckets = sum(count * numel * dtype.itemsize for (numel, dtype), count in buffers.items())
     # The fake backend never says that a reduce is done.
     num_reducing = 0 if setting.world_size == 1 else len(flows) if setting.transport == "fake" else MAX_IN_FLIGHT
     buckets += staging_buffer_bytes(flows, accumulates=accumulates, num_reducing=num_reducing, on_stream=on_gpu)
@@ -223,8 +228,15 @@ def predict_states(
         "quantized",
         kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets, ranks_per_host=adding),
     )
+    by_sockets = setting.transport == TwoLevelTransport.name and not adding
+    if setting.world_size > 1 and (by_sockets or setting.transport == GlooTransport.name):
+        # Packed slices arrive in passing. Whether sums of whole gradients are packed depends on what is gathered.
+        exact = [flow for flow in flows if not (zero.gradient_bits and flow.format.is_sharded)]
+        ledger.add("staging", received_bytes(exact, setting.world_size, buffers), CPU_MEMORY)
     _add_staging(ledger, units, config, setting, placement)
-    ledger.add("staging", exchange_bytes(units, config, setting.world_size, setting.num_replicas))
+    exchange = units, config, setting.world_size, setting.num_replicas
+    ledger.add("staging", exchange_bytes(*exchange))
+    ledger.add("staging", received_exchange_bytes(*exchange, setting.replica_transport), CPU_MEMORY)
 
     device = ledger.row(None, (*STATES, *BUFFERS))
     host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
@@ -232,7 +244,7 @@ def predict_states(
         device["staging"] += host["staging"]
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
-    received = receive_bytes(units, setting.world_size, setting.device, setting.transport, accumulates=accumulates)
+    received = receive_bytes(units, setting.world_size, setting.transport, accumulates=accumulates)
     received += passing_bytes(units, config, setting.world_size, adding)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
@@ -285,10 +297,12 @@ def _optimizer_bytes(unit: UnitBytes, states: Sequence[StateSizes], is_fused: bo
     )
 
 
-def _flow(unit: UnitBytes) -> GradientFlow:
+def _flow(unit: UnitBytes, world_size: int) -> GradientFlow:
     assert unit.gradients is not None
     shard_numel = unit.layout.shard_numel(unit.degrees.gradients)
-    return GradientFlow(unit.layout.numel, shard_numel, unit.gradients, *gradient_positions(unit.plan))
+    degree = unit.degrees.gradients if unit.degrees.gradients > 1 else unit.degrees.optimizer
+    slice_numel = unit.layout.numel // (degree if degree > 1 else world_size)
+    return GradientFlow(unit.layout.numel, shard_numel, unit.gradients, *gradient_positions(unit.plan), slice_numel)
 
 
 def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan) -> int:

@@ -66,15 +66,16 @@ def setting_of(machine: Machine, config: Config) -> Setting:
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
     size, per_node = replica.world_size, replica.ranks_per_node
+    between = "nccl" if machine.device == "cuda" else "shm" if machine.nodes == 1 else "gloo"
     if size == 1:
-        return Setting(1, machine.device, "single", num_replicas=num_replicas)
+        return Setting(1, machine.device, "single", 1, num_replicas, between)
     if machine.device == "cuda":
         transport = "nccl"
     elif config.comm.transport == "gloo" or (replica.nodes > 1 and per_node == 1):
         transport = "gloo"
     else:
         transport = "shm" if replica.nodes == 1 else "two-level"
-    return Setting(size, machine.device, transport, per_node, num_replicas)
+    return Setting(size, machine.device, transport, per_node, num_replicas, between)
 
 
 def machine_of_replica(machine: Machine, config: Config) -> Machine:

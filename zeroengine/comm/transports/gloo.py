@@ -20,9 +20,15 @@ from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, ref
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
+from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, shard_index
 from zeroengine.utils.work import Then, Work
+
+
+def numel_received(world_size: int, slice_numel: int) -> int:
+    """Return the elements that arrive at each rank for one sum over all ranks."""
+    return (world_size - 1) * slice_numel
 
 
 class GlooWork:
@@ -102,8 +108,8 @@ class GlooChannel:
         self._all_ranks = tuple(range(self._size))
         # The number of the last operation. All ranks issue the same operations, so their numbers are equal.
         self._seq = 0
-        # Receive buffers that are free again, by length and dtype.
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        # Private memory that slices arrive in.
+        self._spare = SparePool()
         self._writers = SumWriters()
 
     def all_gather(
@@ -129,16 +135,14 @@ class GlooChannel:
         slices = list(full.chunk(full.numel() // shard.numel()))
         levels = (self._size,) if levels is None else levels
         sent = [slices[shard_index(rank, levels)] for rank in self._all_ranks]
-        key = (shard.numel(), full.dtype)
-        spare = self._spare.setdefault(key, [])
-        arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
+        arrived = self._spare.take(numel_received(self._size, shard.numel()), full.dtype)
         pieces = list(arrived.chunk(self._size - 1))
         # This rank's own slice is inserted at its rank, so that the sum is in rank order.
         pieces.insert(self._rank, sent[self._rank])
 
         def finish() -> None:
             sum_by_host(shard, pieces, self._hosts, accumulate)
-            spare.append(arrived)
+            self._spare.give_back(arrived)
 
         before = self._writers.before(shard, accumulate=accumulate)
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
@@ -194,6 +198,10 @@ class GlooChannel:
             return False
         work.wait_stream()
         return True
+
+    def staging_bytes(self) -> int:
+        """Return the bytes of the memory that slices arrive in."""
+        return self._spare.nbytes
 
     def exchange(
         self,
@@ -287,8 +295,8 @@ class GlooTransport:
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def staging_bytes(self) -> int:
-        """Return 0: its receive buffers are counted as memory in passing."""
-        return 0
+        """Return the bytes of the memory that slices arrive in."""
+        return self.gather.staging_bytes() + self.reduce.staging_bytes()
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of all ranks, and add them in rank order."""

@@ -116,7 +116,8 @@ class TwoLevelTransport:
 
     def staging_bytes(self) -> int:
         """Return the bytes of the memory between the hosts and the buffers of the engine."""
-        return sum(channel.staging_bytes() for channel in self._two_level)
+        by_host, direct = (sum(c.staging_bytes() for c in channels) for channels in (self._two_level, self._direct))
+        return by_host + direct
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of this host's ranks, exchange them with the counterparts, and add all in rank order."""

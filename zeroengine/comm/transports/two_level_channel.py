@@ -13,8 +13,9 @@ from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.comm.transports.shared_memory_channel import Piece, SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
+from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.transports.two_level_sum import ExactExchange, HostExchange, PackedExchange, SumPlan
-from zeroengine.comm.transports.two_level_work import SparePool, StagingPool, TwoLevelWork
+from zeroengine.comm.transports.two_level_work import StagingPool, TwoLevelWork
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.utils.work import Work
 

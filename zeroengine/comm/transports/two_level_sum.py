@@ -12,7 +12,7 @@ import torch
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
-from zeroengine.comm.transports.two_level_work import SparePool
+from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.partition.degrees import shard_index
 
 

@@ -109,23 +109,3 @@ class StagingPool:
         """Take memory back that ``work`` has shared."""
         whole = tensor.untyped_storage()
         self._idle.append((torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole), work))
-
-
-class SparePool:
-    """Private memory that is used again, by length and dtype."""
-
-    def __init__(self) -> None:
-        self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.nbytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialized memory, 1-D."""
-        idle = self._idle.setdefault((numel, dtype), [])
-        if idle:
-            return idle.pop()
-        self.nbytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, device="cpu")
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Take back what ``take`` has returned."""
-        self._idle[tensor.numel(), tensor.dtype].append(tensor)
