@@ -1,4 +1,4 @@
-"""The memory that transports of several hosts keep is predicted: between hosts that share memory within, and of Gloo."""
+"""The memory that transports of several hosts keep is predicted: that of Gloo, and between hosts that share memory."""
 
 from __future__ import annotations
 
