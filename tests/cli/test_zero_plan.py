@@ -66,6 +66,20 @@ def test_options_fix_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert {tuple(c[key] for key in keys) for c in json.loads(out)["candidates"]} == {(3, "nvme", 2, True)}
 
 
+def test_a_slow_network_favors_degrees_within_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    best = {}
+    for network in ("80Gbit", "10GB/s", "100Mbit"):
+        _, out, _ = run(capsys, *FEW, *GPUS, "--stage", "3", "--network", network, "--json")
+        data = json.loads(out)
+        best[network] = data["candidates"][0]
+        assert data["machine"]["sources"]["node_link"] == "--network"
+    assert best["80Gbit"] == best["10GB/s"]
+    assert best["100Mbit"]["seconds"]["total"] > 10 * best["80Gbit"]["seconds"]["total"]
+    assert best["100Mbit"]["degrees"] in ("node", "node/all/all", "hpZ")
+    written = best["100Mbit"]["configuration"]["zero_optimization"]["degrees"]
+    assert "node" in written.values()
+
+
 @pytest.mark.parametrize("kind", ["function", pytest.param("hugging face", marks=pytest.mark.slow)])
 def test_a_function_and_a_configuration_of_hugging_face_are_models(
     kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +113,8 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
     [
         (["--memory", "80", *NUMBERS], "--memory 80: a size has a unit; write --memory 80GB"),
         (["--memory", "much", *NUMBERS], "write a size such as 5GB"),
+        (["--network", "25Gb", *NUMBERS], "--network 25Gb: write bits or bytes a second, such as --network 25Gbit"),
+        (["--network", "0Gbit", *NUMBERS], "--network 0Gbit: write bits or bytes a second"),
         (["--machine", "h100-80", *NUMBERS], "Did you mean h100-80gb"),
         ([], "no model is given"),
         (["--params", "7e9"], "plain numbers also need --layers N --width N --vocab N --seq N"),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         "host_bytes": _byte_size(options.host_memory, "--host-memory"),
         "disk_bytes": _byte_size(options.disk, "--disk"),
     }
+    network = _bytes_per_second(options.network, "--network")
     _check_model(options)
     if options.choose < 1:
         raise ZeroEngineError(f"--choose {options.choose}: write a number of the table, from 1")
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ZeroEngineError(f"{option} {path}: it cannot be written; write a file in a folder that exists")
     with _progress() as progress:
         progress("starting")
-        plan = _plan(options, sizes, progress)
+        plan = _plan(options, sizes, network, progress)
     chosen = options.choose
     if not 1 <= chosen <= len(plan.estimates):
         raise ZeroEngineError(f"--choose {chosen}: write a number of the table, from 1 to {len(plan.estimates)}")
@@ -111,6 +113,7 @@ def _parser() -> CommandParser:
     )
     group.add_argument("--nodes", metavar="N", type=_count, help="nodes")
     group.add_argument("--ranks-per-node", metavar="N", type=_count, help="ranks of a node, such as its GPUs")
+    group.add_argument("--network", metavar="RATE", help="of one node, to the others, a second: 25Gbit, 3GB")
     group.add_argument("--memory", metavar="SIZE", help="of one GPU: 80GB, 79.1GiB")
     group.add_argument("--host-memory", metavar="SIZE", help="CPU memory of one node: 1TB")
     group.add_argument("--disk", metavar="SIZE", help="free disk of one node for states on NVMe: 2TB")
@@ -155,7 +158,12 @@ def _check_model(options: argparse.Namespace) -> None:
         )
 
 
-def _plan(options: argparse.Namespace, sizes: dict[str, int | None], progress: Callable[[str], None]) -> Plan:
+def _plan(
+    options: argparse.Namespace,
+    sizes: dict[str, int | None],
+    network: float | None,
+    progress: Callable[[str], None],
+) -> Plan:
     # The package's plan() is a function of the same name as the package, so it is imported from its module.
     from zeroengine.plan.api import plan
 
@@ -167,7 +175,7 @@ def _plan(options: argparse.Namespace, sizes: dict[str, int | None], progress: C
     return plan(
         _model(options),
         options.config,
-        _machine(options, sizes),
+        _machine(options, sizes, network),
         batch=options.batch,
         checkpointing={"on": True, "off": False}.get(options.checkpointing or ""),
         overrides=overrides,
@@ -184,16 +192,20 @@ def _model(options: argparse.Namespace) -> ModelFacts:
     return from_numbers(options.params, options.layers, options.width, options.vocab, options.seq)
 
 
-def _machine(options: argparse.Namespace, sizes: dict[str, int | None]) -> Machine:
+def _machine(options: argparse.Namespace, sizes: dict[str, int | None], network: float | None) -> Machine:
     from zeroengine.plan.api import machine_with
     from zeroengine.plan.known_machines import load_machine
 
     given = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, **sizes}
     if options.machine is None and options.memory is not None:
         name = f"GPUs as given, the rest of {DEFAULT_PRESET}"
-        preset = dataclasses.replace(load_machine(DEFAULT_PRESET), name=name, ranks_per_node=1)
-        return machine_with(preset, **given)
-    return machine_with(load_machine(options.machine or "this"), **given)
+        machine = dataclasses.replace(load_machine(DEFAULT_PRESET), name=name, ranks_per_node=1)
+    else:
+        machine = load_machine(options.machine or "this")
+    if network is not None:
+        rates = dataclasses.replace(machine.rates, node_link=network)
+        machine = dataclasses.replace(machine, rates=rates, sources={**machine.sources, "node_link": "--network"})
+    return machine_with(machine, **given)
 
 
 def _nvme_paths(overrides: list[str]) -> list[str]:
@@ -236,6 +248,17 @@ def _byte_size(text: str | None, option: str) -> int | None:
     if text.strip().replace(".", "", 1).isdigit():
         raise ZeroEngineError(f"{option} {text}: a size has a unit; write {option} {text}GB or {option} {text}GiB")
     return parse_byte_size(text, option, ZeroEngineError)
+
+
+def _bytes_per_second(text: str | None, option: str) -> float | None:
+    """Return a rate such as 25Gbit or 3GB, in bytes a second."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT])(bit|B)(?:/s)?", text.strip())
+    rate = float(found[1]) * 1000 ** (1 + "KMGT".index(found[2])) if found else 0.0
+    if found is None or not rate:
+        raise ZeroEngineError(f"{option} {text}: write bits or bytes a second, such as {option} 25Gbit or {option} 3GB")
+    return rate / 8 if found[3] == "bit" else rate
 
 
 def _number(text: str) -> float:

@@ -217,7 +217,8 @@ def _check_links(machine: Machine) -> None:
     if machine.nodes > 1 and not machine.rates.node_link:
         raise ZeroEngineError(
             f"The link between nodes of machine {machine.name} is unknown. Measure on several nodes: `zero-launch "
-            '--hostfile hosts -m zeroengine.plan.measure FILE`; or write "node_link" in its file, in bytes per second'
+            "--hostfile hosts -m zeroengine.plan.measure FILE`; or give it: `zero-plan --network 25Gbit`, or "
+            '"node_link" in its file, in bytes per second'
         )
 
 
