@@ -66,7 +66,10 @@ def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tup
             settings["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
             if model == "experts":
                 settings["units"] = SINGLE
-            engine = zeroengine.initialize(build(ExpertsLM if model == "experts" else TinyLM), config=settings)
+            module = build(ExpertsLM if model == "experts" else TinyLM)
+            if model == "frozen":
+                module.get_submodule("blocks.1").requires_grad_(False)
+            engine = zeroengine.initialize(module, config=settings)
             for number in range(2 * MICRO_STEPS):
                 if number == MICRO_STEPS:
                     sent.clear()
@@ -95,6 +98,7 @@ SHORT = ["stage 0", "node/all/all", "hpZ, quantized"]
 def test_bytes_between_hosts_are_predicted(transport: str, names: list[str], of_experts: list[str]) -> None:
     # The embedding is tied to the head. Of the experts, which are units of their own, a rank uses only some.
     cases = [("tiny", SETTINGS[name]) for name in names] + [("experts", SETTINGS[name]) for name in of_experts]
+    cases += [("frozen", SETTINGS[name]) for name in names if name == "hpZ"]
     by_rank = run_ranks(WORLD_SIZE, traffic, transport, cases)
     for index, case in enumerate(cases):
         sent = sum(answers[index][0] for answers in by_rank[:RANKS_PER_HOST])

@@ -4,8 +4,8 @@
 gathers   of units that are released between uses. A forward gathers a unit for each module that needs it. A backward
           gathers it once, and releases it when it has all of its gradients; a frozen unit has none, and is gathered for
           each module. The unit that a forward needs last stays from its first use until then. With a second copy of the
-          parameters all but the first gather of a unit in a step come from its ranks. Elements of a list of which a
-          rank may use only some, such as experts, are gathered by all ranks as if each used all of them (see
+          parameters all but the first gather of a trainable unit in a step come from its ranks. Elements of a list of
+          which a rank may use only some, such as experts, are gathered by all ranks as if each used all of them (see
           ``runtime.unit_lists``)
 updates   where the optimizer's degree is above that of the parameters: gathers of each unit after its update
 reduces   of gradients that are sharded: in each micro-step. Of others: once
@@ -87,7 +87,9 @@ class StepCollectives:
             uses = len(unit.plan.modules)
             forward_uses = min(uses, 1) if unit is last else uses
             later += [again] * forward_uses
-            first += [Gather(unit, unit.degrees.parameters), *[again] * (forward_uses - 1)][:forward_uses]
+            # The second copy of a frozen unit is never out of date.
+            at_first = Gather(unit, unit.degrees.parameters) if unit.plan.trainable else again
+            first += [at_first, *[again] * (forward_uses - 1)][:forward_uses]
             backward_uses = min(uses, 1) if unit.plan.trainable else uses
             backward += [again] * max(0, backward_uses - (unit is last))
         trained = [unit for unit in units if unit.gradients is not None]
