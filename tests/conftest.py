@@ -41,6 +41,26 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any speed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let checks of every stage take two of them where slow tests are left out: `tests.distributed.training.STAGES`."""
+    os.environ.setdefault("ZEROENGINE_TEST_EVERY_STAGE", "0" if config.getoption("markexpr") == "not slow" else "1")
+
+
+# Folders whose files take longest. Begun first, they leave short files to the end, when a process may have to wait.
+LONG_FOLDERS = ("integrations", "models", "launch", "distributed", "checkpoint", "weights", "engine", "plan")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let processes that share the tests begin with the folders that take longest."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: folder_order(item.path))
+
+
+def folder_order(path: Path) -> int:
+    folder = path.relative_to(ROOT / "tests").parts[0] if path.is_relative_to(ROOT / "tests") else ""
+    return LONG_FOLDERS.index(folder) if folder in LONG_FOLDERS else len(LONG_FOLDERS)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare for the tests that were found.
 

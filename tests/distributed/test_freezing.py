@@ -112,6 +112,7 @@ def test_a_parameter_frozen_for_a_while_keeps_value_moments_and_step_count() -> 
                 assert_same_bits(found[i][0 if task.micro_steps == 1 else stage // 2 * 2][0], trained, (i, stage))
 
 
+@pytest.mark.slow  # the test above in fp32
 def test_a_parameter_frozen_for_a_while_keeps_its_state_in_bf16() -> None:
     for found in run_ranks(2, toggled_at_every_stage, {"bf16": {"enabled": True}}):
         for by_stage in found:

@@ -15,11 +15,9 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
-from tests.distributed.training import Task, make_engine, start
+from tests.distributed.training import STAGES, Task, make_engine, start
 from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ReleasedParameterError, ZeroEngineError, gathered
-
-STAGES = (0, 1, 2, 3)
 
 
 def trained_engine(stage: int, steps: int = 1, task: Task | None = None, **more: Any) -> zeroengine.Engine:

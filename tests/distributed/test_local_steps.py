@@ -18,7 +18,7 @@ from torch import nn
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import start, take_steps
+from tests.distributed.training import STAGES, start, take_steps
 from zeroengine.errors import ZeroEngineError
 
 State = dict[str, torch.Tensor]
@@ -220,11 +220,11 @@ def assert_all_close(ranks: Sequence[Sequence[State]], expected: State, which: s
 
 
 def test_the_outer_step_is_that_of_diloco_in_plain_pytorch() -> None:
-    chosen = [local(stage, 2, 2, NESTEROV, optimizer=None) for stage in range(4)]
-    means = [local(stage, 2, 2, optimizer=None) for stage in (0, 3)]
+    chosen = [local(stage, 2, 2, NESTEROV, optimizer=None) for stage in STAGES]
+    means = [local(stage, 2, 2, optimizer=None) for stage in (0, 2)]
     ranks = run_ranks(4, trained_states, [*chosen, *means], 6)
-    assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=True), slice(4))
-    assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=False), slice(4, None))
+    assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=True), slice(len(STAGES)))
+    assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=False), slice(len(STAGES), None))
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
@@ -357,7 +357,7 @@ def train_offloaded(folder: Path) -> list[list[str]]:
     """The names of what differs between states on the device and elsewhere."""
     start()
     states: list[State] = []
-    for stage, devices in ((3, ("none", "nvme")), (1, ("none", "nvme", "cpu"))):
+    for stage, devices in ((3, ("none", "nvme")), (1, ("none", "cpu"))):
         for device in devices:
             section = {"offload_optimizer": {"device": device, "nvme_path": str(folder)}}
             if stage == 3:
@@ -374,11 +374,11 @@ def train_offloaded(folder: Path) -> list[list[str]]:
             engine.average_replicas()
             states.append(everything(engine))
             engine.close()
-    return [differences(states[first], states[other]) for first, other in ((0, 1), (2, 3), (2, 4))]
+    return [differences(states[first], states[other]) for first, other in ((0, 1), (2, 3))]
 
 
 def test_states_in_files_and_in_cpu_memory_give_the_same_bits(tmp_path: Path) -> None:
-    assert run_ranks(4, train_offloaded, tmp_path) == [[[], [], []]] * 4
+    assert run_ranks(4, train_offloaded, tmp_path) == [[[], []]] * 4
 
 
 # -- saving and loading -----------------------------------------------------------------------------

@@ -335,7 +335,13 @@ raise RuntimeError("on purpose")
 """
 
 
-@pytest.mark.parametrize("launcher", [(), (str(Path(worker.__file__)),)], ids=["python", "zero-launch"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param((), id="python", marks=pytest.mark.slow),
+        pytest.param((str(Path(worker.__file__)),), id="zero-launch"),
+    ],
+)
 def test_a_script_that_fails_ends_its_run_with_the_error(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING)
@@ -359,7 +365,7 @@ def losses_with(monitor: dict[str, Any], stage: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_monitor_changes_no_bit_of_the_losses(tmp_path: Path, stage: int) -> None:
     assert run_ranks(2, losses_with, {"folder": str(tmp_path)}, stage) == run_ranks(2, losses_with, {}, stage)
 

@@ -151,6 +151,9 @@ def test_bits_are_those_of_states_on_the_device(
             assert after.optimizer == 0 or "offload_optimizer" not in which
 
 
+LOW_AND_SLOW_FP32 = pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+
+
 def looked_at_and_written(cases: list[tuple[int, dict[str, Any]]], path: Path, more: dict[str, Any]) -> list[Any]:
     """Values of every kind, read and replaced between steps, with states here and with states away."""
     found = []
@@ -182,7 +185,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@LOW_AND_SLOW_FP32
 def test_inspection_and_surgery_reach_offloaded_states(tmp_path: Path, precision: str) -> None:
     cases = [(1, OPTIMIZER), (3, OPTIMIZER_AND_PARAM), (3, DISK)]
     for found in run_ranks(2, looked_at_and_written, cases, tmp_path, PRECISIONS[precision]):
@@ -309,7 +312,7 @@ def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
         return compared([(3, OPTIMIZER_AND_PARAM), (3, DISK), (2, OPTIMIZER)], path, more, True)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@LOW_AND_SLOW_FP32
 def test_offloading_over_nccl_collectives_changes_no_bit(tmp_path: Path, precision: str) -> None:
     more = PRECISIONS[precision] | {"gradient_accumulation_steps": 2}
     for found in run_ranks(2, over_native_collectives, tmp_path, more):

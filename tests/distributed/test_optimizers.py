@@ -94,7 +94,13 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# What differs from these in options, or in arithmetic alone.
+SLOW_OPTIMIZERS = ("Adam with L2", "Adam with decoupled decay", "SGD", "RMSprop", "NAdam")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_OPTIMIZERS else ()) for name in OPTIMIZERS]
+)
 def test_any_element_wise_optimizer_runs_on_shards_as_in_torch(name: str) -> None:
     check_every_stage(Task(optimizer=OPTIMIZERS[name], steps=5))
 

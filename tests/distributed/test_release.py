@@ -18,11 +18,10 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_device_step import Log
-from tests.distributed.training import start, take_steps
+from tests.distributed.training import STAGES, start, take_steps
 from tests.parametrization import in_turn
 from zeroengine import ReleasedParameterError, ZeroEngineError, engine_of
 
-STAGES = (0, 1, 2, 3)
 BF16 = {"bf16": {"enabled": True}}
 
 

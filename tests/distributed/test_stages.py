@@ -32,7 +32,7 @@ def losses_of(settings: dict[str, Any], steps: int = STEPS, seed_per_rank: bool 
     return losses, engine.full_state_dict(rank0_only=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fp32_losses_are_bit_for_bit_equal_at_every_stage_and_match_one_process(world_size: int) -> None:
     results = {stage: run_ranks(world_size, losses_of, config(stage))[0] for stage in range(4)}
     losses, state = results[0]

@@ -48,11 +48,13 @@ class Loads(html.parser.HTMLParser):
             self.addresses.append(values.get(LOADED[tag]) or "")
 
 
+@pytest.mark.slow  # .ci/run builds the site before the tests
 def test_every_page_of_docs_is_in_the_site(site: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
     assert pages == {page.relative_to(site) for page in site.rglob("*.html")} - {Path("404.html")}
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     foreign = []
     for page in site.rglob("*.html"):
@@ -64,6 +66,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     assert foreign == []
 
 
+@pytest.mark.slow
 def test_the_reference_has_the_public_names_with_their_docstrings(site: Path) -> None:
     import zeroengine
 
@@ -80,6 +83,7 @@ def items(text: str) -> list[str]:
     return [token.type for token in MarkdownIt().parse(text) if token.type in ("list_item_open",)]
 
 
+@pytest.mark.slow
 def test_lists_are_lists_in_the_site(site: Path) -> None:
     """Python-Markdown, which MkDocs uses, wants an empty line before a list; GitHub does not."""
     for page in (ROOT / "docs").rglob("*.md"):
@@ -90,6 +94,7 @@ def test_lists_are_lists_in_the_site(site: Path) -> None:
         assert article.count("<li>") >= len(items(page.read_text())), page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "message"),
     [
@@ -114,6 +119,7 @@ def test_the_command_has_a_help() -> None:
     assert done.returncode == 0 and "site/index.html" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_reader_finds_a_page_by_searching_without_a_network(site: Path, browser: Any, width: int, dark: bool) -> None:
     # No request but of files: open_page records every other one as a problem.

@@ -28,7 +28,8 @@ from zeroengine import (
 )
 
 STAGES = (0, 1, 2, 3)
-STAGE_PAIRS = [(0, 3), (1, 2)]
+# Each value of the tests below has one of them, in turn.
+STAGE_IN_TURN = [(0,), (3,), (1,), (2,)]
 
 
 def half_frozen() -> nn.Module:
@@ -112,7 +113,7 @@ NEVER, FIRST, LAST, BOTH = (False, False), (True, False), (False, True), (True, 
 READS = [("adam", NEVER), ("adam", FIRST), ("adam", LAST), ("sgd", LAST), ("sgd", BOTH)]
 
 
-@in_turn(("read", "stages"), READS, STAGE_PAIRS)
+@in_turn(("read", "stages"), READS, STAGE_IN_TURN)
 def test_full_values_are_those_of_plain_pytorch(read: tuple[str, tuple[bool, ...]], stages: tuple[int, ...]) -> None:
     """Each case names the optimizer, and which micro-steps of a step run inside ``no_sync``."""
     run_ranks(2, read_beside_plain, *read, stages)
@@ -227,7 +228,7 @@ PRECISIONS = {
 WRITES = [*(("adam", precision) for precision in PRECISIONS), ("sgd", "fp32"), ("sgd", "bf16")]
 
 
-@in_turn(("write", "stages"), WRITES, STAGE_PAIRS)
+@in_turn(("write", "stages"), WRITES, STAGE_IN_TURN)
 def test_the_next_step_takes_set_values(write: tuple[str, str], stages: tuple[int, ...]) -> None:
     kind, precision = write
     run_ranks(2, replace_and_step, kind, PRECISIONS[precision], stages)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.parametrization import in_turn
 from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import adam
@@ -149,8 +150,7 @@ def test_pieces_get_the_bits_of_the_whole_buffer(
     assert_same_bits(whole, pieces)
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("copy", COPIES)
+@in_turn(("copy", "moments"), COPIES, MOMENTS)
 def test_large_buffers_get_the_same_bits_in_pieces_and_on_any_number_of_threads(
     isa: str, copy: torch.dtype | None, moments: torch.dtype
 ) -> None:

@@ -42,6 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cuda.build_with_nvcc(tmp_path_factory.mktemp("cuda"))
 
 
+@pytest.mark.slow  # test_cuda_kernels compiles the same sources, with all warnings, by the C++ compiler
 class TestBuilt:
     def test_every_source_is_compiled_for_every_architecture(self, built: tuple[Path, str]) -> None:
         architectures = list(map(int, cuda.setup_py().cuda_architectures(cuda.nvcc())))
