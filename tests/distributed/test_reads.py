@@ -347,7 +347,7 @@ def test_parameters_that_hooks_of_the_user_save_train_as_plain_pytorch() -> None
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-@pytest.mark.parametrize(("number", "factory"), enumerate([BlockTwice, LossInChunks, LossInChunksByRank]))
+@pytest.mark.parametrize(("number", "factory"), list(enumerate([BlockTwice, LossInChunks, LossInChunksByRank])))
 def test_backwards_within_a_backward_lose_no_gradient(
     number: int, factory: Callable[[], nn.Module], transport: str
 ) -> None:
@@ -478,7 +478,7 @@ def train_each(
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-@pytest.mark.parametrize(("number", "factory"), enumerate([TinyLM, DirectUses, LossInAttributes]))
+@pytest.mark.parametrize(("number", "factory"), list(enumerate([TinyLM, DirectUses, LossInAttributes])))
 def test_several_backwards_through_a_graph_add_up(
     number: int, factory: Callable[[], nn.Module], transport: str
 ) -> None:

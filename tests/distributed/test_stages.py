@@ -12,7 +12,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config, plain_losses
 from tests.distributed.ranks import run_ranks
 
-STEPS = 20
+STEPS = 15
 
 
 def losses_of(settings: dict[str, Any], steps: int = STEPS, seed_per_rank: bool = False) -> tuple[list[float], Any]:
