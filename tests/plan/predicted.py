@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
+from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
-from tests.distributed.test_experts import ExpertsLM, draw
 from zeroengine.config import Config, load
 from zeroengine.partition.cut import cut_units
 from zeroengine.plan.state_bytes import STATES, Setting, StateBytes, predict_states
@@ -49,7 +50,7 @@ def family(name: str) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inp
     if name in own:
         return own[name], batch
     if name == "experts":
-        return ExpertsLM, lambda number, rank: (*batch(number, rank, 1), draw(number, rank))
+        return partial(ExpertsLM, Style()), lambda number, rank: (*batch(number, rank, 1), draw(number, rank, 1, 3))
     # These import transformers, which takes seconds.
     from tests.models import test_families, test_transformers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
+from tests.distributed.experts import SINGLE, ExpertsLM, Style, draw
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_experts import SINGLE, ExpertsLM, draw
 from zeroengine.comm.transports.gloo import GlooChannel
 from zeroengine.plan.host_traffic import HostTraffic
 from zeroengine.plan.state_bytes import Setting, planned_units
@@ -66,7 +67,7 @@ def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tup
             settings["zero_optimization"] = {"param_persistence_threshold": 0, **zero}
             if model == "experts":
                 settings["units"] = SINGLE
-            module = build(ExpertsLM if model == "experts" else TinyLM)
+            module = build(partial(ExpertsLM, Style()) if model == "experts" else TinyLM)
             if model == "frozen":
                 module.get_submodule("blocks.1").requires_grad_(False)
             engine = zeroengine.initialize(module, config=settings)
@@ -74,7 +75,7 @@ def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tup
                 if number == MICRO_STEPS:
                     sent.clear()
                 # Each rank draws two of four experts.
-                drawn = (draw(number, engine.rank),) if model == "experts" else ()
+                drawn = (draw(number, engine.rank, 1, 3),) if model == "experts" else ()
                 engine.backward(engine(*batch(number, engine.rank, 1 if drawn else 2), *drawn))
                 engine.step()
             found.append((sum(sent.values()), predicted_bytes(engine)))

@@ -16,9 +16,9 @@ from torch import nn
 
 import zeroengine
 from tests.conftest import ROOT
+from tests.distributed.experts import SINGLE as EXPERTS
 from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_experts import SINGLE as EXPERTS
 from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
 from zeroengine import ZeroEngineError
 from zeroengine.plan.state_bytes import STATES, Setting

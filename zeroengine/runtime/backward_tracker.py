@@ -54,6 +54,12 @@ class BackwardListener:
     def backward_began(self) -> None:
         """A backward has begun, and every listener knows it."""
 
+    def unit_held(self, unit: Unit) -> None:
+        """``unit``, which is trainable, must not be reduced before ``unit_not_held``, or the end of the backward."""
+
+    def unit_not_held(self, unit: Unit) -> None:
+        """``unit`` may be reduced once its gradients are complete."""
+
     def unit_past(self, unit: Unit) -> None:
         """No further gradient of ``unit``, which is trainable, comes in the backward in progress."""
 
@@ -203,6 +209,17 @@ class BackwardTracker:
                 "Loss scaling is required in fp16, and loss.backward() has no scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+
+    def note_unit_held(self, unit: Unit) -> None:
+        """Tell the listeners not to reduce ``unit`` yet."""
+        for listener in self._listeners:
+            listener.unit_held(unit)
+
+    def note_unit_not_held(self, unit: Unit) -> None:
+        """Tell the listeners that ``unit`` may be reduced once its gradients are complete."""
+        if self.in_progress:
+            for listener in self._listeners:
+                listener.unit_not_held(unit)
 
     def note_unit_past(self, unit: Unit) -> None:
         """Tell the listeners that no further gradient of ``unit`` comes in the backward in progress."""

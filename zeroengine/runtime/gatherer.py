@@ -37,10 +37,10 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback
-from zeroengine.runtime.module_hooks import ForwardObserver, register_hooks
+from zeroengine.runtime.module_hooks import ForwardObserver, is_in_function_forward, is_raising, register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
-from zeroengine.runtime.unit_lists import UnitLists
+from zeroengine.runtime.unit_lists import UnitLists, UserForward
 from zeroengine.runtime.visit_order import VisitOrder
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
@@ -119,7 +119,7 @@ class Gatherer(BackwardListener):
         self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward, backward.note_unit_past)
         # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        self._lists = UnitLists(model, self._units_of, self._gather_for_others)
+        self._lists = UnitLists(model, self._units_of, self._gather_for_others, self._release, self._note_not_held)
         self.hook_handles = register_hooks(self, model, self._units_of, self._lists.users)
         # The full buffers of releasable units have no memory yet.
         for unit in self._units:
@@ -321,6 +321,7 @@ class Gatherer(BackwardListener):
             self._forward_has_grad = torch.is_grad_enabled()
             if self._forward_has_grad and not self._graph_tasks:
                 self._calls.begin_model_forward()
+                self._lists.begin_model_forward()
                 # A use of parameters that stay gathered goes unnoticed.
                 self._calls.mark_untracked(unit for unit, pins in self._num_pins.items() if pins)
             # A forward inside a backward is part of that, and one without gradients, as in an evaluation, is no
@@ -383,7 +384,10 @@ class Gatherer(BackwardListener):
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
-            if call is None:
+            if call is None and not torch.is_grad_enabled():
+                if self._may_be_recomputed():
+                    self._calls.expect_recomputation(module)
+            elif call is None:
                 self._mark_untracked(units)
             self._module_forwards.append(ModuleForward(module, units, call, current_sequence_number()))
 
@@ -399,11 +403,17 @@ class Gatherer(BackwardListener):
         del forwards[depth:]
         has_backward = False
         if forward.call is not None and torch.is_grad_enabled():
+            # The module that holds a list may return the output of an element. The list's hook must come first.
+            list_forward = self._lists.forward_of(module)
+            if list_forward is not None:
+                self._watch_list_outputs(list_forward, output)
             has_backward = self._calls.watch_outputs(module, forward.call, output)
             if has_backward and not self._graph_tasks:
                 self._calls.expect_backward(module, forward.call)
                 self._replace_saved_views(output, forward.first_sequence_number, forward.units)
-        if not has_backward:
+            elif has_backward:
+                self._calls.note_recomputed(module, forward.call)
+        if not has_backward and torch.is_grad_enabled():
             self._mark_untracked(forward.units)
         for unit in forward.units:
             # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
@@ -414,7 +424,6 @@ class Gatherer(BackwardListener):
 
     def _mark_untracked(self, units: Iterable[Unit]) -> None:
         """Note that the backward of a use of ``units`` cannot be followed. A forward without gradients has none."""
-        # A module without gradients inside of a forward with gradients may be a reentrant checkpoint.
         if not self._graph_tasks and (self._forward_has_grad or not self.num_model_forwards):
             self._calls.mark_untracked(units)
 
@@ -453,14 +462,34 @@ class Gatherer(BackwardListener):
 
     def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Gather what the forward of ``module`` did not call, and do so again in its backward."""
-        # torch calls the hooks of a forward that raised with None.
-        forwards = self._lists.end_forward(module, raised=output is None)
-        if self._graph_tasks or not torch.is_grad_enabled():
+        forward = self._lists.end_forward(module, raised=output is None and is_raising())
+        if forward is None:
             return
-        for forward in forwards:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(Hook(self._lists, UnitLists.begin_backward, forward))
+        if torch.is_grad_enabled():
+            # The graph of a recomputation may have no backward of its own.
+            is_recomputed = bool(self._graph_tasks)
+            for list_pass in forward.passes:
+                list_pass.is_recomputed = is_recomputed
+            if self._watch_list_outputs(forward, output) and not is_recomputed:
+                self._lists.expect_backward(forward)
+        elif self._may_be_recomputed():
+            self._lists.expect_recomputation(forward)
+
+    def _watch_list_outputs(self, forward: UserForward, output: Any) -> bool:
+        """Begin the backward of ``forward`` with the first gradient of ``output``. Return whether it may have one."""
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in outputs:
+            tensor.register_hook(Hook(self, Gatherer._begin_list_backward, forward))
+        return bool(outputs)
+
+    def _begin_list_backward(self, forward: UserForward) -> None:
+        self._enter_backward()
+        self._lists.begin_backward(forward, len(self._graph_tasks))
+
+    def _may_be_recomputed(self) -> bool:
+        """Return whether a module that runs without gradients now may be inside a reentrant checkpoint."""
+        is_inside = self._forward_has_grad and self.num_model_forwards > 0 and not self._graph_tasks
+        return is_inside and is_in_function_forward()
 
     def _gather_for_others(self, unit: Unit, in_backward: bool) -> None:
         """Take part in the gather of a unit that this rank does not use."""
@@ -492,24 +521,37 @@ class Gatherer(BackwardListener):
         if graph_task in self._graph_tasks:
             # Backwards inside this one that are still listed have raised, because autograd did not report their end.
             del self._graph_tasks[self._graph_tasks.index(graph_task) :]
-            if not self._graph_tasks:
+            if self._graph_tasks:
+                self._lists.end_nested_backward(len(self._graph_tasks))
+                self._calls.end_nested_backward()
+            else:
                 self._end_outermost_backward()
 
     def backward_began(self) -> None:
         """Report the units that no forward used: they get no gradient in this backward."""
+        held = self._lists.hold(unit for unit in self._units if unit.trainable)
         for unit in self._units:
-            if self._calls.is_past(unit):
-                self._backward.note_unit_past(unit)
+            if unit in held:
+                self._backward.note_unit_held(unit)
+            else:
+                self._note_if_past(unit)
+
+    def _note_not_held(self, unit: Unit) -> None:
+        self._backward.note_unit_not_held(unit)
+        self._note_if_past(unit)
+
+    def _note_if_past(self, unit: Unit) -> None:
+        if self._calls.is_past(unit):
+            self._backward.note_unit_past(unit)
 
     def fail_backward(self, after_others: bool) -> None:
         """Release what was gathered for a backward that raised."""
-        self._lists.forget_backwards()
         self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """Forget backwards that raised. Call this where none can be in progress."""
-        self._lists.forget_backwards()
         if self._graph_tasks:
+            self._lists.end_backward()
             self._graph_tasks.clear()
             self._end_outermost_backward()
 
@@ -539,7 +581,8 @@ class Gatherer(BackwardListener):
             self._release(unit)
 
     def _end_outermost_backward(self) -> None:
-        self._lists.end_backwards()
+        self._lists.end_nested_backward(0)
+        self._lists.end_backward()
         self._visit_order.end_pass()
         self._calls.end_backward()
         # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.

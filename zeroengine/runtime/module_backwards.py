@@ -11,8 +11,12 @@ A parameter that the call did not use, such as that of an expert without a sampl
 runs the nodes that are ready in the reverse order of their creation. So when it comes to the node that made one of the
 call's inputs, which is older than the call, every node of the call has run. The call is then *past*, and a unit all of
 whose calls are past gets no further gradient (``Reducer.unit_past``). All ranks call the module, so they reduce the
-unit at the same place of their backwards, whichever of its parameters they used. Leaves and inputs of nested backwards
-(reentrant checkpoints) show nothing; there the end of the whole backward decides.
+unit at the same place of their backwards, whichever of its parameters they used. A leaf shows nothing; there the end of
+the whole backward decides.
+
+A reentrant checkpoint runs modules without gradients, and again in backward, with a nested backward through them. So a
+forward without gradients inside a Function, in a forward with gradients, *awaits its recomputation*: the units of its
+module are not past before the nested backward has ended that follows the recomputation.
 
 An input that several calls share, such as an encoder's output that each decoder block takes, has its gradient only when
 all of their backwards are over. For such an input the hooks are on the last nodes of the call's own graph instead
@@ -21,6 +25,7 @@ all of their backwards are over. For such an input the hooks are on the last nod
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,8 +109,15 @@ class CallTracker:
         self._unit_past = unit_past
         # The number of forwards of the model so far.
         self._forward_number = 0
+        # The first forward of the model whose backward has begun, of those in the backward in progress.
+        self._oldest_forward = sys.maxsize
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
+        # By module: its forwards that await their recomputations.
+        self._num_awaiting: dict[nn.Module, int] = {}
+        # Calls of such modules in recomputations.
+        self._recomputed_calls: list[tuple[nn.Module, ModuleCall]] = []
+        self._has_backward_ended = False
         # Units that some forward used and no call shows it, so that no one knows when their backward is past.
         self._untracked_units: set[Unit] = set()
         # By module: its calls whose backward has begun.
@@ -153,10 +165,32 @@ class CallTracker:
     def begin_model_forward(self) -> None:
         """Note that a forward of the whole model begins: the graphs of those before are not run again."""
         self._forward_number += 1
+        # No checkpoint has run these forwards again.
+        if self._has_backward_ended:
+            self._num_awaiting.clear()
+            self._has_backward_ended = False
 
     def expect_backward(self, module: nn.Module, call: ModuleCall) -> None:
         """Count ``call`` among those whose backward may run."""
         self._calls_with_graph.setdefault(module, weakref.WeakSet()).add(call)
+
+    def expect_recomputation(self, module: nn.Module) -> None:
+        """Note a forward of ``module`` without gradients, which a reentrant checkpoint runs again in backward."""
+        self._num_awaiting[module] = self._num_awaiting.get(module, 0) + 1
+
+    def note_recomputed(self, module: nn.Module, call: ModuleCall) -> None:
+        """Note that a recomputation inside a backward has made ``call``."""
+        if self._num_awaiting.get(module):
+            self._recomputed_calls.append((module, call))
+
+    def end_nested_backward(self) -> None:
+        """Note that a nested backward has ended, such as that of a recomputation. Its calls are past."""
+        ended = [(module, call) for module, call in self._recomputed_calls if call.started]
+        self._recomputed_calls = [(module, call) for module, call in self._recomputed_calls if not call.started]
+        for module, _ in ended:
+            self._num_awaiting[module] -= 1
+        for unit in dict.fromkeys(unit for module, _ in ended for unit in self._units_of[module]):
+            self._report_if_past(unit)
 
     def mark_untracked(self, units: Iterable[Unit]) -> None:
         """Note a use of ``units`` that no call shows. They are not taken to be past from now on."""
@@ -166,9 +200,14 @@ class CallTracker:
         """Return whether no operation on ``unit`` is left in the backward in progress."""
         if not unit.is_releasable or not unit.trainable or unit in self._untracked_units:
             return False
+        if any(self._num_awaiting.get(user) for user in unit.modules):
+            return False
         return not any(self._may_run(call) for user in unit.modules for call in self._calls_with_graph.get(user, ()))
 
     def _may_run(self, call: ModuleCall) -> bool:
+        # Autograd runs later forwards first, so a later one that has not begun is not in this backward.
+        if not call.started and call.forward_number > self._oldest_forward:
+            return False
         # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
         return not (call.is_past or (call.has_run and call.forward_number < self._forward_number))
 
@@ -189,6 +228,9 @@ class CallTracker:
                 call.started = False
         self._active_calls.clear()
         self._complete_units.clear()
+        self._recomputed_calls.clear()
+        self._oldest_forward = sys.maxsize
+        self._has_backward_ended = True
         for calls_of_module in self._calls_with_graph.values():
             for call in calls_of_module:
                 call.is_past = False
@@ -198,6 +240,7 @@ class CallTracker:
         if call.started:
             return
         call.start()
+        self._oldest_forward = min(self._oldest_forward, call.forward_number)
         self._pre_backward(module)
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:
@@ -218,8 +261,11 @@ class CallTracker:
         self._input_done(module, call, index)
         call.is_past = call.has_run = True
         for unit in self._units_of[module]:
-            if unit not in self._complete_units and self.is_past(unit):
-                self._unit_past(unit)
+            self._report_if_past(unit)
+
+    def _report_if_past(self, unit: Unit) -> None:
+        if unit not in self._complete_units and self.is_past(unit):
+            self._unit_past(unit)
 
     def _input_done(self, module: nn.Module, call: ModuleCall, index: int) -> None:
         """Record that ``call`` adds no more to the gradient of one of its inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -16,6 +17,8 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
 VISIBLE = nullcontext()
+# Python calls every Function through this code.
+_FUNCTION_APPLY = torch.autograd.Function.apply.__code__
 
 
 class ForwardObserver(Protocol):
@@ -51,6 +54,26 @@ class ForwardListener(Protocol):
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note that a forward of a module that needs units has ended or raised."""
+
+
+def is_raising() -> bool:
+    """Return whether the forward whose hook calls this has raised.
+
+    An activation checkpoint ends a recomputation that has reached the last saved tensor by an exception. It counts as
+    an ordinary end.
+    """
+    error = sys.exc_info()[1]
+    return error is not None and type(error).__name__ != "_StopRecomputationError"
+
+
+def is_in_function_forward() -> bool:
+    """Return whether this runs in the forward of a ``torch.autograd.Function``, as a reentrant checkpoint does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTION_APPLY:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def register_hooks(

@@ -201,6 +201,15 @@ class Reducer(BackwardListener):
         """Return whether a gradient waits outside of its slot."""
         return index in unit_grads.deferred_grads or gradient_of(unit_grads.unit.params[index]) is not None
 
+    def unit_held(self, unit: Unit) -> None:
+        """Do not reduce ``unit`` before ``unit_not_held``."""
+        self._gradients_of[unit].is_held = True
+
+    def unit_not_held(self, unit: Unit) -> None:
+        """Reduce ``unit`` once it is complete."""
+        self._gradients_of[unit].is_held = False
+        self._queue_in_order()
+
     def unit_past(self, unit: Unit) -> None:
         """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
         unit_grads = self._gradients_of[unit]
@@ -227,8 +236,8 @@ class Reducer(BackwardListener):
         self._copies.flush()
 
     def _queue_in_order(self) -> None:
-        """Move complete units into the bucket, up to the first incomplete one. Launch the bucket when it is full."""
-        while self._num_queued < len(self._reduce_order) and not self._reduce_order[self._num_queued].num_pending:
+        """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full."""
+        while self._num_queued < len(self._reduce_order) and self._reduce_order[self._num_queued].is_ready:
             unit_grads = self._reduce_order[self._num_queued]
             self._num_queued += 1
             needs_reduce = self._backward.reduces_gradients
@@ -404,6 +413,7 @@ class Reducer(BackwardListener):
         self.has_late_gradients = False
         for unit_grads in self.gradients:
             unit_grads.num_pending = 0
+            unit_grads.is_held = False
             unit_grads.deferred_grads.clear()
             for param in unit_grads.unit.params:
                 param.grad = None

@@ -12,63 +12,161 @@ elements that the forward skipped:
     backward, rank 0  gathers 3, [2], 1, 0
     backward, rank 1  gathers [3], 2, 1, [0]
 
-A list whose elements are all called in order, as the layers of a dense model, sees no difference. Elements that no rank
-calls are gathered for nothing. A list that is called in another order on a rank, or together with another one in turns,
-is left alone from then on: all ranks must then call the same elements.
+A list whose elements are all called once, in order, as the layers of a dense model, has the same gathers as without
+this. Elements that no rank calls are gathered for nothing. If a rank calls the elements in another order, or units of
+another list between them, the list is gathered as needed from then on: all ranks must then call the same elements.
 
-Gradients need nothing of this kind: a unit that a rank has not used is reduced with zeros (``Reducer.unit_past``).
+Several modules may hold a list, such as experts that all layers share, and each forward of such a module goes through
+the list once more. Each time is a ``ListPass``. Autograd runs the backwards of passes in the reverse order. An element
+is released when the backward of a pass has gone beyond it. A rank that calls the element in an earlier pass as well
+would otherwise keep it, and another rank would not.
+
+[Note: Reduces of units that a rank skips]
+A unit that a rank has not used is reduced with zeros (``Reducer.unit_past``). The rank could reduce it when its
+backward begins, but a rank that uses the unit cannot, and has gathers to do before. The first rank would soon wait for
+memory that the peers read, and they for its gathers. So a skipped unit is *held* until the backward of the pass has
+gathered it: each rank gathers element 3, reduces it, gathers element 2, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from zeroengine.runtime.unit import Unit
 
+# Higher than the number of any pass.
+_NO_BACKWARD = sys.maxsize
+
 
 @dataclass(eq=False)
 class UnitList:
     """A list of modules whose elements are units."""
 
-    user: nn.Module  # the module that holds the list, and calls its elements
     elements: list[list[Unit]]  # the units of each element
-    inside: set[nn.Module]  # the modules of ``user``
+    element_of: dict[nn.Module, int]  # by module inside the list: the index of its element
     is_in_order: bool = True  # no forward has called the elements in another order
-    is_called: bool = False  # some forward of ``user`` has called an element
+    # Passes whose backward may run, or is running. The graphs own them.
+    passes: weakref.WeakSet[ListPass] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(eq=False)
-class ListForward:
-    """A forward of a list's user in progress."""
+class ListUser:
+    """A module that holds a list, directly or in a list of lists, and what its forwards have shown."""
 
-    units: UnitList
-    next_index: int = 0  # the first element that is not gathered yet
-    skipped: list[int] = field(default_factory=list)  # elements that this rank did not call
+    module: nn.Module
+    unit_list: UnitList
+    is_called: bool = False  # some forward of the module has called an element
+    modules_before: set[nn.Module] = field(default_factory=set)  # outside of the list, called before elements
+    modules_after: set[nn.Module] = field(default_factory=set)  # outside of the list, called after elements
+
+    def is_followed_by(self, module: nn.Module) -> bool:
+        """Return whether forwards call ``module``, which is outside of the list, after the elements only."""
+        return module in self.modules_after and module not in self.modules_before
+
+    def contains(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the one that holds the list, or inside an element."""
+        return module is self.module or module in self.unit_list.element_of
 
 
-@dataclass(eq=False)
-class ListBackward:
-    """The backward of a list's user in progress, on a rank that skipped elements in its forward."""
+class ListPass:
+    """One time that a forward goes through a list, and the backward of that part.
 
-    units: UnitList
-    remaining: list[int]  # elements that this rank skipped and has not gathered yet, ascending
-    is_begun: bool = False  # some element was gathered
+    Graphs own passes and may outlive the engine, so a pass refers weakly to the list.
+
+    Attributes:
+        number: The place among all passes, in the order in which their forwards end.
+        model_forward: The number of the model's forward.
+        next_index: The first element that is not gathered yet in forward.
+        skipped: The elements that this rank did not call, ascending.
+        is_recomputed: Whether an activation checkpoint ran the forward again, inside a backward.
+        has_run: Whether a backward of the pass has ended.
+        is_missed: Whether a backward through a later pass has ended that did not contain this one.
+        remaining: In backward: the skipped elements that are not gathered yet, ascending. None: it has not begun.
+        lowest_index: In backward: the lowest called element that it has come to, or None.
+        depth: In backward: the number of nested backwards that it is in.
+    """
+
+    def __init__(self, user: ListUser, model_forward: int) -> None:
+        self._user = weakref.ref(user)
+        self.number = 0
+        self.model_forward = model_forward
+        self.next_index = 0
+        self.skipped: list[int] = []
+        self.is_recomputed = self.has_run = self.is_missed = False
+        self.remaining: list[int] | None = None
+        self.lowest_index: int | None = None
+        self.depth = 0
+
+    @property
+    def user(self) -> ListUser:
+        """The list and the module that holds it."""
+        user = self._user()
+        assert user is not None
+        return user
+
+    @property
+    def unit_list(self) -> UnitList:
+        """The list."""
+        return self.user.unit_list
+
+    def awaits(self, index: int, model_forward: int, last_number: int) -> bool:
+        """Return whether a backward is to gather a skipped element for other ranks.
+
+        Args:
+            index: The element.
+            model_forward: The number of the model's latest forward.
+            last_number: Autograd has passed all later passes.
+        """
+        if self.remaining is not None:
+            return index in self.remaining
+        # A loss that the caller keeps keeps its graph, and so the passes of an earlier forward.
+        is_over = self.is_missed or (self.has_run and self.model_forward < model_forward)
+        return index in self.skipped and not is_over and self.number <= last_number
+
+
+class UserForward:
+    """A forward in progress of a module that holds lists.
+
+    Attributes:
+        module: The module.
+        passes: Its passes through all of its lists, in order.
+        current: By list: the last one of them.
+        modules_before: By list: modules that the forward has called before elements.
+    """
+
+    def __init__(self, module: nn.Module, users: list[ListUser], model_forward: int) -> None:
+        self.module = module
+        self.passes = [ListPass(user, model_forward) for user in users]
+        self.current = {user.unit_list: list_pass for user, list_pass in zip(users, self.passes, strict=True)}
+        self.modules_before: dict[UnitList, list[nn.Module]] = {user.unit_list: [] for user in users}
+
+    def begin_pass(self, previous: ListPass) -> ListPass:
+        """Begin another pass through the list of ``previous``, and return it."""
+        list_pass = ListPass(previous.user, previous.model_forward)
+        self.passes.append(list_pass)
+        self.current[previous.unit_list] = list_pass
+        return list_pass
 
 
 class UnitLists:
-    """Decides which units a rank gathers for the others. See the note above.
+    """Decides which units a rank gathers for the others. See the notes above.
 
     Args:
         model: The model.
         units_of: The units that each module's forward needs.
         gather_for_others: Gathers a unit that this rank does not use, and releases it. It is also called with whether
             a backward needs the unit.
+        release: Releases a unit.
+        not_held: Called with a unit that ``hold`` returned, once the backward has gathered it for other ranks.
 
     Attributes:
-        users: The modules whose forwards are to be reported.
+        users: The lists of each module whose forwards are to be reported.
     """
 
     def __init__(
@@ -76,52 +174,156 @@ class UnitLists:
         model: nn.Module,
         units_of: Mapping[nn.Module, list[Unit]],
         gather_for_others: Callable[[Unit, bool], None],
+        release: Callable[[Unit], None],
+        not_held: Callable[[Unit], None],
     ) -> None:
-        self._gather_for_others = gather_for_others
-        lists = _find_lists(model, units_of)
-        self.users: dict[nn.Module, list[UnitList]] = {}
+        self._gather_for_others, self._release, self._not_held = gather_for_others, release, not_held
+        self.users = _find_users(model, units_of)
+        self._lists = list(dict.fromkeys(user.unit_list for users in self.users.values() for user in users))
         self._index_of: dict[Unit, tuple[UnitList, int]] = {}
-        for units in lists:
-            self.users.setdefault(units.user, []).append(units)
-            for index, element in enumerate(units.elements):
-                self._index_of.update((unit, (units, index)) for unit in element)
-        self._forwards: list[ListForward] = []
-        self._backwards: list[ListBackward] = []
+        for unit_list in self._lists:
+            for index, element in enumerate(unit_list.elements):
+                self._index_of.update((unit, (unit_list, index)) for unit in element)
+        self._model_forward = 0
+        self._numbers = itertools.count()
+        self._forwards: list[UserForward] = []
+        # Passes without gradients inside a reentrant checkpoint. Recomputations replace them by others.
+        self._awaiting_recomputation: list[ListPass] = []
+        # Passes whose backward is in progress, in the order in which autograd comes to them.
+        self._backwards: list[ListPass] = []
+        # Of the backward in progress: autograd has passed all passes with a higher number.
+        self._last_number = _NO_BACKWARD
+        self._held: set[Unit] = set()
 
-    def begin_forward(self, user: nn.Module) -> None:
-        """Note that a forward of ``user`` begins."""
-        self._forwards += [ListForward(units) for units in self.users[user]]
+    def begin_model_forward(self) -> None:
+        """Note that a forward of the whole model begins with gradients, outside of any backward."""
+        self._model_forward += 1
+        self._awaiting_recomputation = [
+            list_pass for list_pass in self._awaiting_recomputation if not list_pass.is_missed
+        ]
 
-    def end_forward(self, user: nn.Module, *, raised: bool) -> list[ListForward]:
-        """Gather what the forward of ``user`` has not called, and return what its backward must gather for others."""
-        first = next((i for i, forward in enumerate(self._forwards) if forward.units.user is user), None)
-        if first is None:
-            return []
-        ended = [forward for forward in self._forwards[first:] if forward.units.user is user]
+    # -- forward ----------------------------------------------------------------------------------
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """Note that a forward of ``module``, which holds lists, begins."""
+        self._forwards.append(UserForward(module, self.users[module], self._model_forward))
+
+    def end_forward(self, module: nn.Module, *, raised: bool) -> UserForward | None:
+        """Gather what the forward of ``module`` has not called. Return the forward, if its backward may run."""
+        depth = next((i for i in reversed(range(len(self._forwards))) if self._forwards[i].module is module), None)
+        if depth is None:
+            return None
+        forward = self._forwards[depth]
         # Forwards inside this one that are still listed ended without their hooks.
-        del self._forwards[first:]
-        for forward in ended:
-            if not raised and forward.units.is_called:
-                self._gather_up_to(forward, len(forward.units.elements))
-        return [forward for forward in ended if forward.skipped and forward.units.is_in_order]
+        del self._forwards[depth:]
+        if raised:
+            forward.passes = []
+            return None
+        for list_pass in forward.current.values():
+            if list_pass.user.is_called:
+                self._gather_up_to(list_pass, len(list_pass.unit_list.elements))
+        forward.passes = [
+            list_pass for list_pass in forward.passes if list_pass.next_index and list_pass.unit_list.is_in_order
+        ]
+        for list_pass in forward.passes:
+            list_pass.number = next(self._numbers)
+        # The graph may own the forward for longer than the engine lives.
+        forward.current.clear()
+        forward.modules_before.clear()
+        return forward if forward.passes else None
+
+    def forward_of(self, module: nn.Module) -> UserForward | None:
+        """Return the innermost forward in progress of a module that holds a list with ``module`` as an element."""
+        for forward in reversed(self._forwards):
+            for unit_list in forward.current:
+                if unit_list.is_in_order and module in unit_list.element_of:
+                    return forward
+        return None
 
     def forget_forwards(self) -> None:
         """Forget forwards whose end was not reported."""
         self._forwards.clear()
 
-    def begin_backward(self, forward: ListForward) -> None:
-        """Note that the backward of a forward that skipped elements begins."""
-        if all(backward.units is not forward.units for backward in self._backwards):
-            self._backwards.append(ListBackward(forward.units, sorted(forward.skipped)))
+    def expect_backward(self, forward: UserForward) -> None:
+        """Hold what ``forward`` skipped until its backward. The graph must own ``forward``."""
+        for list_pass in forward.passes:
+            list_pass.unit_list.passes.add(list_pass)
 
-    def end_backwards(self) -> None:
-        """Gather what is left for other ranks, at the end of a backward."""
-        for backward in list(self._backwards):
-            self._finish(backward)
+    def expect_recomputation(self, forward: UserForward) -> None:
+        """Hold what ``forward`` skipped, which ran without gradients in a reentrant checkpoint."""
+        self.expect_backward(forward)
+        self._awaiting_recomputation += forward.passes
 
-    def forget_backwards(self) -> None:
-        """Forget backwards that raised."""
+    # -- backward ---------------------------------------------------------------------------------
+
+    def hold(self, units: Iterable[Unit]) -> set[Unit]:
+        """Return those of ``units`` that the backward which begins now is to gather for other ranks."""
+        self._held = {unit for unit in units if self._is_awaited(unit)}
+        return self._held
+
+    def _is_awaited(self, unit: Unit) -> bool:
+        unit_list, index = self._index_of.get(unit, (None, 0))
+        return unit_list is not None and any(
+            list_pass.awaits(index, self._model_forward, self._last_number) for list_pass in unit_list.passes
+        )
+
+    def _report_not_held(self, units: Iterable[Unit]) -> None:
+        for unit in [unit for unit in units if unit in self._held and not self._is_awaited(unit)]:
+            self._held.remove(unit)
+            self._not_held(unit)
+
+    def begin_backward(self, forward: UserForward, depth: int) -> None:
+        """Note that the backward of ``forward`` begins, unless it has begun.
+
+        Args:
+            forward: What ``end_forward`` has returned.
+            depth: The number of nested backwards in progress.
+        """
+        if not forward.passes or forward.passes[0].remaining is not None:
+            return
+        # Autograd has run every operation after this forward.
+        for list_pass in list(self._backwards):
+            if forward.module not in list_pass.unit_list.element_of:
+                self._finish(list_pass)
+        is_first = self._last_number == _NO_BACKWARD
+        for list_pass in reversed(forward.passes):
+            list_pass.remaining, list_pass.depth = list(list_pass.skipped), depth
+            self._backwards.append(list_pass)
+            list_pass.unit_list.passes.add(list_pass)
+            if list_pass.is_recomputed:
+                self._replace_awaiting(list_pass.unit_list)
+            else:
+                self._last_number = min(self._last_number, list_pass.number)
+        if is_first:
+            # Later forwards are not in this backward.
+            self._report_not_held(list(self._held))
+
+    def _replace_awaiting(self, unit_list: UnitList) -> None:
+        """Forget the last pass through ``unit_list`` that awaits its recomputation, which has come."""
+        awaiting = next((old for old in reversed(self._awaiting_recomputation) if old.unit_list is unit_list), None)
+        if awaiting is not None:
+            self._awaiting_recomputation.remove(awaiting)
+            unit_list.passes.discard(awaiting)
+
+    def end_nested_backward(self, depth: int) -> None:
+        """Gather what is left for other ranks in backwards of which more than ``depth`` are nested."""
+        for list_pass in list(self._backwards):
+            if list_pass.depth > depth:
+                self._finish(list_pass)
+
+    def end_backward(self) -> None:
+        """Forget the backward of the whole model, which has ended or raised."""
         self._backwards.clear()
+        self._held.clear()
+        for unit_list in self._lists:
+            for list_pass in unit_list.passes:
+                # A retained graph may have another backward.
+                list_pass.has_run = list_pass.has_run or list_pass.remaining is not None
+                list_pass.is_missed = not list_pass.has_run and list_pass.number < self._last_number
+                list_pass.remaining = list_pass.lowest_index = None
+        self._last_number = _NO_BACKWARD
+
+    # -- both -------------------------------------------------------------------------------------
 
     def visit(self, unit: Unit, module: nn.Module | None, *, in_backward: bool) -> None:
         """Gather for other ranks what they gather before ``unit``. Call it before ``unit`` is gathered.
@@ -133,69 +335,142 @@ class UnitLists:
         """
         if not (self._forwards or self._backwards):
             return
-        units, index = self._index_of.get(unit, (None, 0))
+        unit_list, index = self._index_of.get(unit, (None, 0))
         if in_backward:
-            for backward in list(self._backwards):
-                if backward.units is units:
-                    backward.is_begun = True
-                    while backward.remaining and backward.remaining[-1] > index:
-                        self._gather(backward.units, backward.remaining.pop(), in_backward=True)
-                elif module is not None and (backward.is_begun or module not in backward.units.inside):
-                    self._finish(backward)
+            self._visit_in_backward(module, unit_list, index)
             return
-        for forward in self._forwards:
-            if forward.units is units:
-                self._visit_element(forward, index)
-            elif module is not None and forward.next_index:
-                self._gather_up_to(forward, len(forward.units.elements))
+        is_visited = False
+        for forward in reversed(self._forwards):
+            for list_pass in list(forward.current.values()):
+                if list_pass.unit_list is unit_list:
+                    # A module inside may hold the same list. Then its own forward goes through the list.
+                    if not is_visited:
+                        self._visit_element(forward, list_pass, index)
+                    is_visited = True
+                elif module is not None and not list_pass.user.contains(module):
+                    self._visit_other(forward, list_pass, module)
+        if unit_list is not None and not is_visited:
+            self._visit_recomputed(unit_list, index)
 
-    def _visit_element(self, forward: ListForward, index: int) -> None:
-        forward.units.is_called = True
+    def _visit_element(self, forward: UserForward, list_pass: ListPass, index: int) -> None:
+        user, unit_list = list_pass.user, list_pass.unit_list
+        user.is_called = True
+        user.modules_before.update(forward.modules_before[unit_list])
+        forward.modules_before[unit_list].clear()
         # The units of one element follow one another.
-        if index == forward.next_index - 1:
+        if not unit_list.is_in_order or index == list_pass.next_index - 1:
             return
-        # A loop over the whole list may start again.
-        if index == 0 and forward.next_index == len(forward.units.elements):
-            forward.next_index = 0
-        if index < forward.next_index:
-            forward.units.is_in_order = False
+        # A loop through the whole list may start again.
+        if index == 0 and list_pass.next_index == len(unit_list.elements):
+            list_pass = forward.begin_pass(list_pass)
+        if index < list_pass.next_index:
+            unit_list.is_in_order = False
             return
-        self._gather_up_to(forward, index)
-        forward.next_index = index + 1
+        self._gather_up_to(list_pass, index)
+        list_pass.next_index = index + 1
 
-    def _gather_up_to(self, forward: ListForward, stop: int) -> None:
-        if forward.units.is_in_order:
-            for index in range(forward.next_index, stop):
-                forward.skipped.append(index)
-                self._gather(forward.units, index, in_backward=False)
-            forward.next_index = max(forward.next_index, stop)
+    def _visit_other(self, forward: UserForward, list_pass: ListPass, module: nn.Module) -> None:
+        user = list_pass.user
+        if list_pass.next_index:
+            user.modules_after.add(module)
+        elif not user.is_followed_by(module):
+            forward.modules_before[list_pass.unit_list].append(module)
+            return
+        self._gather_up_to(list_pass, len(list_pass.unit_list.elements))
 
-    def _finish(self, backward: ListBackward) -> None:
-        self._backwards.remove(backward)
-        while backward.remaining:
-            self._gather(backward.units, backward.remaining.pop(), in_backward=True)
+    def _visit_recomputed(self, unit_list: UnitList, index: int) -> None:
+        """Note that a checkpoint runs elements again in backward, without the module that holds their list."""
+        for list_pass in self._backwards:
+            if list_pass.unit_list is unit_list and index not in list_pass.skipped:
+                self._gather_remaining(list_pass, index)
+                return
 
-    def _gather(self, units: UnitList, index: int, *, in_backward: bool) -> None:
-        for unit in units.elements[index]:
+    def _gather_up_to(self, list_pass: ListPass, stop: int) -> None:
+        if list_pass.unit_list.is_in_order:
+            for index in range(list_pass.next_index, stop):
+                list_pass.skipped.append(index)
+                self._gather(list_pass, index, in_backward=False)
+            list_pass.next_index = max(list_pass.next_index, stop)
+
+    def _visit_in_backward(self, module: nn.Module | None, unit_list: UnitList | None, index: int) -> None:
+        is_visited = False
+        for list_pass in list(self._backwards):
+            user = list_pass.user
+            if list_pass.unit_list is not unit_list:
+                if module is None or user.contains(module):
+                    continue
+                if list_pass.lowest_index is not None or not user.is_followed_by(module):
+                    self._finish(list_pass)
+            elif not is_visited:
+                # Elements come in descending order. Otherwise the visit belongs to an earlier pass.
+                lowest = list_pass.lowest_index
+                if index in list_pass.skipped or (lowest is not None and index > lowest):
+                    self._finish(list_pass)
+                else:
+                    self._gather_down_to(list_pass, index)
+                    is_visited, list_pass.lowest_index = True, index
+
+    def _finish(self, list_pass: ListPass) -> None:
+        self._gather_down_to(list_pass, -1)
+        self._backwards.remove(list_pass)
+
+    def _gather_down_to(self, list_pass: ListPass, stop: int) -> None:
+        lowest = list_pass.lowest_index
+        if lowest is not None and lowest > stop:
+            for unit in list_pass.unit_list.elements[lowest]:
+                self._release(unit)
+        self._gather_remaining(list_pass, stop)
+
+    def _gather_remaining(self, list_pass: ListPass, stop: int) -> None:
+        while list_pass.remaining and list_pass.remaining[-1] > stop:
+            # It is no longer held when it is gathered, so that its reduce comes before the next gather.
+            self._gather(list_pass, list_pass.remaining.pop(), in_backward=True)
+
+    def _gather(self, list_pass: ListPass, index: int, *, in_backward: bool) -> None:
+        for unit in list_pass.unit_list.elements[index]:
             self._gather_for_others(unit, in_backward)
+        if in_backward:
+            self._report_not_held(list_pass.unit_list.elements[index])
 
 
-def _find_lists(model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[UnitList]:
-    modules = dict(model.named_modules())
-    lists = []
-    for name, module in modules.items():
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+def _find_users(model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> dict[nn.Module, list[ListUser]]:
+    """Return the lists that each module holds. Lists of the same modules count as one."""
+    found: dict[tuple[nn.Module, ...], UnitList] = {}
+    listed: set[Unit] = set()
+    users: dict[nn.Module, list[ListUser]] = {}
+    for holder, module in _holders_and_lists(model):
+        key = tuple(child for child in module._modules.values() if child is not None and _own_units(child, units_of))
+        if key not in found:
+            elements = [_own_units(child, units_of) for child in key]
+            # One element has no order, and a module that occurs twice has two places.
+            if len(key) < 2 or len(set(key)) < len(key):
+                continue
+            if any(unit in listed for element in elements for unit in element):
+                continue
+            listed.update(unit for element in elements for unit in element)
+            inside = {module: index for index, child in enumerate(key) for module in child.modules()}
+            found[key] = UnitList(elements, inside)
+        of_holder = users.setdefault(holder, [])
+        if all(user.unit_list is not found[key] for user in of_holder):
+            of_holder.append(ListUser(holder, found[key]))
+    return users
+
+
+def _own_units(module: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Unit]:
+    return [unit for unit in units_of.get(module, []) if unit.modules[0] is module and unit.is_releasable]
+
+
+def _holders_and_lists(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield each list of modules with each module that holds it, directly or in a list of lists."""
+    for holder in model.modules():
+        if _is_list(holder):
             continue
-        elements = [
-            [unit for unit in units_of.get(child, []) if unit.modules[0] is child and unit.is_releasable]
-            for child in module.children()
-        ]
-        elements = [units for units in elements if units]
-        user = module
-        while name and isinstance(user, (nn.ModuleList, nn.ModuleDict)):
-            name = name.rpartition(".")[0]
-            user = modules[name]
-        # One element has no order, and elements that occur twice have two places in it.
-        if len(elements) > 1 and len(elements) == len({units[0] for units in elements}) and user is not module:
-            lists.append(UnitList(user, elements, set(user.modules())))
-    return lists
+        lists = [child for child in holder.children() if _is_list(child)]
+        while lists:
+            module = lists.pop(0)
+            yield holder, module
+            lists += [child for child in module.children() if _is_list(child)]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -56,7 +56,7 @@ def test_ranks_with_different_orders_raise_at_check_order_or_at_the_next_sum(ask
         assert sums == [[2.0, 2.0, 2.0]] * 3
         assert message.startswith(
             f"the ranks have run different units since the start: rank {rank} was at gather "
-            f"{'blocks.2' if rank else 'head'} (number 3), norm (number 3). Every rank must run the same modules in "
+            f"{'blocks.2' if rank else 'head'} (number 3), norm (number 3). Every rank must run the same units in "
             "the same order. "
         )
         assert '"units": ["layers.*"]' in message
