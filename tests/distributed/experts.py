@@ -71,8 +71,9 @@ class Mixture(nn.Module):
 
     def __init__(self, style: Style, experts: nn.ModuleList | None) -> None:
         super().__init__()
-        self.style, self.router, self.shared = style, nn.Linear(WIDTH, NUM_EXPERTS), Expert()
+        self.style, self.router = style, nn.Linear(WIDTH, NUM_EXPERTS)
         self.experts = experts or nn.ModuleList(Expert() for _ in range(NUM_EXPERTS))
+        self.shared = Expert()
 
     def forward(self, x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         weights = self.router(x).softmax(-1)
