@@ -70,7 +70,7 @@ def theirs_from_ours(root: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 @cpu_alone("FSDP2 over Gloo")
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ours_loads_into_fsdp2_with_plain_torch(stage: int, tmp_path: Path) -> None:
     expected, losses = run_ranks(2, ours, tmp_path, stage)[0]
     found, others = run_ranks(3, theirs_from_ours, tmp_path)[0]

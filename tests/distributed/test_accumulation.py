@@ -30,7 +30,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 
 
 def by_pairs(task: Task, loop: Train, plain: Trained, **more: Any) -> None:
@@ -86,7 +86,7 @@ def without_sync(task: Task, engine: zeroengine.Engine) -> tuple[list[float], li
     return losses, norms
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_no_sync_gives_what_syncing_each_micro_step_gives(transport: str) -> None:
     task = Task(micro_steps=3, steps=4)
     ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, without_sync, {"comm": {"transport": transport}})
@@ -415,7 +415,7 @@ def fail_now_and_then(task: Task, engine: zeroengine.Engine) -> tuple[list[float
     return losses, norms
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_backward_that_raised_leaves_no_trace(transport: str) -> None:
     check_every_stage(Task(), loop=fail_now_and_then, comm={"transport": transport})
 

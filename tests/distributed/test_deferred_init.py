@@ -48,8 +48,8 @@ def train(all_settings: list[dict[str, Any]], under_meta_init: bool) -> list[Any
 @pytest.mark.parametrize(
     ("precision", "stages"),
     [
-        pytest.param({}, (0, 2), id="fp32"),
-        pytest.param({}, (1, 3), id="fp32 at other stages", marks=pytest.mark.slow),
+        pytest.param({}, (2,), id="fp32"),
+        pytest.param({}, (0, 1, 3), id="fp32 at other stages", marks=pytest.mark.slow),
         pytest.param({"bf16": {"enabled": True}}, (1, 3), id="bf16"),
         pytest.param({"bf16": {"enabled": True}}, (0, 2), id="bf16 at other stages", marks=pytest.mark.slow),
     ],
@@ -184,6 +184,7 @@ def build_big(under_meta_init: bool) -> tuple[int, int]:
     return peak.growth, memory.total
 
 
+@pytest.mark.slow  # test_meta_init measures what a rank holds
 def test_deferred_init_holds_a_rank_s_shards_and_one_unit() -> None:
     unit = 4 * (4 * BIG * BIG + 3 * BIG)
     for growth, total in run_ranks(2, build_big, True):

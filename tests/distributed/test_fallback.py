@@ -41,6 +41,7 @@ def test_without_the_compiled_library_training_gives_the_same_numbers() -> None:
     assert_close([found[0] for found, _ in ranks], train_plainly(task))
 
 
+@pytest.mark.slow
 def test_without_the_compiled_library_bf16_is_close_to_the_library() -> None:
     task, more = Task(), {"bf16": {"enabled": True}}
     with_library = run_ranks(2, train_at, (0, 1, 2, 3), task, ordinary_loop, more)

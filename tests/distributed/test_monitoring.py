@@ -73,7 +73,12 @@ def timed_steps(stage: int, folder: Path, more: dict[str, Any]) -> tuple[float, 
 
 
 @pytest.mark.parametrize(
-    "stage, accumulation, on_disk", [(0, 1, False), (1, 2, False), (2, 1, False), (3, 2, False), (3, 1, True)]
+    "stage, accumulation, on_disk",
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 1, False), (2, 1, False), (3, 2, False))),
+        (1, 2, False),
+        (3, 1, True),
+    ],
 )
 def test_the_split_adds_up_to_the_wall_time_within_three_percent(
     tmp_path: Path, stage: int, accumulation: int, on_disk: bool

@@ -291,7 +291,7 @@ def write_differently(more: dict[str, Any]) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("more", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("more", [pytest.param(FP32, id="fp32", marks=pytest.mark.slow), pytest.param(BF16, id="bf16")])
 def test_ranks_that_wrote_different_values_are_an_error_on_all_of_them(more: dict[str, Any]) -> None:
     for messages in run_ranks(2, write_differently, more):
         for message in messages:

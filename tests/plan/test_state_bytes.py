@@ -100,7 +100,7 @@ LOCAL_STEPS: list[tuple[int, dict[str, Any]]] = [
 HYBRID = {"degrees": {"parameters": 1, "gradients": 2, "optimizer": 2}}
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("shm", 4), ("fake", 64)])
+@pytest.mark.parametrize(("transport", "world_size"), [pytest.param("shm", 4, marks=pytest.mark.slow), ("fake", 64)])
 def test_states_of_replicas_are_predicted_to_the_byte(transport: str, world_size: int, tmp_path: Path) -> None:
     chosen = cases("tiny", LOCAL_STEPS) + cases("odd", LOCAL_STEPS[:2])
     if world_size > 4:

@@ -163,8 +163,7 @@ BF16 = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (0, {}),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, {}), (2, {}), (1, BF16))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, {}), (1, {}), (2, {}), (1, BF16))),
         pytest.param(3, {}, marks=pytest.mark.slow),
         (3, BF16),
     ],

@@ -11,6 +11,8 @@ import pytest
 from tests.integrations.environments import python_of, run_program, run_script
 
 HERE = Path(__file__).parent
+# What one script of half a minute reports. test_training compares losses with DDP and resumes.
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def settings() -> dict[str, Any]:
     return reported
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["gan", "distillation"])
 def test_several_models_train_as_under_ddp(results: list[dict[str, Any]], name: str) -> None:
     for of_rank in results:
@@ -39,6 +42,7 @@ def test_several_models_train_as_under_ddp(results: list[dict[str, Any]], name: 
             assert losses == pytest.approx(ddp, abs=1e-6, rel=0)
 
 
+@SLOW
 def test_autocast_computes_as_under_ddp_and_gives_outputs_in_fp32(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         (losses, dtype), *others = of_rank["autocast"].values()
@@ -47,12 +51,14 @@ def test_autocast_computes_as_under_ddp_and_gives_outputs_in_fp32(results: list[
             assert other_dtype == dtype == "torch.float32"
 
 
+@SLOW
 def test_mixed_precision_of_bf16_trains_parameters_in_bf16(results: list[dict[str, Any]]) -> None:
     dtype, precision, first, last = results[0]["bf16"]
     assert (dtype, precision) == ("torch.bfloat16", "bf16")
     assert first > 0 and last < 2.8
 
 
+@SLOW
 def test_fp16_of_the_arguments_trains_like_fp32_after_its_scale_has_fallen(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         expected, *found = of_rank["fp16"]
@@ -62,6 +68,7 @@ def test_fp16_of_the_arguments_trains_like_fp32_after_its_scale_has_fallen(resul
             assert losses == pytest.approx(expected, abs=0.02)
 
 
+@SLOW
 def test_a_model_that_was_evaluated_trains_from_its_exact_values(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         exact, difference, is_finite = of_rank["evaluated"]
@@ -70,28 +77,33 @@ def test_a_model_that_was_evaluated_trains_from_its_exact_values(results: list[d
         assert difference < 0.02
 
 
+@SLOW
 def test_unwrapped_models_state_dicts_and_saved_weights_are_whole(results: list[dict[str, Any]]) -> None:
     assert [of_rank["weights"] for of_rank in results] == [[True] * 3] * 2
 
 
+@SLOW
 def test_gradients_under_no_sync_and_of_a_plain_backward_add_up(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         for difference in of_rank["no_sync"]:
             assert difference[0] < 1e-6
 
 
+@SLOW
 def test_dummies_stand_for_the_optimizer_and_schedule_of_the_configuration(results: list[dict[str, Any]]) -> None:
     for of_rank in results:
         values, expected = of_rank["configured"]
         assert values == expected
 
 
+@SLOW
 def test_the_schedule_waits_where_a_step_is_skipped(results: list[dict[str, Any]]) -> None:
     skipped, rates = results[0]["skipped"][::2], results[0]["skipped"][1::2]
     assert skipped == [False, True, False]
     assert rates[0] == rates[1] > rates[2]
 
 
+@SLOW
 def test_named_checkpoints_keep_the_newest_and_objects_and_call_hooks(results: list[dict[str, Any]]) -> None:
     names, count, same, calls, _ = results[0]["named"]
     assert names == ["checkpoint_1", "checkpoint_2"]
@@ -129,6 +141,7 @@ ERRORS = {
 }
 
 
+@SLOW
 @pytest.mark.parametrize("name", ERRORS)
 def test_mistakes_in_the_loop_say_what_to_write(results: list[dict[str, Any]], name: str) -> None:
     for of_rank in results:

@@ -302,6 +302,7 @@ def test_a_connection_that_is_no_program_is_refused(script: Script, capfd: pytes
         assert capfd.readouterr().err.startswith(f"zero-launch: {message}")
 
 
+@pytest.mark.slow  # test_agent restarts on one machine, and the elastic runs restart on the others
 def test_restarts_begin_again_on_all_nodes(launch_on_nodes: Launch, script: Script) -> None:
     body = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -53,6 +53,7 @@ def test_a_stopped_launcher_leaves_nothing(
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
+@pytest.mark.slow  # test_signals sends a signal that ranks heed
 def test_ranks_that_heed_ctrl_c_end_at_once_and_quietly(started: Start, script: Script, tmp_path: Path) -> None:
     body = "open(f'pids{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     launcher = started(script(body))

@@ -203,6 +203,7 @@ def test_mpi_on_several_hosts_must_know_the_first() -> None:
         mpi_rank_variables({})
 
 
+@pytest.mark.slow  # the variables that MPI leads to are tested above
 def test_ranks_that_mpi_starts_form_a_process_group(script: Script) -> None:
     body = """
 import torch, torch.distributed as dist
