@@ -46,19 +46,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("ZEROENGINE_TEST_EVERY_STAGE", "0" if config.getoption("markexpr") == "not slow" else "1")
 
 
-# Folders whose files take longest. Begun first, they leave short files to the end, when a process may have to wait.
-LONG_FOLDERS = ("integrations", "models", "launch", "distributed", "checkpoint", "weights", "engine", "plan")
+# What takes longest in tests/. Begun first, it leaves short files to the end, when a process may have to wait.
+LONGEST = (
+    "test_emulated.py",
+    "integrations",
+    "models",
+    "launch",
+    "distributed",
+    "test_docs.py",
+    "checkpoint",
+    "weights",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let processes that share the tests begin with the folders that take longest."""
+    """Let processes that share the tests begin with those that take longest."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: folder_order(item.path))
+        items.sort(key=lambda item: order_of(item.path))
 
 
-def folder_order(path: Path) -> int:
-    folder = path.relative_to(ROOT / "tests").parts[0] if path.is_relative_to(ROOT / "tests") else ""
-    return LONG_FOLDERS.index(folder) if folder in LONG_FOLDERS else len(LONG_FOLDERS)
+def order_of(path: Path) -> int:
+    name = path.relative_to(ROOT / "tests").parts[0] if path.is_relative_to(ROOT / "tests") else ""
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
