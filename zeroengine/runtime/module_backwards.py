@@ -25,7 +25,6 @@ all of their backwards are over. For such an input the hooks are on the last nod
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,8 +108,6 @@ class CallTracker:
         self._unit_past = unit_past
         # The number of forwards of the model so far.
         self._forward_number = 0
-        # The first forward of the model whose backward has begun, of those in the backward in progress.
-        self._oldest_forward = sys.maxsize
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
         # By module: its forwards that await their recomputations.
@@ -205,9 +202,6 @@ class CallTracker:
         return not any(self._may_run(call) for user in unit.modules for call in self._calls_with_graph.get(user, ()))
 
     def _may_run(self, call: ModuleCall) -> bool:
-        # Autograd runs later forwards first, so a later one that has not begun is not in this backward.
-        if not call.started and call.forward_number > self._oldest_forward:
-            return False
         # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
         return not (call.is_past or (call.has_run and call.forward_number < self._forward_number))
 
@@ -229,7 +223,6 @@ class CallTracker:
         self._active_calls.clear()
         self._complete_units.clear()
         self._recomputed_calls.clear()
-        self._oldest_forward = sys.maxsize
         self._has_backward_ended = True
         for calls_of_module in self._calls_with_graph.values():
             for call in calls_of_module:
@@ -240,7 +233,6 @@ class CallTracker:
         if call.started:
             return
         call.start()
-        self._oldest_forward = min(self._oldest_forward, call.forward_number)
         self._pre_backward(module)
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:
