@@ -52,6 +52,10 @@ FAILED_ONCE = {
         seed=1, ops=(Op("block", 0), Op("block", 1, "reentrant")), backward="plain", fault="backward", fault_at=0
     ),
     "a view of a weight that one rank keeps": Recipe(seed=1, blocks=(BlockSpec("kept views"), BlockSpec())),
+    "blocks that are called in another order than that of their list, in two forwards before a backward": (
+        random_recipe(210)
+    ),
+    "two forwards before their backwards, the first one's first": random_recipe(198),
 }
 
 

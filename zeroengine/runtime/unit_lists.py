@@ -360,8 +360,8 @@ class UnitLists:
         # The units of one element follow one another.
         if not unit_list.is_in_order or index == list_pass.next_index - 1:
             return
-        # A loop through the whole list may start again.
-        if index == 0 and list_pass.next_index == len(unit_list.elements):
+        # A loop that called every element may start again. After one that skipped some, this is another order.
+        if index == 0 and list_pass.next_index == len(unit_list.elements) and not list_pass.skipped:
             list_pass = forward.begin_pass(list_pass)
         if index < list_pass.next_index:
             unit_list.is_in_order = False
