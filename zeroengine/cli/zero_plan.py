@@ -254,11 +254,11 @@ def _bytes_per_second(text: str | None, option: str) -> float | None:
     """Return a rate such as 25Gbit or 3GB, in bytes a second."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT])(bit|B)(?:/s)?", text.strip())
-    rate = float(found[1]) * 1000 ** (1 + "KMGT".index(found[2])) if found else 0.0
-    if found is None or not rate:
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT])(bit|B)(?:/s)?", text.strip())
+    rate = float(match[1]) * 1000 ** (1 + "KMGT".index(match[2])) if match else 0.0
+    if match is None or not rate:
         raise ZeroEngineError(f"{option} {text}: write bits or bytes a second, such as {option} 25Gbit or {option} 3GB")
-    return rate / 8 if found[3] == "bit" else rate
+    return rate / 8 if match[3] == "bit" else rate
 
 
 def _number(text: str) -> float:

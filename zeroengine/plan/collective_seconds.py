@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Return all of it."""
+        """Return the seconds of both."""
         return self.own + self.hidden
 
 
@@ -100,8 +100,7 @@ class RingCollectives:
         if self._world_size == 1:
             return Seconds(0.0, 0.0)
         assert unit.gradients is not None
-        nbytes = unit.layout.numel * unit.gradients.reduce_dtype.itemsize
-        degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
+        nbytes, degree = unit.layout.numel * unit.gradients.reduce_dtype.itemsize, unit.sum_degree
         seconds = self._rates.latency
         seconds += (nbytes - nbytes / degree) / self._rate(self._rates.reduce_link, degree, 1)
         if degree < self._world_size:
@@ -132,9 +131,9 @@ class HostCollectives:
         """Return the seconds of the reduction of a unit's gradients."""
         assert unit.gradients is not None
         nbytes, sent = unit.layout.numel * unit.gradients.reduce_dtype.itemsize, self._traffic.reduce_bytes(unit)
-        degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
+        degree = unit.sum_degree
         if not self._traffic.is_two_level:
-            slice_bytes = nbytes / (degree if degree > 1 else self._world_size)
+            slice_bytes = nbytes / unit.num_sum_slices(self._world_size)
             received = (self._world_size - 1) * slice_bytes * (2 if degree == 1 else 1)
             return self._direct(received, sent, self._rates.reduce_link)
         # A rank adds its part of the values of all ranks of its node, and ranks with the same slice share the parts.

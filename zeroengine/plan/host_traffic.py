@@ -18,7 +18,7 @@ from zeroengine.plan.unit_bytes import UnitBytes
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What the first host sends to the others.
+    """Counts what the first host sends to the others.
 
     Attributes:
         world_size: The number of ranks.
@@ -66,10 +66,9 @@ class HostTraffic:
         size, num_others = self.ranks_per_host, self.world_size - self.ranks_per_host
         if self.is_two_level:
             return size * sent_sum_bytes(unit, self.world_size, size, self.bits)
-        degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
         # An all-reduce is a reduce-scatter over all ranks and an all-gather.
-        passes = 2 if degree == 1 else 1
-        numel = unit.layout.numel // (degree if degree > 1 else self.world_size)
+        passes = 2 if unit.sum_degree == 1 else 1
+        numel = unit.layout.numel // unit.num_sum_slices(self.world_size)
         is_packed = self.bits is not None and is_quantizable(unit.gradients.reduce_dtype)
         itemsize = unit.gradients.reduce_dtype.itemsize
         nbytes = ops.packet_bytes(numel, self.bits or 0) if is_packed else numel * itemsize

@@ -61,7 +61,7 @@ def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, r
         2 * _shard_packet_bytes(unit) * unit.degrees.parameters for unit in units if _gathers_packets(unit, config)
     ]
     sums = [
-        2 * world_size * ops.packet_bytes(unit.layout.shard_numel(_sum_degree(unit, world_size)), bits)
+        2 * world_size * ops.packet_bytes(unit.layout.shard_numel(unit.num_sum_slices(world_size)), bits)
         for unit in units
         if _sends_packets(unit, config) and not ranks_per_host
     ]
@@ -86,15 +86,8 @@ def _sent_bytes(unit: UnitBytes, config: Config, world_size: int) -> set[int]:
     """Return the sizes of the memory that a sum of this unit sends from."""
     bits = config.zero_optimization.gradient_bits
     assert bits is not None and unit.gradients is not None
-    degree = _sum_degree(unit, world_size)
+    degree = unit.num_sum_slices(world_size)
     packet = ops.packet_bytes(unit.layout.numel // degree, bits)
     # An all-reduce exchanges slices, and then gathers their sums.
     is_all_reduce = unit.degrees.optimizer == 1
     return {degree * packet, packet} if is_all_reduce else {degree * packet}
-
-
-def _sum_degree(unit: UnitBytes, world_size: int) -> int:
-    """Return the number of slices that a sum cuts the gradients of a unit into."""
-    assert unit.gradients is not None
-    degree = unit.degrees.gradients if unit.gradients.is_sharded else unit.degrees.optimizer
-    return degree if degree > 1 else world_size

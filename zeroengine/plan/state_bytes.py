@@ -300,8 +300,7 @@ def _optimizer_bytes(unit: UnitBytes, states: Sequence[StateSizes], is_fused: bo
 def _flow(unit: UnitBytes, world_size: int) -> GradientFlow:
     assert unit.gradients is not None
     shard_numel = unit.layout.shard_numel(unit.degrees.gradients)
-    degree = unit.degrees.gradients if unit.degrees.gradients > 1 else unit.degrees.optimizer
-    slice_numel = unit.layout.numel // (degree if degree > 1 else world_size)
+    slice_numel = unit.layout.numel // unit.num_sum_slices(world_size)
     return GradientFlow(unit.layout.numel, shard_numel, unit.gradients, *gradient_positions(unit.plan), slice_numel)
 
 

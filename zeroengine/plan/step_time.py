@@ -154,11 +154,11 @@ def _exposed_seconds(
         [collectives.gather(gather) for gather in part]
         for part in (step.first, step.later, step.backward, step.updates)
     )
-    left = backward
+    hides_gathers = backward
     if any(time.crosses for time in in_backward):
-        left = max(0.0, backward - sum(time.hidden for time in sharded if time.crosses))
+        hides_gathers = max(0.0, backward - sum(time.hidden for time in sharded if time.crosses))
     gather = exposed(first, forward) + (step.micro_steps - 1) * exposed(later, forward)
-    gather += step.micro_steps * exposed(in_backward, left)
+    gather += step.micro_steps * exposed(in_backward, hides_gathers)
     return gather + exposed(updates, forward), reduce
 
 

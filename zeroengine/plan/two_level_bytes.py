@@ -103,8 +103,7 @@ class _SumShape:
     @classmethod
     def of_unit(cls, unit: UnitBytes, size: int, num_hosts: int) -> _SumShape:
         assert unit.gradients is not None
-        # At gradient degree 1 the sum goes to the shards of the optimizer.
-        degree = unit.degrees.gradients if unit.degrees.gradients > 1 else unit.degrees.optimizer
+        degree = unit.sum_degree
         plan = SumPlan.of_levels(HostLayout(0, num_hosts, size), unit.degrees.levels_to(degree))
         num_sharers = len(plan.sharers)
         part = unit.layout.numel // degree // num_sharers

@@ -64,6 +64,16 @@ class UnitBytes:
         return self.layout.shard_numel(self.degrees.gradients) * self.gradients.dtype.itemsize
 
     @property
+    def sum_degree(self) -> int:
+        """The degree of the shards that the sum of the gradients goes to. At 1 every rank gets all of it."""
+        # Gradients that are whole on each rank are summed for the shards of the optimizer.
+        return self.degrees.gradients if self.degrees.gradients > 1 else self.degrees.optimizer
+
+    def num_sum_slices(self, world_size: int) -> int:
+        """Return the number of slices that a sum cuts the gradients into. An all-reduce has one for each rank."""
+        return self.sum_degree if self.sum_degree > 1 else world_size
+
+    @property
     def optimizer_numel(self) -> int:
         """Elements that the rank updates, padding included; 0 for a frozen unit."""
         return 0 if self.gradients is None else self.layout.shard_numel(self.degrees.optimizer)
