@@ -232,7 +232,8 @@ class UnitLists:
             for list_pass in unit_list.passes:
                 # A retained graph may have another backward.
                 list_pass.has_run = list_pass.has_run or list_pass.remaining is not None
-                list_pass.is_missed = not list_pass.has_run and list_pass.number < self._last_number
+                is_earlier = self._last_number != _NO_BACKWARD and list_pass.number < self._last_number
+                list_pass.is_missed = list_pass.is_missed or (is_earlier and not list_pass.has_run)
                 list_pass.remaining = list_pass.lowest_index = None
         self._last_number = _NO_BACKWARD
 
