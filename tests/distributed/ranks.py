@@ -30,6 +30,7 @@ _PRELOADED = [
 ]
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # before a test hides them
 sharing_gpu = False  # whether ranks compute on a GPU without being asked to
+LEAVE_TIMEOUT_S = 2.0  # how long a rank that has answered waits for the others to answer, too
 
 
 def preload(*modules: str) -> None:
@@ -67,7 +68,7 @@ def run_ranks(
         port = probe.getsockname()[1]
     processes, pipes = [], {}
     for rank in range(world_size):
-        mine, theirs = _context.Pipe(duplex=False)
+        mine, theirs = _context.Pipe()
         gpus = GPUS if sharing_gpu else os.environ.get("CUDA_VISIBLE_DEVICES")
         started = (theirs, rank, world_size, port, function, args, gpus, sharing_gpu)
         process = _context.Process(target=_run, args=started, daemon=True)
@@ -76,6 +77,8 @@ def run_ranks(
         processes.append(process)
         pipes[mine] = rank
     answers = _collect(pipes, timeout)
+    for pipe in pipes:
+        pipe.close()
     for process in processes:
         process.join(5)
         if process.is_alive():
@@ -151,6 +154,8 @@ def _run(
     try:
         answer = function(*args)
         pipe.send_bytes(pickle.dumps(("returned", on_cpu(answer) if sharing_gpu else answer)))
+        # A peer may still be accepting this rank's last connection, and Gloo fails there if the process is gone.
+        pipe.poll(LEAVE_TIMEOUT_S)
     except BaseException as error:
         pipe.send_bytes(pickle.dumps(("raised", type(error).__name__, str(error), traceback.format_exc())))
     pipe.close()
