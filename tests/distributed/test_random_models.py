@@ -56,6 +56,9 @@ FAILED_ONCE = {
         random_recipe(210)
     ),
     "two forwards before their backwards, the first one's first": random_recipe(198),
+    "several gradients of a parameter, whose unit waits for units with unused parameters": random_recipe(298),
+    "several plain backwards of one forward, with unused parameters": random_recipe(378),
+    "several plain backwards through a reentrant checkpoint that calls its block twice": random_recipe(480),
 }
 
 

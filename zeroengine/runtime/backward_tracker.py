@@ -66,6 +66,9 @@ class BackwardListener:
     def unit_complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
 
+    def end_call(self) -> None:
+        """A plain ``loss.backward()`` has ended. Before ``end_backward`` others may follow, as of a second loss."""
+
     def end_backward(self, num_calls: int) -> None:
         """A backward has ended.
 
@@ -96,6 +99,8 @@ class BackwardTracker:
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
         is_last_microbatch: Whether the backward in progress is probably the last one before the update.
+        run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
+        num_ended_calls: The number of plain ``loss.backward()`` calls of the backward in progress that have ended.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool, timer: Timer) -> None:
@@ -106,12 +111,12 @@ class BackwardTracker:
         self.in_progress = False
         self.reduces_gradients = True
         self.is_last_microbatch = True
-        self._run_by_engine = False
+        self.run_by_engine = False
         self._run_raised = False
         # Plain backwards, by autograd's ids, that have ended since ``_begin``.
         self._ended_graph_tasks: set[int] = set()
-        # The number of these that were not nested in another backward.
-        self._num_calls = 0
+        # Those of them that were nested in another backward do not count here.
+        self.num_ended_calls = 0
         # Plain backwards that produced gradients and have not ended. Autograd reports no end of one that raised.
         self._graph_tasks: set[int] = set()
         # The backward whose loss is known to be scaled.
@@ -130,7 +135,7 @@ class BackwardTracker:
         span = self._timer.begin("backward")
         try:
             self._begin()
-            self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
+            self.run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
             try:
                 loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             except BaseException:
@@ -138,7 +143,7 @@ class BackwardTracker:
                 self._run_raised = True
                 raise
             finally:
-                self._run_by_engine = False
+                self.run_by_engine = False
             self._scaled_graph_task = None
             self._end()
         finally:
@@ -167,7 +172,7 @@ class BackwardTracker:
             output.register_hook(Hook(self, BackwardTracker._begin_plain_span))
 
     def _begin_plain_span(self) -> None:
-        if not self._run_by_engine and self._plain_span < 0:
+        if not self.run_by_engine and self._plain_span < 0:
             self._plain_span = self._timer.begin("backward")
             # Autograd drops the callback of a backward that raises. ``finish`` ends that span.
             queue_callback(self._end_plain_span)
@@ -194,7 +199,7 @@ class BackwardTracker:
             LossScaleError: The gradient is of a loss that is not scaled.
             ZeroEngineError: A listener refuses the backward.
         """
-        if not self._run_by_engine:
+        if not self.run_by_engine:
             # Nested backwards, such as those of reentrant checkpoints, have different ids.
             graph_task = torch._C._current_graph_task_id()
             if graph_task not in self._graph_tasks:
@@ -235,7 +240,14 @@ class BackwardTracker:
     def _end_graph_task(self, graph_task: int) -> None:
         self._graph_tasks.discard(graph_task)
         self._ended_graph_tasks.add(graph_task)
-        self._num_calls += _is_outermost()
+        if _is_outermost() and self.in_progress:
+            try:
+                for listener in self._listeners:
+                    listener.end_call()
+            except BaseException:
+                self._run_raised = True
+                raise
+            self.num_ended_calls += 1
 
     def _begin(self) -> None:
         wants_gradients = any(param.requires_grad for param in self._params)
@@ -243,7 +255,7 @@ class BackwardTracker:
         for listener in self._listeners:
             listener.check_backward(wants_gradients)
         self._ended_graph_tasks.clear()
-        self._num_calls = 0
+        self.num_ended_calls = 0
         if wants_gradients:
             for listener in self._listeners:
                 listener.begin_backward()
@@ -259,7 +271,7 @@ class BackwardTracker:
             # The next forward may be what ends the backward, and it may run in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 for listener in reversed(self._listeners):
-                    listener.end_backward(self._num_calls)
+                    listener.end_backward(self.num_ended_calls)
         except BaseException:
             # Only some listeners have ended the backward, so the gradients of the step cannot be used.
             self._run_raised = True
@@ -271,7 +283,7 @@ class BackwardTracker:
     @property
     def _is_running(self) -> bool:
         # Outside of a backward autograd's id is -1.
-        return self._run_by_engine or torch._C._current_graph_task_id() >= 0
+        return self.run_by_engine or torch._C._current_graph_task_id() >= 0
 
     @property
     def _raised(self) -> bool:

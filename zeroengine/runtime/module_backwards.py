@@ -110,8 +110,11 @@ class CallTracker:
         self._forward_number = 0
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
-        # By module: its forwards that await their recomputations.
+        # By module: its forwards that await their recomputations, and its recomputations whose nested backward has
+        # ended: in the backward in progress, and in the last one before it that had any.
         self._num_awaiting: dict[nn.Module, int] = {}
+        self._num_recomputed: dict[nn.Module, int] = {}
+        self._num_recomputed_before: dict[nn.Module, int] = {}
         # Calls of such modules in recomputations.
         self._recomputed_calls: list[tuple[nn.Module, ModuleCall]] = []
         self._has_backward_ended = False
@@ -165,6 +168,7 @@ class CallTracker:
         # No checkpoint has run these forwards again.
         if self._has_backward_ended:
             self._num_awaiting.clear()
+            self._num_recomputed_before.clear()
             self._has_backward_ended = False
 
     def expect_backward(self, module: nn.Module, call: ModuleCall) -> None:
@@ -177,6 +181,9 @@ class CallTracker:
 
     def note_recomputed(self, module: nn.Module, call: ModuleCall) -> None:
         """Note that a recomputation inside a backward has made ``call``."""
+        if not self._num_awaiting.get(module) and not self._num_recomputed.get(module):
+            # A retained graph has another backward, which recomputes what the first one did.
+            self._num_awaiting[module] = self._num_recomputed_before.get(module, 0)
         if self._num_awaiting.get(module):
             self._recomputed_calls.append((module, call))
 
@@ -186,6 +193,7 @@ class CallTracker:
         self._recomputed_calls = [(module, call) for module, call in self._recomputed_calls if not call.started]
         for module, _ in ended:
             self._num_awaiting[module] -= 1
+            self._num_recomputed[module] = self._num_recomputed.get(module, 0) + 1
         for unit in dict.fromkeys(unit for module, _ in ended for unit in self._units_of[module]):
             self._report_if_past(unit)
 
@@ -197,9 +205,14 @@ class CallTracker:
         """Return whether no operation on ``unit`` is left in the backward in progress."""
         if not unit.is_releasable or not unit.trainable or unit in self._untracked_units:
             return False
-        if any(self._num_awaiting.get(user) for user in unit.modules):
+        if any(self._may_be_recomputed(user) for user in unit.modules):
             return False
         return not any(self._may_run(call) for user in unit.modules for call in self._calls_with_graph.get(user, ()))
+
+    def _may_be_recomputed(self, module: nn.Module) -> bool:
+        """Return whether a nested backward of ``module`` may come in the backward in progress."""
+        is_unseen = module in self._num_recomputed_before and module not in self._num_recomputed
+        return bool(self._num_awaiting.get(module)) or is_unseen
 
     def _may_run(self, call: ModuleCall) -> bool:
         # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
@@ -223,6 +236,8 @@ class CallTracker:
         self._active_calls.clear()
         self._complete_units.clear()
         self._recomputed_calls.clear()
+        self._num_recomputed_before.update(self._num_recomputed)
+        self._num_recomputed.clear()
         self._has_backward_ended = True
         for calls_of_module in self._calls_with_graph.values():
             for call in calls_of_module:

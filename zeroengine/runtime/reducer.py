@@ -126,24 +126,35 @@ class Reducer(BackwardListener):
         for unit_grads in self.gradients:
             unit_grads.begin_backward()
 
-    def _is_deferred(self, unit_grads: UnitGradients) -> bool:
-        """Return whether a new gradient must wait: inside no_sync, or because its unit was reduced."""
+    def _is_reduced_in_backward(self, unit_grads: UnitGradients) -> bool:
+        """Return whether the backward in progress reduces the unit, now or at its end."""
         if unit_grads.is_sharded:
-            return unit_grads.launched_in_backward or not self._backward.reduces_gradients
-        # These gradients are reduced once, at the end, so even inside no_sync they are added to the kept sum.
-        return unit_grads.launched_in_step
+            return self._backward.reduces_gradients
+        # These gradients are reduced once, at the end of a step.
+        is_last = self._backward.reduces_gradients and self._backward.is_last_microbatch
+        return is_last and not unit_grads.launched_in_step
+
+    def _is_deferred(self, unit_grads: UnitGradients) -> bool:
+        """Return whether a new gradient must wait: inside no_sync, or because the reduce of its unit has begun."""
+        if self._is_reduced_in_backward(unit_grads):
+            # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
+            return not unit_grads.num_pending
+        # Gradients that are not sharded are added to the kept sum even inside no_sync.
+        return unit_grads.is_sharded or unit_grads.launched_in_step
 
     def _post_accumulate_grad(self, unit_index: int, index: int) -> None:
         unit_grads = self.gradients[unit_index]
         param = unit_grads.unit.params[index]
         # This comes first because it may begin the backward, which resets the counts of arrived gradients.
         self._backward.note_gradient()
-        unit_grads.count_arrival(index)
+        is_deferred = self._is_deferred(unit_grads)
+        unit_grads.count_arrival(index, self._backward.num_ended_calls)
         # Autograd also calls the hook if a Function returned None instead of a gradient.
         if param.grad is not None:
-            if self._is_deferred(unit_grads):
+            if is_deferred:
                 # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
-                self.has_late_gradients = self.has_late_gradients or unit_grads.launched_in_step
+                is_late = unit_grads.launched_in_step or self._is_reduced_in_backward(unit_grads)
+                self.has_late_gradients = self.has_late_gradients or is_late
                 # If the dtypes are equal, ``param.grad`` itself accumulates in the accumulation dtype.
                 if unit_grads.dtype is not param.dtype:
                     self._accumulate_deferred(unit_grads, index, param.grad.detach())
@@ -213,11 +224,28 @@ class Reducer(BackwardListener):
     def unit_past(self, unit: Unit) -> None:
         """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
         unit_grads = self._gradients_of[unit]
-        if unit_grads.num_pending:
-            self._copy_earlier_gradients(unit_grads)
-            unit_grads.num_pending = 0
+        if unit_grads.num_pending and not self._awaits_further_call(unit_grads):
+            self._complete_as_it_is(unit_grads)
             self._backward.note_unit_complete(unit)
             self._queue_in_order()
+
+    def _complete_as_it_is(self, unit_grads: UnitGradients) -> None:
+        self._copy_earlier_gradients(unit_grads)
+        unit_grads.num_pending = 0
+
+    def _awaits_further_call(self, unit_grads: UnitGradients) -> bool:
+        """Return whether another plain ``loss.backward()`` is expected, with further gradients of the unit."""
+        return not self._backward.run_by_engine and self._backward.num_ended_calls < unit_grads.expected_last_call
+
+    def end_call(self) -> None:
+        """Let units be reduced that expect no further call. At stage 3 ``unit_past`` may have done so earlier.
+
+        A gradient that another call brings all the same is then late at any degree of the parameters.
+        """
+        for unit_grads in self._reduce_order:
+            if unit_grads.is_sharded and unit_grads.num_pending and not self._awaits_further_call(unit_grads):
+                self._complete_as_it_is(unit_grads)
+        self._queue_in_order()
 
     def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
         """Copy the gradients of earlier backwards inside no_sync of parameters that have none in this backward."""
@@ -240,11 +268,8 @@ class Reducer(BackwardListener):
         while self._num_queued < len(self._reduce_order) and self._reduce_order[self._num_queued].is_ready:
             unit_grads = self._reduce_order[self._num_queued]
             self._num_queued += 1
-            needs_reduce = self._backward.reduces_gradients
-            if not unit_grads.is_sharded:
-                needs_reduce = needs_reduce and self._backward.is_last_microbatch and not unit_grads.launched_in_step
             # A bucket holds whole units. If a unit does not fit, the reduces of the queued units are launched first.
-            if needs_reduce:
+            if self._is_reduced_in_backward(unit_grads):
                 if self._bucket and self._queued_numel() + unit_grads.unit.layout.numel > self._bucket_numel:
                     self._launch_bucket()
                 self._bucket.append(unit_grads)
@@ -263,8 +288,6 @@ class Reducer(BackwardListener):
     def _launch_reduce(self, unit_grads: UnitGradients) -> None:
         """Launch the collective of one unit. Parameters without a gradient count as zeros."""
         unit = unit_grads.unit
-        # From here on no gradient of this unit goes into the memory that is sent.
-        unit_grads.launched_in_backward = True
         # The collective reads the buffer, into which copies of gradients may still wait for their launch.
         self._copies.flush()
         # If no parameter of the unit has a gradient on this rank, another rank may have one. All ranks must launch the
