@@ -127,7 +127,9 @@ def test_ten_engines_on_one_model_leak_no_thread_no_descriptor_and_no_tensor(
     tmp_path: Path, transport: str, monitored: bool
 ) -> None:
     for found in run_ranks(2, leftovers, transport, tmp_path if monitored else None):
-        assert found[-1] == found[2], found
+        # The system may list a thread for a moment after it has ended, so single counts may be one too high.
+        for early, late in zip(zip(*found[2:5], strict=True), zip(*found[-3:], strict=True), strict=True):
+            assert min(late) <= max(early), found
 
 
 class Reference(nn.Module):
