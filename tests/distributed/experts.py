@@ -44,6 +44,8 @@ class Style:
         calls: How often a layer calls its mixture.
         direct: Whether a mixture returns the output of one expert, rather than a sum.
         drops: Whether each rank drops layers, and all experts of layers, after the first steps.
+        losses: The order in which the losses of a micro-step are run backward. All are computed before.
+        plain: Whether the loop calls ``loss.backward()``.
     """
 
     layers: int = 3
@@ -55,6 +57,8 @@ class Style:
     calls: int = 1
     direct: bool = False
     drops: bool = False
+    losses: tuple[int, ...] = (0,)
+    plain: bool = False
 
 
 class Expert(nn.Module):
@@ -156,13 +160,16 @@ def train(transport: str, settings: dict[str, Any], style: Style, steps: int) ->
                     engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers))
             for micro in range(int(engine.config.gradient_accumulation_steps)):
                 number = step * 7 + micro
-                # Among many samples some use every expert, so this rank is complete where others are not.
-                samples = 8 if not number or (number + engine.rank) % 3 == 0 else 1
-                drawn = draw(number, engine.rank, samples, style.layers)
-                loss = engine(*batch(number, engine.rank, samples), drawn)
-                engine.backward(loss)
+                found = []
+                for part in range(len(style.losses)):
+                    # Among many samples some use every expert, so this rank is complete where others are not.
+                    samples = 8 if not number or (number + engine.rank + part) % 3 == 0 else 1
+                    drawn = draw(number + 500 * part, engine.rank, samples, style.layers)
+                    found.append(engine(*batch(number + 500 * part, engine.rank, samples), drawn))
+                for part in style.losses:
+                    found[part].backward() if style.plain else engine.backward(found[part])
                 engine.step()
-            losses.append(loss.item())
+            losses += [loss.item() for loss in found]
         engine.close()
     return losses
 
@@ -176,6 +183,7 @@ def compare(
     # Without prefetching a gather waits for the ranks that come to it last.
     more = more | {"zero_optimization": {"prefetch_bucket_size": 0, **more.get("zero_optimization", {})}}
     losses = train(transport, config(3, units=units, **more), style, steps)
-    # With accumulation stage 0 adds the micro-steps of a rank first. All-reduces of Gloo have an order of their own.
-    tolerance = 1e-5 if transport == "nccl" or "gradient_accumulation_steps" in more else 0.0
+    # Stage 0 adds all backwards of a rank before it adds ranks. All-reduces of Gloo have an order of their own.
+    has_several = "gradient_accumulation_steps" in more or len(style.losses) > 1
+    tolerance = 1e-5 if transport == "nccl" or has_several else 0.0
     return [pair for pair in zip(expected, losses, strict=True) if abs(pair[0] - pair[1]) > tolerance]

@@ -67,6 +67,9 @@ STYLES: dict[str, tuple[list[str], Style]] = {
     "one expert for all samples": (SINGLE, Style(direct=True)),
     "experts of all layers": (SINGLE, Style(shared_list=True)),
     "dropped layers and experts": (BOTH, Style(drops=True)),
+    "two losses, the last one first": (SINGLE, Style(losses=(1, 0))),
+    "two losses, the first one first": (SINGLE, Style(losses=(0, 1))),
+    "two losses and plain backwards": (SINGLE, Style(losses=(0, 1), plain=True)),
 }
 
 

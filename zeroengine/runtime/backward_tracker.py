@@ -51,8 +51,8 @@ class BackwardListener:
     def begin_backward(self) -> None:
         """A backward begins."""
 
-    def backward_began(self) -> None:
-        """A backward has begun, and every listener knows it."""
+    def call_began(self) -> None:
+        """A call of ``Engine.backward`` or ``loss.backward()`` has begun, and every listener knows its backward."""
 
     def unit_held(self, unit: Unit) -> None:
         """``unit``, which is trainable, must not be reduced before ``unit_not_held``, or the end of the backward."""
@@ -202,11 +202,14 @@ class BackwardTracker:
         if not self.run_by_engine:
             # Nested backwards, such as those of reentrant checkpoints, have different ids.
             graph_task = torch._C._current_graph_task_id()
+            is_next_call = self.in_progress and not self._graph_tasks
             if graph_task not in self._graph_tasks:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._graph_tasks.add(graph_task)
                 self._begin_plain_span()
                 queue_callback(partial(self._end_graph_task, graph_task))
+                if is_next_call:
+                    self._report_call()
         if not self.in_progress:
             self._begin()
         if self._requires_scaled_loss and self._scaled_graph_task is None:
@@ -222,13 +225,13 @@ class BackwardTracker:
 
     def note_unit_not_held(self, unit: Unit) -> None:
         """Tell the listeners that ``unit`` may be reduced once its gradients are complete."""
-        if self.in_progress:
+        if self._is_producing_gradients:
             for listener in self._listeners:
                 listener.unit_not_held(unit)
 
     def note_unit_past(self, unit: Unit) -> None:
         """Tell the listeners that no further gradient of ``unit`` comes in the backward in progress."""
-        if self.in_progress:
+        if self._is_producing_gradients:
             for listener in self._listeners:
                 listener.unit_past(unit)
 
@@ -260,8 +263,11 @@ class BackwardTracker:
             for listener in self._listeners:
                 listener.begin_backward()
             self.in_progress = True
-            for listener in self._listeners:
-                listener.backward_began()
+            self._report_call()
+
+    def _report_call(self) -> None:
+        for listener in self._listeners:
+            listener.call_began()
 
     def _end(self) -> None:
         # If all parameters are frozen, the backward belongs to the loss of another model.
@@ -279,6 +285,11 @@ class BackwardTracker:
         self.in_progress = False
 
     # -- ends that autograd does not report --------------------------------------------------------
+
+    @property
+    def _is_producing_gradients(self) -> bool:
+        # Between two plain calls ``torch.autograd.grad`` may run, which says nothing about the second one.
+        return self.in_progress and (self.run_by_engine or bool(self._graph_tasks))
 
     @property
     def _is_running(self) -> bool:

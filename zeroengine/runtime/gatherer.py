@@ -527,8 +527,8 @@ class Gatherer(BackwardListener):
             else:
                 self._end_outermost_backward()
 
-    def backward_began(self) -> None:
-        """Report the units that no forward used: they get no gradient in this backward."""
+    def call_began(self) -> None:
+        """Report the units that no forward used: they get no gradient in this call."""
         held = self._lists.hold(unit for unit in self._units if unit.trainable)
         for unit in self._units:
             if unit in held:

@@ -25,6 +25,7 @@ all of their backwards are over. For such an input the hooks are on the last nod
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,8 @@ class CallTracker:
         self._unit_past = unit_past
         # The number of forwards of the model so far.
         self._forward_number = 0
+        # The first forward of the model whose backward has begun, of those in the backward in progress.
+        self._oldest_forward = sys.maxsize
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
         # By module: its forwards that await their recomputations, and its recomputations whose nested backward has
@@ -215,6 +218,9 @@ class CallTracker:
         return bool(self._num_awaiting.get(module)) or is_unseen
 
     def _may_run(self, call: ModuleCall) -> bool:
+        # Autograd runs later forwards first, so a later one that has not begun is not in this backward.
+        if not call.started and call.forward_number > self._oldest_forward:
+            return False
         # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
         return not (call.is_past or (call.has_run and call.forward_number < self._forward_number))
 
@@ -236,6 +242,7 @@ class CallTracker:
         self._active_calls.clear()
         self._complete_units.clear()
         self._recomputed_calls.clear()
+        self._oldest_forward = sys.maxsize
         self._num_recomputed_before.update(self._num_recomputed)
         self._num_recomputed.clear()
         self._has_backward_ended = True
@@ -248,6 +255,7 @@ class CallTracker:
         if call.started:
             return
         call.start()
+        self._oldest_forward = min(self._oldest_forward, call.forward_number)
         self._pre_backward(module)
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:

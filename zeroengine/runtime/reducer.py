@@ -102,6 +102,8 @@ class Reducer(BackwardListener):
         self._reduce_order = self.gradients[::-1]
         # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
         self._num_queued = 0
+        # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have.
+        self._expected_calls = 1
         # Complete units, whose reduces are launched together.
         self._bucket: list[UnitGradients] = []
         # The reduces in progress, and the units that they are for.
@@ -148,7 +150,8 @@ class Reducer(BackwardListener):
         # This comes first because it may begin the backward, which resets the counts of arrived gradients.
         self._backward.note_gradient()
         is_deferred = self._is_deferred(unit_grads)
-        unit_grads.count_arrival(index, self._backward.num_ended_calls)
+        if self._num_further_calls == 0:
+            unit_grads.count_arrival(index)
         # Autograd also calls the hook if a Function returned None instead of a gradient.
         if param.grad is not None:
             if is_deferred:
@@ -224,27 +227,29 @@ class Reducer(BackwardListener):
     def unit_past(self, unit: Unit) -> None:
         """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
         unit_grads = self._gradients_of[unit]
-        if unit_grads.num_pending and not self._awaits_further_call(unit_grads):
-            self._complete_as_it_is(unit_grads)
+        if unit_grads.num_pending and self._num_further_calls <= 0:
+            self._copy_earlier_gradients(unit_grads)
+            unit_grads.num_pending = 0
             self._backward.note_unit_complete(unit)
             self._queue_in_order()
 
-    def _complete_as_it_is(self, unit_grads: UnitGradients) -> None:
-        self._copy_earlier_gradients(unit_grads)
-        unit_grads.num_pending = 0
+    @property
+    def _num_further_calls(self) -> int:
+        """The number of plain ``loss.backward()`` calls that are expected after the present one.
 
-    def _awaits_further_call(self, unit_grads: UnitGradients) -> bool:
-        """Return whether another plain ``loss.backward()`` is expected, with further gradients of the unit."""
-        return not self._backward.run_by_engine and self._backward.num_ended_calls < unit_grads.expected_last_call
+        A backward is expected to have as many calls as the previous one had. Below 0: it has had more.
+        """
+        return 0 if self._backward.run_by_engine else self._expected_calls - 1 - self._backward.num_ended_calls
 
     def end_call(self) -> None:
-        """Let units be reduced that expect no further call. At stage 3 ``unit_past`` may have done so earlier.
+        """Let all units be reduced that have not been, unless another call is expected."""
+        if self._num_further_calls <= 0:
+            self._end_units()
 
-        A gradient that another call brings all the same is then late at any degree of the parameters.
-        """
+    def _end_units(self) -> None:
         for unit_grads in self._reduce_order:
-            if unit_grads.is_sharded and unit_grads.num_pending and not self._awaits_further_call(unit_grads):
-                self._complete_as_it_is(unit_grads)
+            self._copy_earlier_gradients(unit_grads)
+            unit_grads.end_backward()
         self._queue_in_order()
 
     def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
@@ -256,10 +261,8 @@ class Reducer(BackwardListener):
 
     def end_backward(self, num_calls: int) -> None:
         """Launch the reduces that were not launched during the backward, in order."""
-        for unit_grads in self._reduce_order:
-            self._copy_earlier_gradients(unit_grads)
-            unit_grads.end_backward()
-        self._queue_in_order()
+        self._expected_calls = num_calls or self._expected_calls
+        self._end_units()
         self._launch_bucket()
         self._copies.flush()
 

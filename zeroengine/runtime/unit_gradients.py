@@ -29,9 +29,9 @@ many gradients as in the previous backward. The first time, gradients may arrive
 (``Reducer.reduce_late_gradients``). No other rank knows of them. Before a step, the backends on the host ask all ranks
 whether they have any. ``AsyncAdam`` cannot ask without waiting, so there all ranks must have late gradients or none.
 
-Several plain ``loss.backward()`` calls without a forward in between are one backward, too. There a unit that lacks some
-of its gradients waits for the call that gave it the last gradient in the previous backward. It is complete at the end
-of that call (``Reducer.end_call``) or, where modules show it, when it is past in that call.
+Several plain ``loss.backward()`` calls without a forward in between are one backward, too. Only in the last of them are
+gradients counted and units complete, which is the call with the number that the last call of the previous backward had.
+The gradients of the calls before it wait where they are reduced from, and those of further calls are late.
 
 Whether a gradient is late decides in which order gradients are added, and so their last bits. It depends on these
 counts alone, never on the moment at which a reduce is launched, so the degrees of parameters change no bit.
@@ -115,9 +115,6 @@ class UnitGradients:
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
         expected_counts: The number of gradients that each parameter got in the previous backward.
         arrived_counts: The number of gradients that each parameter has got in this backward.
-        expected_last_call: The plain ``loss.backward()``, of those of the previous backward, that gave the unit its
-            last gradient; counted from 0.
-        last_call: The same for this backward, so far.
         deferred_grads: By the parameter's index, in its shape, of ``dtype``.
         squared_norm: 0-D, float64.
     """
@@ -159,7 +156,6 @@ class UnitGradients:
         self.deferred_grads: dict[int, torch.Tensor] = {}
         self.expected_counts = [1] * num_params
         self.arrived_counts = [0] * num_params
-        self.expected_last_call = self.last_call = 0
         self.num_pending = 0
         self.is_held = False
         self.slot_filled = [False] * num_params
@@ -175,13 +171,11 @@ class UnitGradients:
         """Wait for as many gradients of each parameter as in the previous backward."""
         self.arrived_counts = [0] * len(self.expected_counts)
         self.num_pending = len(self.expected_counts)
-        self.last_call = 0
         self.is_held = False
 
-    def count_arrival(self, index: int, call: int) -> None:
-        """Count one more gradient of parameter ``index``, in the plain call number ``call`` of this backward."""
+    def count_arrival(self, index: int) -> None:
+        """Count one more gradient of parameter ``index`` in this backward."""
         self.arrived_counts[index] += 1
-        self.last_call = call
         # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is late
         # if the unit was complete already.
         if self.num_pending and self.arrived_counts[index] == self.expected_counts[index]:
@@ -191,7 +185,6 @@ class UnitGradients:
         """Remember how many gradients each parameter got in this backward, and wait for no more."""
         # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
         self.expected_counts = [max(1, count) for count in self.arrived_counts]
-        self.expected_last_call = self.last_call
         self.num_pending = 0
         self.is_held = False
 
