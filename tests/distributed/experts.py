@@ -46,6 +46,7 @@ class Style:
         drops: Whether each rank drops layers, and all experts of layers, after the first steps.
         losses: The order in which the losses of a micro-step are run backward. All are computed before.
         plain: Whether the loop calls ``loss.backward()``.
+        keeps: Whether the loop keeps a loss of every other step that is never run backward.
     """
 
     layers: int = 3
@@ -59,6 +60,7 @@ class Style:
     drops: bool = False
     losses: tuple[int, ...] = (0,)
     plain: bool = False
+    keeps: bool = False
 
 
 class Expert(nn.Module):
@@ -153,8 +155,11 @@ def train(transport: str, settings: dict[str, Any], style: Style, steps: int) ->
         if transport == "nccl":
             use_nccl_transport(patch)
         engine = start(transport, settings, style)
-        losses = []
+        losses: list[float] = []
+        kept = None
         for step in range(steps):
+            if style.keeps and step % 2:
+                kept = engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers))
             if step % 3 == 2:
                 with torch.no_grad():
                     engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers))
@@ -169,7 +174,7 @@ def train(transport: str, settings: dict[str, Any], style: Style, steps: int) ->
                 for part in style.losses:
                     found[part].backward() if style.plain else engine.backward(found[part])
                 engine.step()
-            losses += [loss.item() for loss in found]
+            losses += [loss.item() for loss in (*found, kept) if loss is not None]
         engine.close()
     return losses
 

@@ -100,6 +100,7 @@ class BackwardTracker:
         reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
         is_last_microbatch: Whether the backward in progress is probably the last one before the update.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
+        loss: What ``Engine.backward`` was given, while it runs; None in a plain backward.
         num_ended_calls: The number of plain ``loss.backward()`` calls of the backward in progress that have ended.
     """
 
@@ -112,6 +113,7 @@ class BackwardTracker:
         self.reduces_gradients = True
         self.is_last_microbatch = True
         self.run_by_engine = False
+        self.loss: torch.Tensor | None = None
         self._run_raised = False
         # Plain backwards, by autograd's ids, that have ended since ``_begin``.
         self._ended_graph_tasks: set[int] = set()
@@ -133,6 +135,7 @@ class BackwardTracker:
         # An earlier plain backward may not have been ended yet.
         self.finish()
         span = self._timer.begin("backward")
+        self.loss = loss
         try:
             self._begin()
             self.run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
@@ -147,6 +150,7 @@ class BackwardTracker:
             self._scaled_graph_task = None
             self._end()
         finally:
+            self.loss = None
             self._timer.end(span)
             self._timer.note_training()
 

@@ -36,6 +36,7 @@ from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
+from zeroengine.runtime.forward_graphs import ForwardGraphs
 from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback
 from zeroengine.runtime.module_hooks import ForwardObserver, is_in_function_forward, is_raising, register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
@@ -116,10 +117,15 @@ class Gatherer(BackwardListener):
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward, backward.note_unit_past)
+        self._forwards = ForwardGraphs()
+        self._calls = CallTracker(
+            self._units_of, self._forwards, self._pre_backward, self._post_backward, backward.note_unit_past
+        )
         # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        self._lists = UnitLists(model, self._units_of, self._gather_for_others, self._release, self._note_not_held)
+        self._lists = UnitLists(
+            model, self._units_of, self._forwards, self._gather_for_others, self._release, self._note_not_held
+        )
         self.hook_handles = register_hooks(self, model, self._units_of, self._lists.users)
         # The full buffers of releasable units have no memory yet.
         for unit in self._units:
@@ -320,6 +326,7 @@ class Gatherer(BackwardListener):
             self._first_sequence_number = current_sequence_number()
             self._forward_has_grad = torch.is_grad_enabled()
             if self._forward_has_grad and not self._graph_tasks:
+                self._forwards.begin(self._first_sequence_number)
                 self._calls.begin_model_forward()
                 self._lists.begin_model_forward()
                 # A use of parameters that stay gathered goes unnoticed.
@@ -343,6 +350,8 @@ class Gatherer(BackwardListener):
             self._end_model_forward(output)
 
     def _end_model_forward(self, output: Any) -> None:
+        if self._forward_has_grad and not self._graph_tasks:
+            self._forwards.end(current_sequence_number())
         if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
@@ -383,6 +392,8 @@ class Gatherer(BackwardListener):
         # Units that stay gathered are never released, so they need no tracking.
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+            if tracked and not (self.num_model_forwards or self._graph_tasks):
+                self._forwards.continue_latest()
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
             if call is None and not torch.is_grad_enabled():
                 if self._may_be_recomputed():
@@ -529,6 +540,7 @@ class Gatherer(BackwardListener):
 
     def call_began(self) -> None:
         """Report the units that no forward used: they get no gradient in this call."""
+        self._forwards.begin_backward(self._backward.loss)
         held = self._lists.hold(unit for unit in self._units if unit.trainable)
         for unit in self._units:
             if unit in held:
@@ -585,6 +597,7 @@ class Gatherer(BackwardListener):
         self._lists.end_backward()
         self._visit_order.end_pass()
         self._calls.end_backward()
+        self._forwards.end_backward()
         # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.
         if not self.num_model_forwards:
             self._release_unhooked_uses()

@@ -25,7 +25,6 @@ all of their backwards are over. For such an input the hooks are on the last nod
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import tensors_in
@@ -53,13 +53,13 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 class ModuleCall:
     """One forward of a module, and how far its backward is. A retained graph has several backwards."""
 
+    forward: ForwardGraph  # the latest one when the call began
     num_inputs: int  # number of inputs that require a gradient
     input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, if other calls share some of them
     num_last_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: nodes that add to its gradient
     pending_inputs: set[int] = field(default_factory=set)  # inputs whose gradient this call still adds to
     pending_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: last nodes that have not run
     started: bool = False
-    forward_number: int = 0  # the number of the model's forward that it belongs to
     is_past: bool = False  # every node of it has run in the backward in progress
     has_run: bool = False  # the same in any backward
 
@@ -93,6 +93,7 @@ class CallTracker:
 
     Args:
         units_of: The units that each module's forward needs.
+        forwards: The forwards of the whole model.
         pre_backward: Called with a module before the backward of one of its calls.
         post_backward: Called with a unit when the backwards of its modules' calls are over.
         unit_past: Called with a unit when it gets no further gradient in the backward in progress.
@@ -101,16 +102,14 @@ class CallTracker:
     def __init__(
         self,
         units_of: Mapping[nn.Module, list[Unit]],
+        forwards: ForwardGraphs,
         pre_backward: Callable[[nn.Module], None],
         post_backward: Callable[[Unit], None],
         unit_past: Callable[[Unit], None],
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
         self._unit_past = unit_past
-        # The number of forwards of the model so far.
-        self._forward_number = 0
-        # The first forward of the model whose backward has begun, of those in the backward in progress.
-        self._oldest_forward = sys.maxsize
+        self._forwards = forwards
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
         # By module: its forwards that await their recomputations, and its recomputations whose nested backward has
@@ -135,12 +134,12 @@ class CallTracker:
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         # Frozen units have no gradients to wait for. If no input requires a gradient either, nothing would show when
         # their backward is over, so an imaginary input keeps them gathered until the whole backward ends.
-        call = ModuleCall(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
+        num_inputs = len(tensors) or any(not unit.trainable for unit in self._units_of[module])
+        call = ModuleCall(self._forwards.latest, num_inputs)
         # The forward may change an input in place, which gives the tensor another edge. So the edges are recorded now,
         # although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
             call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
-        call.forward_number = self._forward_number
         for index, tensor in enumerate(tensors):
             # A leaf keeps its own hooks as long as it lives. The hooks of its node are dropped with the graph.
             if tensor.is_leaf:
@@ -166,8 +165,7 @@ class CallTracker:
         return bool(outputs)
 
     def begin_model_forward(self) -> None:
-        """Note that a forward of the whole model begins: the graphs of those before are not run again."""
-        self._forward_number += 1
+        """Note that a forward of the whole model begins."""
         # No checkpoint has run these forwards again.
         if self._has_backward_ended:
             self._num_awaiting.clear()
@@ -218,11 +216,7 @@ class CallTracker:
         return bool(self._num_awaiting.get(module)) or is_unseen
 
     def _may_run(self, call: ModuleCall) -> bool:
-        # Autograd runs later forwards first, so a later one that has not begun is not in this backward.
-        if not call.started and call.forward_number > self._oldest_forward:
-            return False
-        # A loss that the caller keeps keeps its graph, and so the calls of an earlier forward.
-        return not (call.is_past or (call.has_run and call.forward_number < self._forward_number))
+        return not call.is_past and self._forwards.may_run(call.forward, has_begun=call.started, has_run=call.has_run)
 
     def complete(self, unit: Unit) -> None:
         """Record that every trainable parameter of ``unit`` has its gradient."""
@@ -242,7 +236,6 @@ class CallTracker:
         self._active_calls.clear()
         self._complete_units.clear()
         self._recomputed_calls.clear()
-        self._oldest_forward = sys.maxsize
         self._num_recomputed_before.update(self._num_recomputed)
         self._num_recomputed.clear()
         self._has_backward_ended = True
@@ -255,7 +248,7 @@ class CallTracker:
         if call.started:
             return
         call.start()
-        self._oldest_forward = min(self._oldest_forward, call.forward_number)
+        self._forwards.note_begun(call.forward)
         self._pre_backward(module)
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
 
 
@@ -51,7 +52,7 @@ class ListPass:
 
     Attributes:
         number: The place among all passes, in the order in which their forwards end.
-        model_forward: The number of the model's forward.
+        model_forward: The model's forward that it belongs to.
         next_index: The first element that is not gathered yet in forward.
         skipped: The elements that this rank did not call, ascending.
         is_recomputed: Whether an activation checkpoint ran the forward again, inside a backward.
@@ -62,7 +63,7 @@ class ListPass:
         depth: In backward: the number of nested backwards that it is in.
     """
 
-    def __init__(self, user: ListUser, model_forward: int) -> None:
+    def __init__(self, user: ListUser, model_forward: ForwardGraph) -> None:
         self._user = weakref.ref(user)
         self.number = 0
         self.model_forward = model_forward
@@ -85,19 +86,21 @@ class ListPass:
         """The list."""
         return self.user.unit_list
 
-    def awaits(self, index: int, model_forward: int, last_number: int) -> bool:
+    def awaits(self, index: int, forwards: ForwardGraphs, last_number: int) -> bool:
         """Return whether a backward is to gather a skipped element for other ranks.
 
         Args:
             index: The element.
-            model_forward: The number of the model's latest forward.
+            forwards: The forwards of the whole model.
             last_number: Autograd has passed all later passes.
         """
         if self.remaining is not None:
             return index in self.remaining
-        # A loss that the caller keeps keeps its graph, and so the passes of an earlier forward.
-        is_over = self.is_missed or (self.has_run and self.model_forward < model_forward)
-        return index in self.skipped and not is_over and self.number <= last_number
+        if index not in self.skipped or self.number > last_number:
+            return False
+        if forwards.contains(self.model_forward) is None and self.is_missed:
+            return False
+        return forwards.may_run(self.model_forward, has_begun=False, has_run=self.has_run)
 
 
 def find_users(model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> dict[nn.Module, list[ListUser]]:

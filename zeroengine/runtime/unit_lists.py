@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
+from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_list import ListPass, ListUser, UnitList, find_users
 
@@ -53,7 +54,7 @@ class UserForward:
         modules_before: By list: modules that the forward has called before elements.
     """
 
-    def __init__(self, module: nn.Module, users: list[ListUser], model_forward: int) -> None:
+    def __init__(self, module: nn.Module, users: list[ListUser], model_forward: ForwardGraph) -> None:
         self.module = module
         self.passes = [ListPass(user, model_forward) for user in users]
         self.current = {user.unit_list: list_pass for user, list_pass in zip(users, self.passes, strict=True)}
@@ -73,6 +74,7 @@ class UnitLists:
     Args:
         model: The model.
         units_of: The units that each module's forward needs.
+        model_forwards: The forwards of the whole model.
         gather_for_others: Gathers a unit that this rank does not use, and releases it. It is also called with whether
             a backward needs the unit.
         release: Releases a unit.
@@ -86,6 +88,7 @@ class UnitLists:
         self,
         model: nn.Module,
         units_of: Mapping[nn.Module, list[Unit]],
+        model_forwards: ForwardGraphs,
         gather_for_others: Callable[[Unit, bool], None],
         release: Callable[[Unit], None],
         not_held: Callable[[Unit], None],
@@ -97,7 +100,7 @@ class UnitLists:
         for unit_list in self._lists:
             for index, element in enumerate(unit_list.elements):
                 self._index_of.update((unit, (unit_list, index)) for unit in element)
-        self._model_forward = 0
+        self._model_forwards = model_forwards
         self._numbers = itertools.count()
         self._forwards: list[UserForward] = []
         # Passes without gradients inside a reentrant checkpoint. Recomputations replace them by others.
@@ -110,7 +113,6 @@ class UnitLists:
 
     def begin_model_forward(self) -> None:
         """Note that a forward of the whole model begins with gradients, outside of any backward."""
-        self._model_forward += 1
         self._awaiting_recomputation = [
             list_pass for list_pass in self._awaiting_recomputation if not list_pass.is_missed
         ]
@@ -119,7 +121,7 @@ class UnitLists:
 
     def begin_forward(self, module: nn.Module) -> None:
         """Note that a forward of ``module``, which holds lists, begins."""
-        self._forwards.append(UserForward(module, self.users[module], self._model_forward))
+        self._forwards.append(UserForward(module, self.users[module], self._model_forwards.latest))
 
     def end_forward(self, module: nn.Module, *, raised: bool) -> UserForward | None:
         """Gather what the forward of ``module`` has not called. Return the forward, if its backward may run."""
@@ -177,7 +179,7 @@ class UnitLists:
     def _is_awaited(self, unit: Unit) -> bool:
         unit_list, index = self._index_of.get(unit, (None, 0))
         return unit_list is not None and any(
-            list_pass.awaits(index, self._model_forward, self._last_number) for list_pass in unit_list.passes
+            list_pass.awaits(index, self._model_forwards, self._last_number) for list_pass in unit_list.passes
         )
 
     def _report_not_held(self, units: Iterable[Unit]) -> None:

@@ -1,0 +1,133 @@
+"""The graphs of the whole model's forwards, and which of them the backward in progress contains.
+
+[Note: Which forwards a backward contains]
+Usually a backward follows each forward, and contains it alone. But a loss may be of several forwards, as in contrastive
+learning; several losses may be computed before the first of them is run backward; and a loss may never be run backward,
+such as that of an evaluation without ``torch.no_grad()``. The loss then decides which modules' backwards are to come.
+``Engine.backward`` has it, and the graph is searched for the forwards. That takes a few microseconds for each node, so
+it is done only if there is a choice. In a plain ``loss.backward()`` the loss is unknown, and three rules apply:
+
+- Autograd runs the nodes that are ready in the reverse order of their creation. When it has come to a forward, it runs
+  no later forward that has not begun.
+- A forward that a backward has run is not run again after another forward. (A caller who keeps a loss keeps its graph.)
+- A forward that a backward has passed over, because it contained later ones alone, is not part of such a backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+# The most nodes of a graph that are searched. In a larger graph the rules decide.
+MAX_NODES = 20_000
+
+
+class ForwardGraph:
+    """One forward of the whole model with gradients. Its graph owns it, through the calls of modules.
+
+    Attributes:
+        number: Counts forwards.
+        first_node: The sequence number of the first node that it adds to the graph.
+        end_node: The sequence number of the first node after it.
+        has_run: Whether a backward has begun that contains it.
+        is_missed: Whether a backward of later forwards alone has ended before any that contains it.
+    """
+
+    def __init__(self, number: int, first_node: int) -> None:
+        self.number, self.first_node, self.end_node = number, first_node, sys.maxsize
+        self.has_run = self.is_missed = False
+
+
+class ForwardGraphs:
+    """Tells which forwards may still run in the backward in progress.
+
+    Attributes:
+        latest: The latest forward.
+    """
+
+    def __init__(self) -> None:
+        self.latest = ForwardGraph(0, 0)
+        self._alive: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
+        # Those that the backward in progress contains; None: unknown.
+        self._contained: set[ForwardGraph] | None = None
+        # The number of the first forward whose backward has begun, of those in the backward in progress.
+        self._oldest_begun = sys.maxsize
+
+    def begin(self, first_node: int) -> None:
+        """Note that a forward begins. ``first_node``: the next sequence number."""
+        self.latest = ForwardGraph(self.latest.number + 1, first_node)
+        self._alive.add(self.latest)
+
+    def end(self, end_node: int) -> None:
+        """Note that the forward has ended. ``end_node``: the next sequence number."""
+        self.latest.end_node = end_node
+
+    def continue_latest(self) -> None:
+        """Note that a module is called outside of a forward of the whole model, as a part of the latest one."""
+        self.latest.end_node = sys.maxsize
+
+    def begin_backward(self, loss: torch.Tensor | None) -> None:
+        """Find the forwards that the backward of ``loss`` contains. None: the loss is unknown."""
+        self._contained = None
+        others = [forward for forward in self._alive if not (forward.has_run or forward is self.latest)]
+        if loss is not None and others:
+            self._contained = self._forwards_in_graph(loss)
+
+    def note_begun(self, forward: ForwardGraph) -> None:
+        """Note that autograd has come to ``forward``."""
+        forward.has_run = True
+        self._oldest_begun = min(self._oldest_begun, forward.number)
+
+    def end_backward(self) -> None:
+        """Forget the backward that has ended."""
+        if self._oldest_begun < sys.maxsize:
+            for forward in self._alive:
+                if forward.number < self._oldest_begun and not forward.has_run:
+                    forward.is_missed = True
+        self._contained = None
+        self._oldest_begun = sys.maxsize
+
+    def contains(self, forward: ForwardGraph) -> bool | None:
+        """Return whether the backward in progress contains ``forward``; None: unknown."""
+        return None if self._contained is None else forward in self._contained
+
+    def may_run(self, forward: ForwardGraph, *, has_begun: bool, has_run: bool) -> bool:
+        """Return whether the backward in progress may come to an operation of ``forward``.
+
+        Args:
+            forward: The forward that the operation belongs to.
+            has_begun: Whether autograd has come to a part of the operation.
+            has_run: Whether it has run in an earlier backward.
+        """
+        if self._contained is not None:
+            return forward in self._contained
+        if forward.number > self._oldest_begun and not has_begun:
+            return False
+        if forward.is_missed and forward.number < self._oldest_begun < sys.maxsize:
+            return False
+        return not (has_run and forward is not self.latest)
+
+    def _forwards_in_graph(self, loss: torch.Tensor) -> set[ForwardGraph] | None:
+        candidates = sorted(self._alive, key=lambda forward: forward.number)
+        first_node = candidates[0].first_node
+        found: set[ForwardGraph] = set()
+        nodes: list[Any] = [get_gradient_edge(loss).node]
+        visited = set(nodes)
+        while nodes and len(found) < len(candidates):
+            node = nodes.pop()
+            number = node._sequence_nr()
+            # What is older than all forwards leads to none of them.
+            if number < first_node:
+                continue
+            found.update(forward for forward in candidates if forward.first_node <= number < forward.end_node)
+            for next_node, _ in node.next_functions:
+                if next_node is not None and next_node not in visited:
+                    visited.add(next_node)
+                    nodes.append(next_node)
+            if len(visited) > MAX_NODES:
+                return None
+        return found
