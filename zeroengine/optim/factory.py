@@ -13,11 +13,9 @@ from torch import nn
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.optim.lion import Lion
 from zeroengine.partition.degrees import Degrees
-
-# The update of an element depends on other elements, so these optimizers are wrong on a shard.
-NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -186,7 +184,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
             "optimizer such as AdamW."
         )
-    if degrees.optimizer > 1 and names & NOT_ELEMENTWISE:
+    if degrees.optimizer > 1 and not is_elementwise(optimizer):
         raise ZeroEngineError(
             f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
             "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."

@@ -21,7 +21,7 @@ from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.adam_state import has_adam_rule
-from zeroengine.optim.factory import NOT_ELEMENTWISE
+from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
 from zeroengine.plan.free_memory import UNKNOWN_BYTES, FreeMemory
@@ -197,7 +197,7 @@ class StatePlanner:
     @cached_property
     def _serves_stages(self) -> bool:
         """Whether the optimizer works where its states are partitioned."""
-        return not {cls.__name__ for cls in type(self._optimizer).__mro__} & NOT_ELEMENTWISE
+        return self._optimizer is None or is_elementwise(self._optimizer)
 
     def choices(self, stage: int | str, optimizer: str, param: str, *, any_disk: bool) -> list[StateChoice]:
         """Return the choices that the arguments leave open by "auto", the cheapest first.
