@@ -25,7 +25,7 @@ from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-# The code of the function through which Python runs every backward. ``_is_outermost`` counts its frames on the stack.
+# The code of the function through which Python runs every backward. ``is_outermost_backward`` counts its frames.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # Stands for the backward of ``run`` in place of autograd's id of a backward.
 _RUN_BY_ENGINE = -1
@@ -119,6 +119,9 @@ class BackwardTracker:
         self._ended_graph_tasks: set[int] = set()
         # Those of them that were nested in another backward do not count here.
         self.num_ended_calls = 0
+        # Whether a plain call that produced gradients is in progress. The backwards of reentrant checkpoints within it
+        # begin and end meanwhile.
+        self._is_in_call = False
         # Plain backwards that produced gradients and have not ended. Autograd reports no end of one that raised.
         self._graph_tasks: set[int] = set()
         # The backward whose loss is known to be scaled.
@@ -137,14 +140,17 @@ class BackwardTracker:
         span = self._timer.begin("backward")
         self.loss = loss
         try:
-            self._begin()
-            self.run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
+            # The listeners, too, ask who runs the backward that begins.
+            self.run_by_engine = True
             try:
-                loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            except BaseException:
-                # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
-                self._run_raised = True
-                raise
+                self._begin()
+                self._scaled_graph_task = _RUN_BY_ENGINE
+                try:
+                    loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+                except BaseException:
+                    # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
+                    self._run_raised = True
+                    raise
             finally:
                 self.run_by_engine = False
             self._scaled_graph_task = None
@@ -206,14 +212,14 @@ class BackwardTracker:
         if not self.run_by_engine:
             # Nested backwards, such as those of reentrant checkpoints, have different ids.
             graph_task = torch._C._current_graph_task_id()
-            is_next_call = self.in_progress and not self._graph_tasks
+            is_next_call, self._is_in_call = self.in_progress and not self._is_in_call, True
             if graph_task not in self._graph_tasks:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._graph_tasks.add(graph_task)
                 self._begin_plain_span()
                 queue_callback(partial(self._end_graph_task, graph_task))
-                if is_next_call:
-                    self._report_call()
+            if is_next_call:
+                self._report_call()
         if not self.in_progress:
             self._begin()
         if self._requires_scaled_loss and self._scaled_graph_task is None:
@@ -247,7 +253,10 @@ class BackwardTracker:
     def _end_graph_task(self, graph_task: int) -> None:
         self._graph_tasks.discard(graph_task)
         self._ended_graph_tasks.add(graph_task)
-        if _is_outermost() and self.in_progress:
+        if not is_outermost_backward():
+            return
+        self._is_in_call = False
+        if self.in_progress:
             try:
                 for listener in self._listeners:
                     listener.end_call()
@@ -286,14 +295,14 @@ class BackwardTracker:
             # Only some listeners have ended the backward, so the gradients of the step cannot be used.
             self._run_raised = True
             raise
-        self.in_progress = False
+        self.in_progress = self._is_in_call = False
 
     # -- ends that autograd does not report --------------------------------------------------------
 
     @property
     def _is_producing_gradients(self) -> bool:
         # Between two plain calls ``torch.autograd.grad`` may run, which says nothing about the second one.
-        return self.in_progress and (self.run_by_engine or bool(self._graph_tasks))
+        return self.in_progress and (self.run_by_engine or self._is_in_call)
 
     @property
     def _is_running(self) -> bool:
@@ -329,19 +338,19 @@ class BackwardTracker:
             after_others = any(ended < raised for ended in self._ended_graph_tasks for raised in self._graph_tasks)
             self._run_raised = False
             self._graph_tasks.clear()
-            self.in_progress = False
+            self.in_progress = self._is_in_call = False
             for listener in self._listeners:
                 listener.fail_backward(after_others)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the step in progress, which starts again."""
-        self.in_progress = False
+        self.in_progress = self._is_in_call = False
         for listener in self._listeners:
             listener.drop_gradients()
 
 
-def _is_outermost() -> bool:
-    """Return whether the backward that ends now is not nested in another. Call it in a callback of that backward.
+def is_outermost_backward() -> bool:
+    """Return whether the innermost backward is not nested in another. Call it in a callback or hook of that backward.
 
     A node of the outer backward calls the inner one, in the thread that runs the node. That is either the thread that
     called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python did not
