@@ -70,6 +70,7 @@ STYLES: dict[str, tuple[list[str], Style]] = {
     "two losses, the last one first": (SINGLE, Style(losses=(1, 0))),
     "two losses, the first one first": (SINGLE, Style(losses=(0, 1))),
     "two losses and plain backwards": (SINGLE, Style(losses=(0, 1), plain=True)),
+    "two losses and plain backwards, the last one first": (SINGLE, Style(layers=6, losses=(1, 0), plain=True)),
     "a loss that is kept": (SINGLE, Style(keeps=True)),
 }
 

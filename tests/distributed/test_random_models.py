@@ -59,6 +59,12 @@ FAILED_ONCE = {
     "several gradients of a parameter, whose unit waits for units with unused parameters": random_recipe(298),
     "several plain backwards of one forward, with unused parameters": random_recipe(378),
     "several plain backwards through a reentrant checkpoint that calls its block twice": random_recipe(480),
+    "a graph that is retained while another forward's loss is run backward": Recipe(
+        seed=1, mode="loss of another forward between", output="tuple"
+    ),
+    "the same with plain backwards": Recipe(
+        seed=1, mode="loss of another forward between", output="tuple", backward="plain"
+    ),
 }
 
 

@@ -5,7 +5,9 @@ Usually a backward follows each forward, and contains it alone. But a loss may b
 learning; several losses may be computed before the first of them is run backward; and a loss may never be run backward,
 such as that of an evaluation without ``torch.no_grad()``. The loss then decides which modules' backwards are to come.
 ``Engine.backward`` has it, and the graph is searched for the forwards. That takes a few microseconds for each node, so
-it is done only if there is a choice. In a plain ``loss.backward()`` the loss is unknown, and three rules apply:
+it is done only if there is a choice. A plain ``loss.backward()`` is noticed only while it runs. Then autograd knows
+which nodes it will run, and is asked for an inner node of each forward, one below an output of the model. Where neither
+answers, such as for a model whose outputs are hidden in objects, three rules apply:
 
 - Autograd runs the nodes that are ready in the reverse order of their creation. When it has come to a forward, it runs
   no later forward that has not begun.
@@ -17,13 +19,30 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
+
+from zeroengine.utils.compiler_disable import disable_compile
 
 # The most nodes of a graph that are searched. In a larger graph the rules decide.
 MAX_NODES = 20_000
+
+
+class InnerNode:
+    """A node of a forward's graph, one below an output of the model: autograd runs it if it runs the output's node.
+
+    It is a hook of the output's node, which so owns it, and with it the inner node, which the graph owns as well.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    @disable_compile
+    def __call__(self, *_: Any) -> None:
+        """Do nothing: the hook is there to be owned by the graph."""
 
 
 class ForwardGraph:
@@ -34,12 +53,15 @@ class ForwardGraph:
         first_node: The sequence number of the first node that it adds to the graph.
         end_node: The sequence number of the first node after it.
         has_run: Whether a backward has begun that contains it.
+        is_retained: Whether such a backward retained the graph, so that another one may come.
         is_missed: Whether a backward of later forwards alone has ended before any that contains it.
+        inner_nodes: One for each output whose graph is alive.
     """
 
     def __init__(self, number: int, first_node: int) -> None:
         self.number, self.first_node, self.end_node = number, first_node, sys.maxsize
-        self.has_run = self.is_missed = False
+        self.has_run = self.is_retained = self.is_missed = False
+        self.inner_nodes: weakref.WeakSet[InnerNode] = weakref.WeakSet()
 
 
 class ForwardGraphs:
@@ -52,8 +74,8 @@ class ForwardGraphs:
     def __init__(self) -> None:
         self.latest = ForwardGraph(0, 0)
         self._alive: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
-        # Those that the backward in progress contains; None: unknown.
-        self._contained: set[ForwardGraph] | None = None
+        # Whether the backward in progress contains them, as far as this is known.
+        self._is_contained: dict[ForwardGraph, bool] = {}
         # The number of the first forward whose backward has begun, of those in the backward in progress.
         self._oldest_begun = sys.maxsize
 
@@ -62,24 +84,50 @@ class ForwardGraphs:
         self.latest = ForwardGraph(self.latest.number + 1, first_node)
         self._alive.add(self.latest)
 
-    def end(self, end_node: int) -> None:
+    def end(self, end_node: int, outputs: Iterable[torch.Tensor]) -> None:
         """Note that the forward has ended. ``end_node``: the next sequence number."""
         self.latest.end_node = end_node
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            below = (inner for inner, _ in node.next_functions if inner is not None)
+            # All forwards share the nodes of parameters.
+            inner = next((inner for inner in below if inner.name() != "torch::autograd::AccumulateGrad"), None)
+            if inner is not None:
+                hook = InnerNode(inner)
+                node.register_prehook(hook)
+                self.latest.inner_nodes.add(hook)
 
     def continue_latest(self) -> None:
         """Note that a module is called outside of a forward of the whole model, as a part of the latest one."""
         self.latest.end_node = sys.maxsize
 
-    def begin_backward(self, loss: torch.Tensor | None) -> None:
-        """Find the forwards that the backward of ``loss`` contains. None: the loss is unknown."""
-        self._contained = None
-        others = [forward for forward in self._alive if not (forward.has_run or forward is self.latest)]
-        if loss is not None and others:
-            self._contained = self._forwards_in_graph(loss)
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Find the forwards that the backward of ``loss`` contains."""
+        self._is_contained = {}
+        others = [
+            forward
+            for forward in self._alive
+            if forward is not self.latest and (forward.is_retained or not forward.has_run)
+        ]
+        if others:
+            self._is_contained = self._forwards_in_graph(loss)
+
+    def enter_plain_backward(self) -> None:
+        """Ask autograd which forwards the plain backward contains that runs now and is not nested in another."""
+        self._is_contained = {}
+        if len(self._alive) > 1:
+            found = {
+                forward: any(torch._C._will_engine_execute_node(inner.node) for inner in forward.inner_nodes)
+                for forward in self._alive
+                if forward.inner_nodes
+            }
+            # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
+            self._is_contained = found if any(found.values()) else {}
 
     def note_begun(self, forward: ForwardGraph) -> None:
         """Note that autograd has come to ``forward``."""
         forward.has_run = True
+        retains = torch._C._autograd._get_current_graph_task_keep_graph()
+        forward.is_retained = forward.is_retained or retains
         self._oldest_begun = min(self._oldest_begun, forward.number)
 
     def end_backward(self) -> None:
@@ -88,12 +136,12 @@ class ForwardGraphs:
             for forward in self._alive:
                 if forward.number < self._oldest_begun and not forward.has_run:
                     forward.is_missed = True
-        self._contained = None
+        self._is_contained = {}
         self._oldest_begun = sys.maxsize
 
     def contains(self, forward: ForwardGraph) -> bool | None:
         """Return whether the backward in progress contains ``forward``; None: unknown."""
-        return None if self._contained is None else forward in self._contained
+        return self._is_contained.get(forward)
 
     def may_run(self, forward: ForwardGraph, *, has_begun: bool, has_run: bool) -> bool:
         """Return whether the backward in progress may come to an operation of ``forward``.
@@ -103,15 +151,16 @@ class ForwardGraphs:
             has_begun: Whether autograd has come to a part of the operation.
             has_run: Whether it has run in an earlier backward.
         """
-        if self._contained is not None:
-            return forward in self._contained
+        is_contained = self._is_contained.get(forward)
+        if is_contained is not None:
+            return is_contained or has_begun
         if forward.number > self._oldest_begun and not has_begun:
             return False
         if forward.is_missed and forward.number < self._oldest_begun < sys.maxsize:
             return False
         return not (has_run and forward is not self.latest)
 
-    def _forwards_in_graph(self, loss: torch.Tensor) -> set[ForwardGraph] | None:
+    def _forwards_in_graph(self, loss: torch.Tensor) -> dict[ForwardGraph, bool]:
         candidates = sorted(self._alive, key=lambda forward: forward.number)
         first_node = candidates[0].first_node
         found: set[ForwardGraph] = set()
@@ -129,5 +178,5 @@ class ForwardGraphs:
                     visited.add(next_node)
                     nodes.append(next_node)
             if len(visited) > MAX_NODES:
-                return None
-        return found
+                return {}
+        return {forward: forward in found for forward in candidates}

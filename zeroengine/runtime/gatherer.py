@@ -34,7 +34,7 @@ from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker, is_outermost_backward
 from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.forward_graphs import ForwardGraphs
 from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback
@@ -351,7 +351,8 @@ class Gatherer(BackwardListener):
 
     def _end_model_forward(self, output: Any) -> None:
         if self._forward_has_grad and not self._graph_tasks:
-            self._forwards.end(current_sequence_number())
+            functorch = torch._C._are_functorch_transforms_active()
+            self._forwards.end(current_sequence_number(), [] if functorch else tensors_in(output))
         if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
@@ -523,6 +524,8 @@ class Gatherer(BackwardListener):
             # The outermost backward is the pass, and nested backwards belong to it.
             if not self._graph_tasks:
                 self._visit_order.start_pass()
+                if self._backward.loss is None:
+                    self._forwards.enter_plain_backward()
             self._graph_tasks.append(graph_task)
             # Autograd drops the callback if the backward raises. ``abandon_backward`` then ends the pass.
             queue_callback(partial(self._end_graph_task, graph_task))
@@ -540,13 +543,17 @@ class Gatherer(BackwardListener):
 
     def call_began(self) -> None:
         """Report the units that no forward used: they get no gradient in this call."""
-        self._forwards.begin_backward(self._backward.loss)
+        if self._backward.loss is not None:
+            self._forwards.begin_backward(self._backward.loss)
+        elif is_outermost_backward():
+            self._enter_backward()
         held = self._lists.hold(unit for unit in self._units if unit.trainable)
         for unit in self._units:
             if unit in held:
                 self._backward.note_unit_held(unit)
-            else:
-                self._note_if_past(unit)
+            elif unit.trainable:
+                # An earlier plain call may have held it.
+                self._note_not_held(unit)
 
     def _note_not_held(self, unit: Unit) -> None:
         self._backward.note_unit_not_held(unit)

@@ -121,6 +121,14 @@ def _two_forwards_first_first(step: MicroStep) -> None:
     step.backward(second)
 
 
+def _loss_of_another_forward_between(step: MicroStep) -> None:
+    """Two losses of one forward, whose graph is retained; between them the loss of a later forward."""
+    (first, hidden), second = step.forward(), step.forward(part=1)[0]
+    step.backward(first, retain_graph=True)
+    step.backward(second)
+    step.backward(hidden.square().mean())
+
+
 def _cached_gradients(step: MicroStep) -> None:
     """The loss is of representations computed without gradients; then each part's are computed again with them."""
     with torch.no_grad():
@@ -176,6 +184,7 @@ MODES: dict[str, Callable[[MicroStep], None]] = {
     "partial backward": _partial_backward,
     "two forwards": _two_forwards,
     "two forwards, first first": _two_forwards_first_first,
+    "loss of another forward between": _loss_of_another_forward_between,
     "cached gradients": _cached_gradients,
     "grad first": _grad_first,
     "grad of some first": _grad_of_some_first,
@@ -186,5 +195,5 @@ MODES: dict[str, Callable[[MicroStep], None]] = {
 }
 SEVERAL_BACKWARDS = {  # of one step: gradient degree 1 adds them up first, higher degrees add ranks first
     "two losses", "one loss twice", "partial backward", "two forwards", "two forwards, first first",
-    "cached gradients",
+    "loss of another forward between", "cached gradients",
 }  # fmt: skip
