@@ -101,7 +101,7 @@ def run_script(
         script: The script. It reports by writing JSON to the file that the variable ``REPORT`` names, followed by a dot
             and the rank (see ``report``).
         arguments: Its arguments.
-        ranks: How many processes run it, started by torchrun.
+        ranks: How many processes run it, with the variables of torchrun.
         variables: More environment variables.
         timeout: Seconds after which the processes are ended and the test fails.
 
@@ -111,8 +111,8 @@ def run_script(
     python = python_of(environment)
     with tempfile.TemporaryDirectory() as folder:
         report_path = Path(folder, "report")
-        command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(script), *map(str, arguments)]
+        command = [sys.executable, str(Path(__file__).with_name("start_ranks.py")), str(ranks)]
+        command += [str(python), str(script), *map(str, arguments)]
         done = run_program(command, {"REPORT": str(report_path), **(variables or {})}, timeout)
         assert done.returncode == 0, f"{script} failed ({done.returncode}):\n{done.stdout[-8000:]}"
         return [json.loads(Path(f"{report_path}.{rank}").read_text()) for rank in range(ranks)]
