@@ -14,6 +14,7 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import (
+    STAGES,
     Task,
     Trained,
     assert_same_bits,
@@ -113,11 +114,11 @@ def normalised(stages: tuple[int, ...], task: Task) -> list[tuple[Trained, list[
 
 def test_batch_norm_keeps_each_rank_s_running_statistics_as_plain_pytorch_would() -> None:
     task = Task(factory=Normalised, data=features)
-    ranks = run_ranks(2, normalised, (0, 1, 2, 3), task)
+    ranks = run_ranks(2, normalised, STAGES, task)
     for found in ranks:
-        for stage in (1, 2, 3):
-            assert_same_bits(found[0][0], found[stage][0], f"stage {stage}")
-            assert found[stage][1] == found[0][1]
+        for trained, statistics in found[1:]:
+            assert_same_bits(found[0][0], trained)
+            assert statistics == found[0][1]
     plain = [build(Normalised) for _ in range(2)]  # statistics are local, parameters are one
     for own, other in zip(plain[1].parameters(), plain[0].parameters(), strict=True):
         own.data = other.data

@@ -19,6 +19,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STAGES, start, take_steps
+from tests.distributed.whole_states import whole_states
 from zeroengine.errors import ZeroEngineError
 
 State = dict[str, torch.Tensor]
@@ -53,17 +54,6 @@ def differences(first: State, second: State) -> list[str]:
     """The names of tensors whose bits differ."""
     assert first.keys() == second.keys()
     return [name for name, value in first.items() if not torch.equal(value, second[name])]
-
-
-def everything(engine: zeroengine.Engine) -> State:
-    """The fp32 parameters and Adam's state of this rank's replica."""
-    state = {}
-    for name, param in engine.module.named_parameters():
-        state[name] = zeroengine.full_master(param)
-        if param.requires_grad:
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                state[f"{name} {key}"] = zeroengine.full_optimizer_state(param, key)
-    return state
 
 
 def states_after_steps(all_settings: Sequence[dict[str, Any]], steps: int) -> list[list[State]]:
@@ -119,7 +109,7 @@ def own_replica(settings: dict[str, Any], steps: int, ranks_per_replica: int) ->
             if engine.step():
                 norms.append(engine.grad_norm)
             losses.append(loss.item())
-        found.append((losses, norms, everything(engine)))
+        found.append((losses, norms, whole_states(engine)))
         engine.close()
     return found[0], found[1]
 
@@ -372,7 +362,7 @@ def train_offloaded(folder: Path) -> list[list[str]]:
                 engine.reload_states()
             assert (engine.memory().nvme["optimizer"] > 0) == (device == "nvme")
             engine.average_replicas()
-            states.append(everything(engine))
+            states.append(whole_states(engine))
             engine.close()
     return [differences(states[first], states[other]) for first, other in ((0, 1), (2, 3))]
 
@@ -421,10 +411,10 @@ def save_and_resume(folder: Path, more: dict[str, Any]) -> dict[str, Any]:
     take_steps_of_which_one_overflows(engine, range(4), overflow=1)
     skipped = engine.skipped_steps
     engine.save_checkpoint(folder / "a")
-    saved, momentum = everything(engine), outer_momentum(engine)
+    saved, momentum = whole_states(engine), outer_momentum(engine)
     counters = (engine.global_steps, engine.skipped_steps, engine.optimizer.param_groups[0]["lr"])
     losses = take_steps(engine, range(4, 9))
-    later = everything(engine)
+    later = whole_states(engine)
     engine.save_weights(folder / "weights")
     averaged = engine.full_state_dict()
     engine.close()
@@ -437,14 +427,14 @@ def save_and_resume(folder: Path, more: dict[str, Any]) -> dict[str, Any]:
         engine = zeroengine.initialize(build(PartlyFrozen, seed=1), config=other)
         engine.load_checkpoint(folder / "a")
         found[name] = {
-            "saved": differences(saved, everything(engine)),
+            "saved": differences(saved, whole_states(engine)),
             "counters": (engine.global_steps, engine.skipped_steps, engine.optimizer.param_groups[0]["lr"]) == counters,
         }
         if "local_steps" in other:
             found[name]["momentum"] = differences(momentum, outer_momentum(engine))
         if name == "resumed":
             found[name]["losses"] = take_steps(engine, range(4, 9)) == losses
-            found[name]["later"] = differences(later, everything(engine))
+            found[name]["later"] = differences(later, whole_states(engine))
         engine.close()
     return found
 
@@ -480,13 +470,13 @@ def load_other_checkpoints(folder: Path) -> dict[str, Any]:
     take_steps(engine, range(2))
     engine.save_checkpoint(folder / "ordinary")
     engine.save_weights(folder / "weights")
-    expected = everything(engine)
+    expected = whole_states(engine)
     engine.close()
     engine = zeroengine.initialize(build(seed=1), config=local(3, 100, 1, NESTEROV))
     take_steps(engine, range(3))
     with noting("ordinary into replicas"):
         engine.load_checkpoint(folder / "ordinary")
-    found["loaded"] = differences(expected, everything(engine))
+    found["loaded"] = differences(expected, whole_states(engine))
     found["unmoved"] = not any(value.any() for value in outer_momentum(engine).values())
     # The loaded parameters are where the next outer step begins.
     anchors = [outer.state.anchor for outer in engine._parts.outer_step.shards]  # type: ignore[union-attr]

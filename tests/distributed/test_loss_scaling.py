@@ -20,6 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_accumulation import Penalised, features
 from tests.distributed.test_mixed_precision import Slope
 from tests.distributed.training import (
+    STAGES,
     Task,
     adamw,
     assert_close,
@@ -31,12 +32,13 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
+from tests.distributed.whole_states import whole_states
 from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
 from zeroengine.config import FP16
 from zeroengine.optim.loss_scaler import LossScaler
 
-STAGES = (0, 1, 2, 3)
+EVERY_STAGE = (0, 1, 2, 3)  # of which two each have the same bits with several micro-steps
 
 
 def fp16(**section: Any) -> dict[str, Any]:
@@ -85,22 +87,23 @@ def within_backwards() -> list[list[Any]]:
 
 def test_a_scaled_loss_may_have_reentrant_checkpoints_and_gradients_in_it() -> None:
     for usual, by_hand, penalised in run_ranks(2, within_backwards):
-        for stage in STAGES:
-            assert_same_bits(penalised[0], penalised[stage], stage)
-            assert_same_bits(usual[0], usual[stage], stage)
-            assert by_hand[stage].losses == pytest.approx(usual[0].losses, rel=1e-3)
-            assert by_hand[stage].norms == pytest.approx(usual[0].norms, rel=1e-2)
+        for number, stage in enumerate(STAGES):
+            assert_same_bits(penalised[0], penalised[number], stage)
+            assert_same_bits(usual[0], usual[number], stage)
+            assert by_hand[number].losses == pytest.approx(usual[0].losses, rel=1e-3)
+            assert by_hand[number].norms == pytest.approx(usual[0].norms, rel=1e-2)
 
 
 def in_fp16() -> list[list[Any]]:
-    found = [train_at(STAGES, Task(), loop, fp16(initial_scale_power=10)) for loop in (ordinary_loop, scaled_by_hand)]
-    return [*found, train_at(STAGES, Task(micro_steps=3), ordinary_loop, fp16(loss_scale=1024))]
+    loops = (ordinary_loop, scaled_by_hand)
+    found = [train_at(EVERY_STAGE, Task(), loop, fp16(initial_scale_power=10)) for loop in loops]
+    return [*found, train_at(EVERY_STAGE, Task(micro_steps=3), ordinary_loop, fp16(loss_scale=1024))]
 
 
 def test_fp16_trains_as_fp32_does_within_its_rounding() -> None:
     ranks = run_ranks(2, in_fp16)
     for i, task in enumerate((Task(), Task(), Task(micro_steps=3))):
-        for stage in STAGES:
+        for stage in EVERY_STAGE:
             trained = [found[i][stage] for found in ranks]
             assert {value.dtype for value in trained[0].state.values()} == {torch.float16}
             widened = [copy.copy(one) for one in trained]
@@ -108,7 +111,7 @@ def test_fp16_trains_as_fp32_does_within_its_rounding() -> None:
                 object.__setattr__(one, "state", {name: value.float() for name, value in one.state.items()})
             assert_close(widened, train_plainly(task), tolerance=2e-3)
     for usual, by_hand, accumulated in ranks:
-        for stage in STAGES:
+        for stage in EVERY_STAGE:
             assert_same_bits(usual[0], usual[stage], stage)
             assert_same_bits(usual[stage], by_hand[stage], "engine.scale(loss).backward() is engine.backward(loss)")
             assert_same_bits(accumulated[stage // 2 * 2], accumulated[stage], stage)
@@ -187,10 +190,7 @@ def poisoned_step(engine: zeroengine.Engine, step: int, value: float) -> bool:
 def everything(engine: zeroengine.Engine) -> dict[str, Any]:
     """All that a step may change."""
     found: dict[str, Any] = {f"value of {name}": value for name, value in engine.full_state_dict().items()}
-    for name, param in engine.module.named_parameters():
-        found[f"master of {name}"] = zeroengine.full_master(param)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            found[f"{key} of {name}"] = zeroengine.full_optimizer_state(param, key)
+    found |= whole_states(engine)
     assert engine.lr_scheduler is not None
     found["schedule"] = (engine.lr_scheduler.state_dict()["last_epoch"], engine.lr_scheduler.get_last_lr())
     return found | {"rate": engine.optimizer.param_groups[0]["lr"], "steps": engine.global_steps}
@@ -392,13 +392,13 @@ def divided(transport: str) -> list[Any]:
 def test_dividing_gradients_before_their_sum_changes_no_number(transport: str) -> None:
     ranks = run_ranks(2, divided, transport)
     for usual, prescaled, by_eight, by_three in ranks:
-        for stage in STAGES:
-            assert_same_bits(usual[stage], prescaled[stage], stage)
-            assert_same_bits(usual[stage], by_eight[stage], stage)
-            assert by_three[stage].losses == pytest.approx(usual[stage].losses, rel=1e-5)
-    for stage in (0, 3):
+        for number, stage in enumerate(STAGES):
+            assert_same_bits(usual[number], prescaled[number], stage)
+            assert_same_bits(usual[number], by_eight[number], stage)
+            assert by_three[number].losses == pytest.approx(usual[number].losses, rel=1e-5)
+    for number in (0, -1):
         for i in range(len(DIVIDED)):
-            assert_close([found[i][stage] for found in ranks], train_plainly(Task(micro_steps=3, steps=2)))
+            assert_close([found[i][number] for found in ranks], train_plainly(Task(micro_steps=3, steps=2)))
 
 
 def large_sums() -> list[bool]:
@@ -415,4 +415,4 @@ def large_sums() -> list[bool]:
 
 def test_sums_beyond_fp16_fit_where_gradients_are_divided_first() -> None:
     """40,000 from each of two ranks."""
-    assert run_ranks(2, large_sums)[0] == [False] * 4 + [True] * 8
+    assert run_ranks(2, large_sums)[0] == [False] * len(STAGES) + [True] * 2 * len(STAGES)

@@ -13,6 +13,7 @@ from tests.distributed.models import TinyLM
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Skipping, skipping_on_all_ranks
 from tests.distributed.training import (
+    STAGES,
     Task,
     assert_same_bits,
     check_every_stage,
@@ -70,7 +71,7 @@ def by_name(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
 def small_steps(name: str) -> list[tuple[set[float], set[str]]]:
     start()
     found = []
-    for stage in range(4):
+    for stage in STAGES:
         engine = make_engine(Task(factory=Slope, optimizer=by_name(name), clip=0.0), stage, **BF16)
         for _ in range(20):
             engine.backward(engine(torch.ones(700)))
@@ -171,6 +172,6 @@ def test_units_of_two_dtypes_that_share_a_bucket_leave_no_padding_in_the_norm() 
         "units": ["low", "wide", "large"],
         "comm": {"transport": "shm"},  # whose shards are whole pages, of more elements in bf16 than in fp32
     }
-    for found in run_ranks(2, train_at, (0, 1, 2, 3), task, ordinary_loop, more):
+    for found in run_ranks(2, train_at, STAGES, task, ordinary_loop, more):
         for trained in found[1:]:
             assert_same_bits(found[0], trained)

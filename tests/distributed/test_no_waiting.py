@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import take_steps
+from tests.distributed.training import STAGES, take_steps
 from tests.emulated import build_kernels
 from tests.ops import cuda
 from zeroengine import ops
@@ -105,7 +105,7 @@ def engine_at(stage: int, more: dict[str, Any], on_device: bool | None = True) -
 
 def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool, list[float], list[float]]]:
     found = []
-    for stage in range(4):
+    for stage in STAGES:
         with emulated(path):
             engine, losses = engine_at(stage, copy.deepcopy(more)), []
             for number in range(4):

@@ -14,7 +14,7 @@ from torch import nn
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, adamw, make_engine, settings, start, take_steps
+from tests.distributed.training import STAGES, Task, adamw, make_engine, settings, start, take_steps
 from zeroengine import DivergenceError
 from zeroengine.engine.initialize import make_engine as make_engine_with
 
@@ -232,7 +232,7 @@ def test_saves_hold_outside_writes_before_the_next_step(tmp_path: Path) -> None:
 def round_masters(folder: str) -> None:
     """Everything of the engine's own that writes masters or parameters leaves one the rounding of the other."""
     start()
-    for stage in range(4):
+    for stage in STAGES:
         engine = make_engine(Task(factory=untied), stage, **BF16)
         check_masters(engine)
         take_steps(engine, range(2))

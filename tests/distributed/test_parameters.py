@@ -12,7 +12,16 @@ from torch.nn import functional as F
 import zeroengine
 from tests.distributed.models import WIDTH, Block, TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
+from tests.distributed.training import (
+    STAGES,
+    Task,
+    adamw,
+    check_every_stage,
+    make_engine,
+    ordinary_loop,
+    settings,
+    start,
+)
 from tests.emulated import a_real_gpu
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine.optim.backends.blocking_adam import MAX_CACHED_LISTS
@@ -369,7 +378,7 @@ def identities(stage: int) -> None:
 
 
 def all_identities() -> None:
-    for stage in range(4):
+    for stage in STAGES:
         identities(stage)
 
 

@@ -15,6 +15,7 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_mixed_precision import BF16, Slope
 from tests.distributed.training import (
+    STAGES,
     Task,
     Trained,
     adamw,
@@ -29,7 +30,7 @@ from tests.distributed.training import (
 from tests.emulated import cpu_alone
 from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 
-STAGES = (0, 1, 2, 3)
+EVERY_STAGE = (0, 1, 2, 3)  # of which two each have the same bits with several micro-steps
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10}}
 PRECISIONS = {torch.bfloat16: BF16, torch.float16: FP16}
 
@@ -205,8 +206,8 @@ def test_buffers_keep_their_dtype_and_batch_norm_fp32_unless_told_otherwise() ->
             found, (torch.bfloat16, torch.float16, torch.bfloat16), (torch.float32, torch.float32, torch.bfloat16),
             strict=True,
         ):  # fmt: skip
-            for stage in STAGES:
-                assert_same_bits(trained[0], trained[stage], (low, stage))
+            for other, stage in zip(trained, STAGES, strict=True):
+                assert_same_bits(trained[0], other, (low, stage))
             assert seen == {"x": low, "hidden": low, "normed": low}
             assert dtypes["angles"] == dtypes["norm.running_var"] == dtypes["norm.weight"] == buffer
             assert (
@@ -310,8 +311,8 @@ def test_torch_autocast_is_plain_autocast() -> None:
     ranks = run_ranks(2, autocast)
     for i, dtype in enumerate((torch.bfloat16, torch.float16)):
         for found in ranks:
-            for stage in STAGES:
-                assert_same_bits(found[i][0], found[i][stage], (dtype, stage))
+            for other, stage in zip(found[i], STAGES, strict=True):
+                assert_same_bits(found[i][0], other, (dtype, stage))
         assert {value.dtype for value in ranks[0][i][0].state.values()} == {torch.float32}
         # Adam's first steps magnify differences in gradients near 0.
         assert_close([found[i][0] for found in ranks], plainly_autocast(dtype), tolerance=1e-4)
@@ -370,7 +371,7 @@ def with_gradients_in(transport: str) -> dict[str, list[Trained]]:
 
 def stages_of(name: str, transport: str) -> Sequence[int]:
     """All stages in the slow form, and with the dtype whose bits are compared; else two of them in turn."""
-    return STAGES if transport == "gloo" or name == "bf16" else ((0, 3), (1, 2))[list(GRADIENTS).index(name) % 2]
+    return EVERY_STAGE if transport == "gloo" or name == "bf16" else ((0, 3), (1, 2))[list(GRADIENTS).index(name) % 2]
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
@@ -389,8 +390,8 @@ def test_gradients_may_accumulate_and_travel_in_another_dtype(transport: str) ->
         for first, second in ((0, 1), (2, 3)):
             assert_same_bits(found["bf16"][first], found["bf16"][second])
     norms = train_plainly(Task(steps=3)).norms
-    for stage in STAGES:
-        assert ranks[0]["one micro-step"][stage].norms == pytest.approx(norms, rel=2e-2)
+    for trained in ranks[0]["one micro-step"]:
+        assert trained.norms == pytest.approx(norms, rel=2e-2)
 
 
 def sloped(micro_step: int) -> torch.Tensor:
@@ -449,6 +450,6 @@ def test_the_stages_agree_where_modules_read_parameters_of_their_children() -> N
     task = Task(factory=Attention, data=sequences, steps=3)
     for keep in (None, ["attention", "GroupNorm"]):
         for found in run_ranks(2, train_at, STAGES, task, ordinary_loop, BF16 | {"keep_fp32_modules": keep}):
-            for stage in STAGES:
-                assert_same_bits(found[0], found[stage], (keep, stage))
+            for other, stage in zip(found, STAGES, strict=True):
+                assert_same_bits(found[0], other, (keep, stage))
             assert found[0].norms == pytest.approx(train_plainly(task).norms, rel=0.05)

@@ -19,6 +19,7 @@ from tests.distributed.test_accumulation import backwards, by_pairs, plain_backw
 from tests.distributed.test_evaluation import record
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import (
+    STAGES,
     Task,
     Trained,
     adamw,
@@ -31,9 +32,6 @@ from tests.distributed.training import (
 )
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 from zeroengine import ZeroEngineError
-
-STAGES = (0, 1, 2, 3)
-
 
 # -- several losses -----------------------------------------------------------------------------------
 
@@ -112,8 +110,8 @@ def test_torch_autograd_grad_takes_released_parameters() -> None:
     model = build()
     for rank, found in enumerate(run_ranks(2, gradients)):
         expected = torch.autograd.grad(model(*batch(0, rank)), list(model.parameters()))
-        for stage in STAGES:
-            for own, first, plain in zip(found[stage], found[0], expected, strict=True):
+        for gradients_of_stage, stage in zip(found, STAGES, strict=True):
+            for own, first, plain in zip(gradients_of_stage, found[0], expected, strict=True):
                 assert torch.equal(own, first), stage
                 torch.testing.assert_close(own, plain)
 

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 from tests.distributed.models import VOCAB, WIDTH, batch, build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, make_engine, start, take_steps
+from tests.distributed.training import STAGES, Task, make_engine, start, take_steps
 from tests.parametrization import TRANSPORTS, in_turn
 from zeroengine import gathered
 
-STAGES = (0, 1, 2, 3)
 PRECISIONS = [pytest.param({}, id="fp32"), pytest.param({"bf16": {"enabled": True}}, id="bf16")]
 END = 7
 
@@ -92,4 +91,4 @@ def generate_between_steps(more: dict[str, Any]) -> list[list[int]]:
 def test_ranks_generate_as_much_as_they_like(precision: dict[str, Any], transport: str) -> None:
     ranks = run_ranks(2, generate_between_steps, precision | {"comm": {"transport": transport, "timeout_seconds": 20}})
     assert [len(found) for found in ranks] == [len(STAGES), 3 * len(STAGES)]
-    assert ranks[0][: len(ranks[0]) // 4] == ranks[0][-len(ranks[0]) // 4 :], "the same tokens at every stage"
+    assert ranks[0][:1] == ranks[0][-1:], "the same tokens at every stage"

@@ -15,7 +15,16 @@ from torch import nn
 import zeroengine
 from tests.distributed.models import build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start, train_at
+from tests.distributed.training import (
+    STAGES,
+    Task,
+    Trained,
+    assert_close,
+    assert_same_bits,
+    make_engine,
+    start,
+    train_at,
+)
 from zeroengine import ZeroEngineError, gathered
 
 pytest.importorskip("transformers")
@@ -164,7 +173,7 @@ def train_all(tasks: list[tuple[str, bool]], stages: tuple[int, ...], more: dict
 
 
 def test_transformers_train_in_fp32_as_plain_pytorch_and_the_same_at_every_stage() -> None:
-    for each, *ranks in zip(TASKS, *run_ranks(2, train_all, TASKS, (0, 1, 2, 3), {}), strict=True):
+    for each, *ranks in zip(TASKS, *run_ranks(2, train_all, TASKS, STAGES, {}), strict=True):
         for found in ranks:
             for stage, trained in enumerate(found):
                 assert_same_bits(found[0], trained, (each, stage))

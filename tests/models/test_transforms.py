@@ -14,12 +14,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from tests.distributed.models import build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
-from tests.distributed.training import Task, check_every_stage, make_engine, start, take_steps
+from tests.distributed.training import STAGES, Task, check_every_stage, make_engine, start, take_steps
 from tests.emulated import need_transport
 from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ReleasedParameterError, gathered
 
-STAGES = (0, 1, 2, 3)
+EVERY_STAGE = (0, 1, 2, 3)
 
 
 def own(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ VALUES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
 def transform_values(transport: str) -> dict[str, list[str]]:
     start()
     found: dict[str, list[str]] = {name: [] for name in VALUES}
-    for stage in STAGES:
+    for stage in EVERY_STAGE:
         for name, call in VALUES.items():
             engine = make_engine(Task(factory=Net, data=features), stage, comm={"transport": transport})
             take_steps(engine, range(2), features)
