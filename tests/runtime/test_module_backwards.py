@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import zeroengine
-from tests.distributed.models import WIDTH, Block
+from tests.distributed.models import WIDTH, Block, config
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
-from tests.distributed.training import Task, check_every_stage, ordinary_loop
+from tests.distributed.training import Task, check_every_stage, ordinary_loop, start
 from zeroengine.runtime import module_backwards
 from zeroengine.runtime.module_backwards import last_nodes
 
@@ -111,3 +112,39 @@ class AuxiliaryLossAlone(Net):
 
 def test_a_loss_of_a_tensor_inside_calls_whose_outputs_get_no_gradient_trains_as_plain_pytorch() -> None:
     check_every_stage(Task(AuxiliaryLossAlone, features))
+
+
+class LastLayerUnused(nn.Module):
+    """Two layers, of which the forward calls the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().mean()  # type: ignore[no-any-return]
+
+
+def reduces_of_unused_layer() -> list[bool]:
+    """Whether the unused layer's reduce precedes the other's gradients, in `engine.backward` and `loss.backward`."""
+    rank, seen = start(), []
+    more = {"reduce_bucket_size": 1}
+    engine = zeroengine.initialize(
+        LastLayerUnused(), config=config(3, units=["used", "unused"], zero_optimization=more)
+    )
+    for is_plain in (False, True):
+        launched: list[bool] = []
+        unused = next(grads for grads in engine.reducer.gradients if grads.unit.name == "unused")
+        bias = engine.module.used.bias
+        handle = bias.register_post_accumulate_grad_hook(lambda _: launched.append(unused.launched_in_step))  # noqa: B023
+        loss = engine(torch.full((2, WIDTH), 1.0 + rank))
+        loss.backward() if is_plain else engine.backward(loss)
+        handle.remove()
+        engine.step()
+        seen += launched
+    engine.close()
+    return seen
+
+
+def test_what_no_forward_used_is_reduced_when_the_backward_begins() -> None:
+    assert run_ranks(2, reduces_of_unused_layer) == [[True, True]] * 2
