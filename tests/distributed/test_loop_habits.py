@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build
@@ -612,3 +613,53 @@ def test_step_hooks_of_the_optimizer_run_once_where_its_step_is_called_and_else_
     warned, calls = run_ranks(1, hooked)[0]
     assert calls == 2
     assert len(warned) == 1 and "has step hooks, which engine.step() does not call" in warned[0]
+
+
+class AllInCheckpoints(nn.Module):
+    """A model whose trainable parameters are all used inside of reentrant checkpoints, as those of adapters may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1).requires_grad_(False)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fault: Exception | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, self.tok(x).requires_grad_(), use_reentrant=True)
+        hidden.register_hook(self.fail)
+        return self.head(checkpoint(self.second, hidden, use_reentrant=True)).square().mean()  # type: ignore[no-any-return]
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+
+def nested_alone(stage: int) -> list[float]:
+    """Norms of a first step: of one backward, of one that is repeated after it raised, and of two at once."""
+    start()
+    norms = []
+    for kind in ("one", "repeated", "two"):
+        model = build(AllInCheckpoints)
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+        micro_steps = 2 if kind == "two" else 1
+        engine = zeroengine.initialize(
+            model, optimizer, settings(Task(), stage, gradient_accumulation_steps=micro_steps, optimizer=None)
+        )
+        if kind == "repeated":
+            model.fault = RuntimeError("planned")
+            with pytest.raises(RuntimeError, match="planned"):
+                engine(torch.ones(2, 4)).backward()
+            model.fault = None
+        for loss in [engine(torch.ones(2, 4)) for _ in range(micro_steps)]:
+            loss.backward()
+        optimizer.step()
+        assert engine.grad_norm is not None
+        norms.append(engine.grad_norm)
+        engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backwards_are_told_apart_although_all_gradients_come_in_nested_ones(stage: int) -> None:
+    for one, repeated, two in run_ranks(2, nested_alone, stage):
+        assert one > 0 and repeated == one and two == pytest.approx(one, rel=1e-6)

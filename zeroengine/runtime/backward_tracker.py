@@ -124,6 +124,8 @@ class BackwardTracker:
         self._is_in_call = False
         # Plain backwards that produced gradients and have not ended. Autograd reports no end of one that raised.
         self._graph_tasks: set[int] = set()
+        # The plain backward, not nested in another, that has come to an output of the model.
+        self._outer_graph_task: int | None = None
         # The backward whose loss is known to be scaled.
         self._scaled_graph_task: int | None = None
 
@@ -202,6 +204,18 @@ class BackwardTracker:
             for listener in self._listeners:
                 listener.begin_forward()
 
+    def note_output_reached(self) -> None:
+        """Note that autograd has come to an output of the model.
+
+        Where reentrant checkpoints have all trainable parameters, gradients come in nested backwards alone, and nothing
+        else shows that the outer one has ended, or has raised.
+        """
+        if not self.run_by_engine and is_outermost_backward():
+            graph_task = torch._C._current_graph_task_id()
+            if graph_task != self._outer_graph_task:
+                self._outer_graph_task = graph_task
+                queue_callback(partial(self._end_graph_task, graph_task))
+
     def note_gradient(self) -> None:
         """Note that a parameter has a gradient. A plain ``loss.backward()`` begins with its first one.
 
@@ -217,7 +231,10 @@ class BackwardTracker:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._graph_tasks.add(graph_task)
                 self._begin_plain_span()
-                queue_callback(partial(self._end_graph_task, graph_task))
+                if graph_task != self._outer_graph_task:
+                    queue_callback(partial(self._end_graph_task, graph_task))
+            if self._outer_graph_task is not None:
+                self._graph_tasks.add(self._outer_graph_task)
             if is_next_call:
                 self._report_call()
         if not self.in_progress:
@@ -251,7 +268,12 @@ class BackwardTracker:
             listener.unit_complete(unit)
 
     def _end_graph_task(self, graph_task: int) -> None:
-        self._graph_tasks.discard(graph_task)
+        if graph_task == self._outer_graph_task:
+            self._outer_graph_task = None
+        # The gradients that ``torch.autograd.grad`` returns are none of parameters.
+        if graph_task not in self._graph_tasks:
+            return
+        self._graph_tasks.remove(graph_task)
         self._ended_graph_tasks.add(graph_task)
         if not is_outermost_backward():
             return
@@ -331,6 +353,8 @@ class BackwardTracker:
             return
         self._end_plain_span()
         self.end_if_over()
+        # One that remains has raised.
+        self._outer_graph_task = None
         # A mark that remains belongs to a backward that raised, perhaps before it produced a gradient.
         self._scaled_graph_task = None
         if self._raised:

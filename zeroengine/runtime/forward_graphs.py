@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,12 +37,13 @@ class InnerNode:
     It is a hook of the output's node, which so owns it, and with it the inner node, which the graph owns as well.
     """
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, output_reached: Callable[[], None]) -> None:
+        self.node, self._output_reached = node, output_reached
 
     @disable_compile
     def __call__(self, *_: Any) -> None:
-        """Do nothing: the hook is there to be owned by the graph."""
+        """Report that autograd has come to the output."""
+        self._output_reached()
 
 
 class ForwardGraph:
@@ -67,11 +68,15 @@ class ForwardGraph:
 class ForwardGraphs:
     """Tells which forwards may still run in the backward in progress.
 
+    Args:
+        output_reached: Called when autograd comes to an output of the model. The graph owns it.
+
     Attributes:
         latest: The latest forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, output_reached: Callable[[], None]) -> None:
+        self._output_reached = output_reached
         self.latest = ForwardGraph(0, 0)
         self._alive: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         # Whether the backward in progress contains them, as far as this is known.
@@ -92,7 +97,7 @@ class ForwardGraphs:
             # All forwards share the nodes of parameters.
             inner = next((inner for inner in below if inner.name() != "torch::autograd::AccumulateGrad"), None)
             if inner is not None:
-                hook = InnerNode(inner)
+                hook = InnerNode(inner, self._output_reached)
                 node.register_prehook(hook)
                 self.latest.inner_nodes.add(hook)
 

@@ -117,7 +117,7 @@ class Gatherer(BackwardListener):
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        self._forwards = ForwardGraphs()
+        self._forwards = ForwardGraphs(Hook(backward, BackwardTracker.note_output_reached))
         self._calls = CallTracker(
             self._units_of, self._forwards, self._pre_backward, self._post_backward, backward.note_unit_past
         )
