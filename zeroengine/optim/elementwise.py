@@ -33,14 +33,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return True
     try:
         with torch.random.fork_rng(devices=[]):
-            whole, again = (_updated(optimizer, [SHAPES], seed=seed) for seed in (0, 1))
-            if not torch.equal(whole, again):
+            whole_result, other_seed_result = (_updated(optimizer, [SHAPES], seed=seed) for seed in (0, 1))
+            if not torch.equal(whole_result, other_seed_result):
                 return True
-            in_parts = _updated(optimizer, [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])], seed=0)
+            cut_result = _updated(optimizer, [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])], seed=0)
     except Exception:
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
         return True
-    return torch.allclose(whole, in_parts, rtol=1e-5, atol=1e-7)
+    return torch.allclose(whole_result, cut_result, rtol=1e-5, atol=1e-7)
 
 
 def _updated(optimizer: torch.optim.Optimizer, ranks: list[Any], seed: int) -> torch.Tensor:
@@ -85,11 +85,9 @@ def _independent_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     """Return a copy without parameters whose steps leave ``optimizer`` as it is."""
     clone = copy_without_parameters(optimizer)
     # Attributes may hold the model's parameters, which are not copied.
-    shared = [param for group in optimizer.param_groups for param in group["params"]]
-    memo: dict[int, Any] = {id(param): param for param in shared}
-    kept = ("param_groups", "state")
+    memo: dict[int, Any] = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     for name, value in vars(clone).items():
-        if name not in kept:
+        if name not in ("param_groups", "state"):
             vars(clone)[name] = copy.deepcopy(value, memo)
     for group in clone.param_groups:
         group.update({key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"})

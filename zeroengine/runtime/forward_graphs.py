@@ -120,13 +120,13 @@ class ForwardGraphs:
         """Ask autograd which forwards the plain backward contains that runs now and is not nested in another."""
         self._is_contained = {}
         if len(self._alive) > 1:
-            found = {
+            is_contained = {
                 forward: any(torch._C._will_engine_execute_node(inner.node) for inner in forward.inner_nodes)
                 for forward in self._alive
                 if forward.inner_nodes
             }
             # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
-            self._is_contained = found if any(found.values()) else {}
+            self._is_contained = is_contained if any(is_contained.values()) else {}
 
     def note_begun(self, forward: ForwardGraph) -> None:
         """Note that autograd has come to ``forward``."""
@@ -168,20 +168,20 @@ class ForwardGraphs:
     def _forwards_in_graph(self, loss: torch.Tensor) -> dict[ForwardGraph, bool]:
         candidates = sorted(self._alive, key=lambda forward: forward.number)
         first_node = candidates[0].first_node
-        found: set[ForwardGraph] = set()
+        reached: set[ForwardGraph] = set()
         nodes: list[Any] = [get_gradient_edge(loss).node]
         visited = set(nodes)
-        while nodes and len(found) < len(candidates):
+        while nodes and len(reached) < len(candidates):
             node = nodes.pop()
             number = node._sequence_nr()
             # What is older than all forwards leads to none of them.
             if number < first_node:
                 continue
-            found.update(forward for forward in candidates if forward.first_node <= number < forward.end_node)
+            reached.update(forward for forward in candidates if forward.first_node <= number < forward.end_node)
             for next_node, _ in node.next_functions:
                 if next_node is not None and next_node not in visited:
                     visited.add(next_node)
                     nodes.append(next_node)
             if len(visited) > MAX_NODES:
                 return {}
-        return {forward: forward in found for forward in candidates}
+        return {forward: forward in reached for forward in candidates}
