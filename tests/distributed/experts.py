@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, batch, build, config
 from tests.nccl_over_gloo import use_nccl_transport
-from zeroengine.runtime import gradient_buffers
+from zeroengine.runtime import gradient_buffers, unit_list
 
 NUM_EXPERTS = 4
 # What the units are: whole layers, or experts and the other parts of a layer.
@@ -26,6 +27,7 @@ LAYERS, SINGLE = ["layers.*"], ["layers.*.mixture.experts.*", "layers.*.norm", "
 Call = Callable[..., Any]
 REENTRANT: Call = partial(checkpoint, use_reentrant=True)
 NON_REENTRANT: Call = partial(checkpoint, use_reentrant=False)
+WHOLE: Call = partial(checkpoint, use_reentrant=False, early_stop=False)
 
 
 def plainly(module: Call, *args: Any) -> Any:
@@ -43,6 +45,10 @@ class Style:
         shared_list: Whether all layers have the experts of the first one.
         calls: How often a layer calls its mixture.
         direct: Whether a mixture returns the output of one expert, rather than a sum.
+        rare: Whether a rank often calls no expert of a layer, from the first forward on.
+        late: Whether no rank calls an expert of the second layer in the first forwards. Implies ``rare``.
+        experts_first: Whether a mixture registers its experts before the modules that it calls before them.
+        frozen: Whether all parameters but those of experts and of the head are frozen.
         drops: Whether each rank drops layers, and all experts of layers, after the first steps.
         losses: The order in which the losses of a micro-step are run backward. All are computed before.
         plain: Whether the loop calls ``loss.backward()``.
@@ -57,6 +63,10 @@ class Style:
     shared_list: bool = False
     calls: int = 1
     direct: bool = False
+    rare: bool = False
+    late: bool = False
+    experts_first: bool = False
+    frozen: bool = False
     drops: bool = False
     losses: tuple[int, ...] = (0,)
     plain: bool = False
@@ -77,8 +87,13 @@ class Mixture(nn.Module):
 
     def __init__(self, style: Style, experts: nn.ModuleList | None) -> None:
         super().__init__()
-        self.style, self.router = style, nn.Linear(WIDTH, NUM_EXPERTS)
-        self.experts = experts or nn.ModuleList(Expert() for _ in range(NUM_EXPERTS))
+        self.style = style
+        experts = experts or nn.ModuleList(Expert() for _ in range(NUM_EXPERTS))
+        if style.experts_first:
+            self.experts = experts
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        if not style.experts_first:
+            self.experts = experts
         self.shared = Expert()
 
     def forward(self, x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -115,6 +130,9 @@ class ExpertsLM(nn.Module):
             self.layers.append(Layer(style, experts))
             experts = self.layers[0].mixture.experts if style.shared_list else None
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if style.frozen:
+            for name, param in self.named_parameters():
+                param.requires_grad_(".experts." in name or name.startswith("head."))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
@@ -126,6 +144,9 @@ class ExpertsLM(nn.Module):
             drawn_here = drawn[number]
             if drops and (self.num_forwards + self.rank) % 3 == number:
                 drawn_here = torch.full_like(drawn_here, -1)
+            is_late = self.style.late and number == 1 and self.num_forwards <= 2
+            if self.style.rare and (is_late or (self.num_forwards * 2 + self.rank + number) % 3):
+                drawn_here = torch.full_like(drawn_here, -1)
             x = self.style.of_layer(layer, x, drawn_here)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
@@ -136,25 +157,37 @@ def draw(step: int, rank: int, samples: int, layers: int) -> torch.Tensor:
     return torch.rand(layers, samples, NUM_EXPERTS, generator=generator).topk(2, -1).indices
 
 
-def start(transport: str, settings: dict[str, Any], style: Style) -> zeroengine.Engine:
-    """An engine on a transport: "shm", "gloo" or "nccl"."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    comm = {"timeout_seconds": 20} | ({"transport": transport} if transport != "nccl" else {})
-    model = build(partial(ExpertsLM, style))
-    engine = zeroengine.initialize(model, config=settings | {"comm": comm})
-    model.rank = engine.rank
-    return engine
+@contextlib.contextmanager
+def on_transport(transport: str) -> Iterator[dict[str, Any]]:
+    """Use a transport: "shm", "gloo" or "nccl". A rank that waits for others to read its gradients fails.
 
-
-def train(transport: str, settings: dict[str, Any], style: Style, steps: int) -> list[float]:
-    """Each step's loss of this rank. A rank that waits for others to read its gradients fails."""
+    Yields:
+        The section ``comm`` of the configuration.
+    """
     with pytest.MonkeyPatch.context() as patch:
         # Otherwise such a rank takes more memory on the CPU, after it has waited. With NCCL it would wait for ever.
         patch.setattr(gradient_buffers, "REUSE_TIMEOUT_S", 60.0)
         if transport == "nccl":
             use_nccl_transport(patch)
-        engine = start(transport, settings, style)
+        yield {"timeout_seconds": 20} | ({"transport": transport} if transport != "nccl" else {})
+
+
+def start(settings: dict[str, Any], style: Style) -> zeroengine.Engine:
+    """An engine that trains experts."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = build(partial(ExpertsLM, style))
+    engine = zeroengine.initialize(model, config=settings)
+    model.rank = engine.rank
+    return engine
+
+
+def train(transport: str, settings: dict[str, Any], style: Style, steps: int) -> list[float]:
+    """Each step's loss of this rank."""
+    with on_transport(transport) as comm, pytest.MonkeyPatch.context() as patch:
+        if style.late:
+            patch.setattr(unit_list, "NUM_FORWARDS", 2)
+        engine = start(settings | {"comm": comm}, style)
         losses: list[float] = []
         kept = None
         for step in range(steps):

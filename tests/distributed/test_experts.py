@@ -5,11 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.distributed.experts import LAYERS, NON_REENTRANT, REENTRANT, SINGLE, Style, compare, draw, plainly, start
-from tests.distributed.models import batch, config
+import zeroengine
+from tests.distributed.experts import (
+    LAYERS,
+    NON_REENTRANT,
+    REENTRANT,
+    SINGLE,
+    WHOLE,
+    Expert,
+    Style,
+    compare,
+    draw,
+    on_transport,
+    plainly,
+    start,
+)
+from tests.distributed.models import WIDTH, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.parametrization import in_turn
+from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 UNITS = [pytest.param(LAYERS, id="layers"), pytest.param(SINGLE, id="experts")]
 TRANSPORTS = ("shm", "gloo", "nccl")
@@ -66,6 +84,15 @@ STYLES: dict[str, tuple[list[str], Style]] = {
     "mixtures that are called twice": (SINGLE, Style(calls=2)),
     "one expert for all samples": (SINGLE, Style(direct=True)),
     "experts of all layers": (SINGLE, Style(shared_list=True)),
+    "no experts on some ranks": (SINGLE, Style(rare=True)),
+    "no experts at the end of a mixture": (SINGLE, Style(rare=True, shared_first=True)),
+    "no experts in an unusual order": (SINGLE, Style(rare=True, shared_first=True, experts_first=True)),
+    "experts that are first called late": (SINGLE, Style(rare=True, late=True)),
+    "frozen layers around the experts": (SINGLE, Style(rare=True, frozen=True)),
+    "frozen layers that end with the experts": (SINGLE, Style(rare=True, frozen=True, shared_first=True)),
+    "no experts in reentrant layers": (SINGLE, Style(rare=True, of_layer=REENTRANT)),
+    "no experts in checkpointed frozen layers": (SINGLE, Style(rare=True, frozen=True, of_layer=WHOLE)),
+    "no experts in two losses": (SINGLE, Style(rare=True, losses=(0, 1))),
     "dropped layers and experts": (BOTH, Style(drops=True)),
     "two losses, the last one first": (SINGLE, Style(losses=(1, 0))),
     "two losses, the first one first": (SINGLE, Style(losses=(0, 1))),
@@ -93,9 +120,67 @@ def test_models_may_call_experts_in_many_ways_for_50_steps(transport: str) -> No
     assert answers == [{name: [] for name in STYLES}] * 3
 
 
+class SkippedMixture(nn.Module):
+    """Experts in a module that rank 1 does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.head, self.mixture = 0, nn.Linear(WIDTH, 1), nn.Module()
+        self.mixture.experts = nn.ModuleList(Expert() for _ in range(3))
+        self.mixture.forward = lambda x: self.mixture.experts[1](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x if self.rank else self.mixture(x)).sum()  # type: ignore[no-any-return]
+
+
+def error_of_skipped_mixture(transport: str) -> str:
+    """The message of the first forward."""
+    dist.init_process_group("gloo")
+    with on_transport(transport) as comm:
+        engine = zeroengine.initialize(
+            build(SkippedMixture), config=config(3, units=["head", "mixture.experts.*"], comm=comm)
+        )
+        engine.module.rank = engine.rank
+        with pytest.raises(zeroengine.DivergenceError) as error:
+            engine(torch.ones(2, WIDTH))
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_call_the_module_of_a_list_learns_it_at_once() -> None:
+    for message in run_ranks(2, error_of_skipped_mixture, "shm", timeout=10.0):
+        assert "at gather the first call of a list" in message
+        assert "if it calls the module that holds them" in message
+
+
+def gathers_of_forwards(style: Style) -> list[int]:
+    """How many first calls of lists are exchanged in each of three forwards."""
+    counts: list[int] = []
+    exchange = ArrivalExchange.__call__
+
+    def count(*args: Any) -> Any:
+        counts[-1] += 1
+        return exchange(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArrivalExchange, "__call__", count)
+        engine = start(config(3, units=LAYERS), style)
+        for step in range(3):
+            counts.append(0)
+            loss = engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers))
+            engine.backward(loss)
+            engine.step()
+        engine.close()
+    return counts
+
+
+def test_ranks_agree_on_where_a_list_is_called_in_the_first_forward_alone() -> None:
+    # Before the first layer and at it: the list of layers has then been called.
+    assert run_ranks(2, gathers_of_forwards, Style()) == [[2, 0, 0]] * 2
+
+
 def bytes_of_gradient_buffers(style: Style) -> int:
     """``Memory.buckets`` after a few steps with ``style``."""
-    engine = start("shm", config(3, units=LAYERS), style)
+    engine = start(config(3, units=LAYERS), style)
     for step in range(3):
         engine.backward(engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers)))
         engine.step()

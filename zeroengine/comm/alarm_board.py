@@ -27,10 +27,10 @@ STORE_LINGER_S = 1.0
 # Leaving ``gathered`` before the backward would not help: the backward gathers the unit again, on some ranks alone.
 DIFFERENT_UNITS_ADVICE = (
     "Every rank must run the same units in the same order. It may skip elements of a ModuleList or ModuleDict, such as "
-    "experts, if it calls the others in the order of the list. Where each rank's data choose modules in other ways, "
-    "put them into one unit, which every rank gathers as a whole: name a module that contains them all and that every "
-    'rank calls under "units" in the configuration, such as "units": ["layers.*"]. Where there is no backward, as in '
-    "generation, wrap the forwards in `with zeroengine.gathered(module):`"
+    "experts, if it calls the module that holds them, and the others in the order of the list. Where each rank's data "
+    "choose modules in other ways, put them into one unit, which every rank gathers as a whole: name a module that "
+    'contains them all and that every rank calls under "units" in the configuration, such as "units": ["layers.*"]. '
+    "Where there is no backward, as in generation, wrap the forwards in `with zeroengine.gathered(module):`"
 )
 
 

@@ -200,7 +200,7 @@ class EngineParts:
                 base_optimizer,
                 self.reducer,
                 self.transport,
-                after_update=self.gatherer.publish_update,
+                after_update=self.gatherer.gathers.publish_update,
                 step=end_step,
                 zero_grad=zero_grad,
                 writes=self.outside_writes,

@@ -99,7 +99,7 @@ def prepare_close(parts: EngineParts, error_at_start: BaseException | None) -> N
 
 
 def _check_may_end(parts: EngineParts, call: str) -> None:
-    if parts.gatherer.num_user_gathered:
+    if parts.gatherer.gathers.num_pins:
         raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
     if torch._C._current_graph_task_id() >= 0:
         raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")

@@ -379,7 +379,7 @@ class Engine:
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if self.gatherer.num_user_gathered:
+        if self.gatherer.gathers.num_pins:
             raise ZeroEngineError(
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."

@@ -160,8 +160,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
-            gatherer.pin(unit)
-            undo.callback(gatherer.unpin, unit)
+            gatherer.gathers.pin(unit)
+            undo.callback(gatherer.gathers.unpin, unit)
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
         before = [_contents(unit) for unit in units]
         # From here on the `finally` below unpins the units, after it has taken over what was written.
@@ -180,7 +180,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
                 # Few units are written, so the ranks exchange flags of parameters for those alone.
                 flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
                 owner.apply_writes(units[index], owner.first_writers(flags))
-            gatherer.unpin(units[index])
+            gatherer.gathers.unpin(units[index])
     # This error comes last, after every rank has taken part in the collectives above.
     if refusals:
         raise ZeroEngineError(
@@ -214,10 +214,10 @@ def collect_state_dict(parts: EngineParts, chosen: Collection[str], rank0_only: 
     for unit in parts.units:
         params = [param for param in unit.params if param in tensors]
         if params:
-            parts.gatherer.pin(unit)
+            parts.gatherer.gathers.pin(unit)
             if returns_values:
                 values |= {param: param.detach().to("cpu", copy=True) for param in params}
-            parts.gatherer.unpin(unit)
+            parts.gatherer.gathers.unpin(unit)
     if not returns_values:
         return {}
     # A tensor that no unit holds is a buffer.

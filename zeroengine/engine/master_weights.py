@@ -36,7 +36,7 @@ def publish_masters(parts: EngineParts) -> None:
             populate(shard.param, write=True)
             shard.param.copy_(shard.master)
         # The order of units is the same on every rank, as the all-gather of updated units requires.
-        parts.gatherer.publish_update(shard.unit)
+        parts.gatherer.gathers.publish_update(shard.unit)
         # At most one unit is in memory at a time where states live on a disk.
         parts.placement.evict(shard.param, shard.master)
     # These values were written on purpose and on every rank, so they are no divergence.

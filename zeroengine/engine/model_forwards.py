@@ -77,7 +77,7 @@ class ModelForwards:
             self.abandon()
         self._in_progress, self._outer_error = True, sys.exc_info()[1]
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
-        if not (self._model.training and torch.is_grad_enabled()) or self._gatherer.num_user_gathered:
+        if not (self._model.training and torch.is_grad_enabled()) or self._gatherer.gathers.num_pins:
             return
         if torch._C._current_graph_task_id() < 0:
             self._has_plain_forward = True

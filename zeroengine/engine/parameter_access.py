@@ -149,9 +149,9 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     shard, gatherer = located.shard, located.parts.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
-        gatherer.pin(located.unit)
+        gatherer.gathers.pin(located.unit)
         value = located.zeros(param.shape).copy_(param.detach())
-        gatherer.unpin(located.unit)
+        gatherer.gathers.unpin(located.unit)
         return value
     # Values that the user wrote into the model are copied into the master first.
     if shard.may_be_written:
@@ -176,7 +176,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     with located.same_call("set_full_master"):
         value = located.checked_copy(value)
     located.parts.group.broadcast(value)
-    gatherer.pin(unit)
+    gatherer.gathers.pin(unit)
     if located.shard is not None:
         located.write(located.shard.master, value)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     unit.copy_full_to_shard()
     # A parameter that was built without values has values now.
     unit.unset_params.discard(located.slot.name)
-    gatherer.unpin(unit)
+    gatherer.gathers.unpin(unit)
     located.parts.note_new_masters(unit, [located.slot.name])
 
 

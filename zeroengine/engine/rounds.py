@@ -88,7 +88,7 @@ class Rounds:
         with parts.group.collective_errors("to average the replicas"):
             parts.state_offloader.check_resident(call)
             parts.placement.check_intact()
-            if parts.gatherer.num_user_gathered:
+            if parts.gatherer.gathers.num_pins:
                 raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
             if parts.accumulation.has_gradients:
                 raise ZeroEngineError(

@@ -13,6 +13,7 @@ from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.rank_order_sum import wide_dtype
 from zeroengine.comm.transports.two_level_sum import SumPlan
 from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 
 def adds_by_host(units: Sequence[UnitBytes], world_size: int, ranks_per_host: int) -> bool:
@@ -63,8 +64,10 @@ def two_level_bytes(
     # As many units pass through at a time as are gathered.
     largest = max((unit.full_bytes for unit in units if unit.degrees.parameters > size), default=0)
     passing = again * -(-gathered // largest) if largest else 0
+    # Where a list of units is first called, the ranks exchange a packet.
+    packets = ArrivalExchange.nbytes * (num_hosts - 1) if any(unit.degrees.parameters > 1 for unit in units) else 0
     # On a slow network the sums of all units are on their way when the backward ends.
-    return passing + after_update + sum(sums)
+    return passing + packets + after_update + sum(sums)
 
 
 def packed_numel(unit: UnitBytes, world_size: int, ranks_per_host: int) -> int:

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeroengine.errors import LossScaleError
 from zeroengine.monitor.timer import Timer
@@ -25,7 +26,7 @@ from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-# The code of the function through which Python runs every backward. ``is_outermost_backward`` counts its frames.
+# The code of the function through which Python runs every backward. The functions at the end look for its frames.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # Stands for the backward of ``run`` in place of autograd's id of a backward.
 _RUN_BY_ENGINE = -1
@@ -204,8 +205,8 @@ class BackwardTracker:
             for listener in self._listeners:
                 listener.begin_forward()
 
-    def note_output_reached(self) -> None:
-        """Note that autograd has come to an output of the model.
+    def note_reached(self) -> None:
+        """Note that autograd has come to an output of the model, or of one of its modules.
 
         Where reentrant checkpoints have all trainable parameters, gradients come in nested backwards alone, and nothing
         else shows that the outer one has ended, or has raised.
@@ -215,9 +216,25 @@ class BackwardTracker:
             if graph_task != self._outer_graph_task:
                 self._outer_graph_task = graph_task
                 queue_callback(partial(self._end_graph_task, graph_task))
+                # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
+                if self._will_produce_gradients():
+                    self.note_gradient()
+
+    def _will_produce_gradients(self) -> bool:
+        """Return whether the backward in progress, unlike ``torch.autograd.grad``, accumulates gradients."""
+        if torch._C._are_functorch_transforms_active() or _is_autograd_grad():
+            return False
+        trained = (param for param in self._params if param.requires_grad)
+        # Otherwise a released parameter would be gathered.
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trained)
+            except RuntimeError:
+                # ``torch.autograd.grad`` was asked for the gradient of the parameter.
+                return False
 
     def note_gradient(self) -> None:
-        """Note that a parameter has a gradient. A plain ``loss.backward()`` begins with its first one.
+        """Note that a parameter has a gradient, or will have one. The first one begins a plain ``loss.backward()``.
 
         Raises:
             LossScaleError: The gradient is of a loss that is not scaled.
@@ -252,13 +269,13 @@ class BackwardTracker:
 
     def note_unit_not_held(self, unit: Unit) -> None:
         """Tell the listeners that ``unit`` may be reduced once its gradients are complete."""
-        if self._is_producing_gradients:
+        if self.is_producing_gradients:
             for listener in self._listeners:
                 listener.unit_not_held(unit)
 
     def note_unit_past(self, unit: Unit) -> None:
         """Tell the listeners that no further gradient of ``unit`` comes in the backward in progress."""
-        if self._is_producing_gradients:
+        if self.is_producing_gradients:
             for listener in self._listeners:
                 listener.unit_past(unit)
 
@@ -322,7 +339,8 @@ class BackwardTracker:
     # -- ends that autograd does not report --------------------------------------------------------
 
     @property
-    def _is_producing_gradients(self) -> bool:
+    def is_producing_gradients(self) -> bool:
+        """Whether the backward that runs now accumulates gradients."""
         # Between two plain calls ``torch.autograd.grad`` may run, which says nothing about the second one.
         return self.in_progress and (self.run_by_engine or self._is_in_call)
 
@@ -371,6 +389,14 @@ class BackwardTracker:
         self.in_progress = self._is_in_call = False
         for listener in self._listeners:
             listener.drop_gradients()
+
+
+def _is_autograd_grad() -> bool:
+    """Return whether this runs in ``torch.autograd.grad``, if the thread that called it runs the nodes."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_locals["kwargs"].get("accumulate_grad") is False
 
 
 def is_outermost_backward() -> bool:

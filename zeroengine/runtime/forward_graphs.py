@@ -18,6 +18,7 @@ answers, such as for a model whose outputs are hidden in objects, three rules ap
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,12 +57,17 @@ class ForwardGraph:
         has_run: Whether a backward has begun that contains it.
         is_retained: Whether such a backward retained the graph, so that another one may come.
         is_missed: Whether a backward of later forwards alone has ended before any that contains it.
+        operations: Its parts that have backwards.
+        thread: The thread that it began in.
+        has_one_order: Whether autograd runs its parts in the reverse order of their sequence numbers.
         inner_nodes: One for each output whose graph is alive.
     """
 
     def __init__(self, number: int, first_node: int) -> None:
         self.number, self.first_node, self.end_node = number, first_node, sys.maxsize
         self.has_run = self.is_retained = self.is_missed = False
+        self.operations: list[Any] = []
+        self.thread, self.has_one_order = threading.get_ident(), True
         self.inner_nodes: weakref.WeakSet[InnerNode] = weakref.WeakSet()
 
 
@@ -81,11 +87,16 @@ class ForwardGraphs:
         self._alive: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         # Whether the backward in progress contains them, as far as this is known.
         self._is_contained: dict[ForwardGraph, bool] = {}
-        # The number of the first forward whose backward has begun, of those in the backward in progress.
+        # Those whose backward has begun in the backward in progress, and the number of the first of them.
+        self._begun: set[ForwardGraph] = set()
+        # Whether that backward makes a graph.
+        self._makes_graph = False
         self._oldest_begun = sys.maxsize
 
     def begin(self, first_node: int) -> None:
         """Note that a forward begins. ``first_node``: the next sequence number."""
+        # The end of a forward that raised was not reported, and its graph may be alive.
+        self.latest.end_node = min(self.latest.end_node, first_node)
         self.latest = ForwardGraph(self.latest.number + 1, first_node)
         self._alive.add(self.latest)
 
@@ -130,6 +141,8 @@ class ForwardGraphs:
 
     def note_begun(self, forward: ForwardGraph) -> None:
         """Note that autograd has come to ``forward``."""
+        self._begun.add(forward)
+        self._makes_graph = self._makes_graph or torch.is_grad_enabled()
         forward.has_run = True
         retains = torch._C._autograd._get_current_graph_task_keep_graph()
         forward.is_retained = forward.is_retained or retains
@@ -141,12 +154,26 @@ class ForwardGraphs:
             for forward in self._alive:
                 if forward.number < self._oldest_begun and not forward.has_run:
                     forward.is_missed = True
+        if self._makes_graph:
+            # A thread of autograd may have made it.
+            for forward in self._begun:
+                forward.has_one_order = False
+        self._makes_graph = False
+        self._begun.clear()
         self._is_contained = {}
         self._oldest_begun = sys.maxsize
+
+    def alive(self) -> list[ForwardGraph]:
+        """Return the forwards whose graphs are alive, and the latest one."""
+        return list(self._alive)
 
     def contains(self, forward: ForwardGraph) -> bool | None:
         """Return whether the backward in progress contains ``forward``; None: unknown."""
         return self._is_contained.get(forward)
+
+    def is_in_backward(self, forward: ForwardGraph) -> bool:
+        """Return whether the backward in progress contains ``forward``, or has come to it."""
+        return self._is_contained.get(forward, forward in self._begun)
 
     def may_run(self, forward: ForwardGraph, *, has_begun: bool, has_run: bool) -> bool:
         """Return whether the backward in progress may come to an operation of ``forward``.

@@ -32,15 +32,17 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
-from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
+from zeroengine.runtime.backward_order import BackwardOrder, Operation
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker, is_outermost_backward
-from zeroengine.runtime.deferred_frees import DeferredFrees
+from zeroengine.runtime.first_list_calls import ArrivalExchange
 from zeroengine.runtime.forward_graphs import ForwardGraphs
-from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback
+from zeroengine.runtime.gradient_paths import require_gradients
+from zeroengine.runtime.module_backwards import CallTracker, Hook, ModuleCall, queue_callback, register_hook_first
 from zeroengine.runtime.module_hooks import ForwardObserver, is_in_function_forward, is_raising, register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
-from zeroengine.runtime.unit import GatherState, Unit
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.unit_gathers import UnitGathers
 from zeroengine.runtime.unit_lists import UnitLists, UserForward
 from zeroengine.runtime.visit_order import VisitOrder
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
@@ -65,11 +67,9 @@ class Gatherer(BackwardListener):
         timer: Times forwards and gathers.
 
     Attributes:
-        num_user_gathered: The number of pins now, such as those of ``zeroengine.gathered``; a unit that is pinned twice
-            counts twice. Ranks may run different forwards meanwhile, so no order of units is learned or followed.
+        gathers: Gathers and releases units.
         num_model_forwards: The number of forwards of the whole model that are in progress. They may be nested.
         forward_observer: Is told of the forwards of the whole model, if it is not None.
-        deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
     """
 
     def __init__(
@@ -92,10 +92,6 @@ class Gatherer(BackwardListener):
         self._prefetch_numel = zero.prefetch_bucket_size if prefetches else 0
         # Elements of releasable units up to which prefetching continues.
         self._max_live_numel = zero.max_live_parameters
-        # Elements of releasable units that are gathered now.
-        self._live_numel = 0
-        self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
-        self.num_user_gathered = 0
         self.num_model_forwards = 0
         self.forward_observer: ForwardObserver | None = None
         # Whether the outermost of them began with gradients enabled.
@@ -108,7 +104,7 @@ class Gatherer(BackwardListener):
         self._graph_tasks: list[int] = []
         # The units that were gathered for a use without a hook. They are released when the pass ends.
         self._unhooked_uses: dict[Unit, None] = {}
-        self.deferred_frees = DeferredFrees()
+        self.gathers = UnitGathers(self._units, transport, timer, self._gather_for_use, self._is_in_use)
         self._visit_order = VisitOrder()
         self._last_in_forward: Unit | None = None
         # The sequence number of the first node that the model's forward in progress adds to the graph.
@@ -117,109 +113,51 @@ class Gatherer(BackwardListener):
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        self._forwards = ForwardGraphs(Hook(backward, BackwardTracker.note_output_reached))
+        self._forwards = ForwardGraphs(Hook(backward, BackwardTracker.note_reached))
+        self._order = BackwardOrder(self._forwards, self._accumulates_gradients, self._pass_over)
         self._calls = CallTracker(
-            self._units_of, self._forwards, self._pre_backward, self._post_backward, backward.note_unit_past
+            self._units_of,
+            self._forwards,
+            self._order,
+            self._pre_backward,
+            self._post_backward,
+            backward.note_unit_past,
         )
         # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
         self._lists = UnitLists(
-            model, self._units_of, self._forwards, self._gather_for_others, self._release, self._note_not_held
+            model,
+            self._units_of,
+            self._forwards,
+            self._gather_for_others,
+            self.gathers.release,
+            self._note_not_held,
+            ArrivalExchange(transport),
         )
         self.hook_handles = register_hooks(self, model, self._units_of, self._lists.users)
-        # The full buffers of releasable units have no memory yet.
-        for unit in self._units:
-            if unit.is_releasable:
-                unit.mark_released(self._gather_for_use)
         backward.subscribe(self)
 
     def observes(self, module: nn.Module) -> bool:
         """Return whether forwards of ``module`` concern this gatherer. Copies of the model do not."""
         return module is self._model or module in self._units_of or module in self._lists.users
 
-    # -- gather and release one unit --------------------------------------------------------------
-
-    def start_gather(self, unit: Unit, exact: bool = False) -> None:
-        """Launch the all-gather of a released unit. ``exact``: see ``Unit.start_gather``."""
-        if unit.is_released:
-            nbytes = unit.bytes_to_gather(exact)
-            with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
-                unit.start_gather(exact)
-            self._timer.count("gather", nbytes)
-            self._live_numel += unit.layout.numel
-
-    def ensure_gathered(self, unit: Unit, exact: bool = False) -> None:
-        """Return with the parameters of ``unit`` ready for use on the current stream.
-
-        Args:
-            unit: The unit.
-            exact: Whether they must have the values of the shards, which quantized gathers round.
-        """
-        if exact and not unit.is_released and not unit.has_exact_values:
-            # Every rank has the rounded values, so every rank gathers again, into the same memory.
-            self.ensure_gathered(unit)
-            self._live_numel -= unit.layout.numel
-            unit.mark_released(self._gather_for_use)
-        if unit.is_gathered:
-            return
-        self.start_gather(unit, exact)
-        assert unit.gather_work is not None
-        shards = unit.offloaded_shards
-        kind: Kind = "offload" if shards is not None and shards.is_read_directly else "gather"
-        with outside_torch_func(), self._timer.span(kind, unit.name, "await"):
-            unit.gather_work.wait_stream()
-            unit.finish_gather()
-
-    def pin(self, unit: Unit) -> None:
-        """Gather the exact values of ``unit`` and keep them gathered until ``unpin``. Pins count."""
-        self.ensure_gathered(unit, exact=True)
-        self._num_pins[unit] += 1
-        self.num_user_gathered += 1
-
-    def unpin(self, unit: Unit) -> None:
-        """Undo one ``pin``, and release ``unit`` if it has no other."""
-        self._num_pins[unit] -= 1
-        self.num_user_gathered -= 1
-        self._release(unit)
-
-    def _release(self, unit: Unit) -> None:
-        """Release ``unit`` unless it is pinned or a forward in progress needs it."""
-        if not unit.is_releasable or not unit.is_gathered or self._num_pins[unit]:
-            return
+    def _is_in_use(self, unit: Unit) -> bool:
         # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
-        if any(unit in forward.units for forward in self._module_forwards):
-            return
-        self._live_numel -= unit.layout.numel
-        # Giving memory back is a part of what a gather costs.
-        with self._timer.span("gather", unit.name):
-            unit.mark_released(self._gather_for_use)
-            self.deferred_frees.free(unit)
+        return any(unit in forward.units for forward in self._module_forwards)
 
     def _release_unhooked_uses(self) -> None:
         units, self._unhooked_uses = self._unhooked_uses, {}
         for unit in units:
-            self._release(unit)
-        self.deferred_frees.retry()
+            self.gathers.release(unit)
+        self.gathers.deferred_frees.retry()
 
     # -- step -------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         """Prepare an update: ``quiesce``, and replace even the buffers that graphs saved through the user's hooks."""
         # Those graphs belong to the forward before this update.
-        self.deferred_frees.begin_update()
+        self.gathers.deferred_frees.begin_update()
         self.quiesce(values_change=False)
-
-    def publish_update(self, unit: Unit) -> None:
-        """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
-        # Autograd then refuses a backward through a graph that saved the previous values.
-        torch.autograd.graph.increment_version(unit.params)
-        unit.forget_secondary()
-        # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
-        # the new values.
-        if unit.degrees.optimizer > unit.degrees.parameters:
-            with self._timer.span("gather", unit.name, "gather"):
-                unit.start_gather_of_update(self._gather_for_use)
-            self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer, unit.degrees.parameters))
 
     def end_update(self) -> None:
         """Complete the update. If peers read this rank's parameters in place, return when all of them have done so."""
@@ -244,19 +182,7 @@ class Gatherer(BackwardListener):
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
         """
         self.abandon_forward()
-        for unit in self._units:
-            # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
-            if unit.state is GatherState.GATHERING:
-                self.ensure_gathered(unit)
-            unit.wait_for_update()
-            if values_change:
-                unit.forget_secondary()
-            unit.check_parameters()
-            self._release(unit)
-            self.deferred_frees.replace_buffer(unit)
-            if unit.offloaded_shards is not None:
-                # The prefetched values would be outdated.
-                unit.offloaded_shards.discard_prefetched()
+        self.gathers.quiesce(values_change)
 
     # -- uses that no hook announced --------------------------------------------------------------
 
@@ -282,7 +208,7 @@ class Gatherer(BackwardListener):
             self._mark_untracked([unit])
             self._lists.visit(unit, None, in_backward=bool(self._graph_tasks) and not self._module_forwards)
         with hidden_from_activation_checkpoint():
-            self.ensure_gathered(unit)
+            self.gathers.ensure(unit)
 
     @disable_compile
     def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
@@ -298,7 +224,7 @@ class Gatherer(BackwardListener):
                     )
                 self._unhooked_uses[unit] = None
                 self._lists.visit(unit, None, in_backward=True)
-                self.ensure_gathered(unit)
+                self.gathers.ensure(unit)
             return view.restore()
 
     # -- forward ----------------------------------------------------------------------------------
@@ -318,9 +244,9 @@ class Gatherer(BackwardListener):
                 # gathers any.
                 self.abandon_backward()
                 self._backward.enter_forward()
-                self.deferred_frees.retry()
+                self.gathers.deferred_frees.retry()
             # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
-            if not (self.num_model_forwards or self.num_user_gathered):
+            if not (self.num_model_forwards or self.gathers.num_pins):
                 self._visit_order.start_pass()
         if not self.num_model_forwards:
             self._first_sequence_number = current_sequence_number()
@@ -330,7 +256,7 @@ class Gatherer(BackwardListener):
                 self._calls.begin_model_forward()
                 self._lists.begin_model_forward()
                 # A use of parameters that stay gathered goes unnoticed.
-                self._calls.mark_untracked(unit for unit, pins in self._num_pins.items() if pins)
+                self._calls.mark_untracked(self.gathers.pinned_units())
             # A forward inside a backward is part of that, and one without gradients, as in an evaluation, is no
             # forward of a step.
             self._forward_span = (
@@ -353,17 +279,19 @@ class Gatherer(BackwardListener):
         if self._forward_has_grad and not self._graph_tasks:
             functorch = torch._C._are_functorch_transforms_active()
             self._forwards.end(current_sequence_number(), [] if functorch else tensors_in(output))
-        if not (self._graph_tasks or self.num_user_gathered):
+        if not (self._graph_tasks or self.gathers.num_pins):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
         # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
         # searched for views of units that were gathered without a hook, and of buffers that are aliased.
         if not self._graph_tasks:
-            unhooked = [unit for unit in self._units if unit in self._unhooked_uses or unit in self.deferred_frees]
+            unhooked = [
+                unit for unit in self._units if unit in self._unhooked_uses or unit in self.gathers.deferred_frees
+            ]
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
         self._release_unhooked_uses()
         if not self._graph_tasks:
-            self.deferred_frees.warn()
+            self.gathers.deferred_frees.warn()
         self._timer.end(self._forward_span)
         if not self._graph_tasks:
             # A forward without autograd is one of an evaluation, or of generation.
@@ -415,13 +343,10 @@ class Gatherer(BackwardListener):
         del forwards[depth:]
         has_backward = False
         if forward.call is not None and torch.is_grad_enabled():
-            # The module that holds a list may return the output of an element. The list's hook must come first.
-            list_forward = self._lists.forward_of(module)
-            if list_forward is not None:
-                self._watch_list_outputs(list_forward, output)
-            has_backward = self._calls.watch_outputs(module, forward.call, output)
+            outputs = self._calls.watch_outputs(module, forward.call, output, forward.first_sequence_number)
+            has_backward = bool(outputs)
             if has_backward and not self._graph_tasks:
-                self._calls.expect_backward(module, forward.call)
+                self._calls.expect_backward(forward.call, outputs)
                 self._replace_saved_views(output, forward.first_sequence_number, forward.units)
             elif has_backward:
                 self._calls.note_recomputed(module, forward.call)
@@ -431,8 +356,8 @@ class Gatherer(BackwardListener):
             # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
             # the backward needs. So neither is released here.
             if not self._graph_tasks and not (has_backward and unit is self._last_in_forward):
-                self._release(unit)
-        self.deferred_frees.retry()
+                self.gathers.release(unit)
+        self.gathers.deferred_frees.retry()
 
     def _mark_untracked(self, units: Iterable[Unit]) -> None:
         """Note that the backward of a use of ``units`` cannot be followed. A forward without gradients has none."""
@@ -440,26 +365,26 @@ class Gatherer(BackwardListener):
             self._calls.mark_untracked(units)
 
     def _replace_saved_views(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
-        with_values = [unit for unit in units if unit.is_gathered or unit in self.deferred_frees]
+        with_values = [unit for unit in units if unit.is_gathered or unit in self.gathers.deferred_frees]
         outputs = tensors_in(output)
         saved_by_user_hooks = replace_saved_views(outputs, first_sequence_number, with_values, self._restore_view)
-        self.deferred_frees.keep_until_update(saved_by_user_hooks)
+        self.gathers.deferred_frees.keep_until_update(saved_by_user_hooks)
 
     def _gather_and_prefetch(self, unit: Unit) -> None:
         """Gather ``unit``, and prefetch the units that followed it in the previous pass."""
-        self.ensure_gathered(unit)
+        self.gathers.ensure(unit)
         # The order matters only for releasable units, and only inside a pass, where all ranks visit the same units.
-        if self.num_user_gathered or not unit.is_releasable or not (self.num_model_forwards or self._graph_tasks):
+        if self.gathers.num_pins or not unit.is_releasable or not (self.num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
         if not self._prefetch_numel:
             return
-        for unit in self._visit_order.to_prefetch(self._prefetch_numel, self._live_numel, self._max_live_numel):
+        for unit in self._visit_order.to_prefetch(self._prefetch_numel, self.gathers.live_numel, self._max_live_numel):
             shards = unit.offloaded_shards
             # A collective is started early only if it proceeds by itself. Otherwise at most this rank's own shard is
             # read ahead, which concerns no other rank.
             if self._transport.overlaps if shards is None else shards.can_gather_ahead:
-                self.start_gather(unit)
+                self.gathers.start(unit)
             elif shards is not None:
                 shards.prefetch(unit.shard)
 
@@ -469,33 +394,41 @@ class Gatherer(BackwardListener):
         """Follow which elements of its lists the forward of ``module`` calls."""
         self._enter_backward()
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
-        if not self.num_user_gathered:
+        if not self.gathers.num_pins:
             self._lists.begin_forward(module)
 
-    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Gather what the forward of ``module`` did not call, and do so again in its backward."""
         forward = self._lists.end_forward(module, raised=output is None and is_raising())
         if forward is None:
-            return
+            return output
         if torch.is_grad_enabled():
+            if forward.called_nothing_trainable and not torch._C._are_functorch_transforms_active():
+                output = require_gradients(output)
             # The graph of a recomputation may have no backward of its own.
             is_recomputed = bool(self._graph_tasks)
             for list_pass in forward.passes:
                 list_pass.is_recomputed = is_recomputed
-            if self._watch_list_outputs(forward, output) and not is_recomputed:
+            outputs = self._watch_list_outputs(forward, output)
+            if outputs and not is_recomputed:
                 self._lists.expect_backward(forward)
+                self._order.expect(forward, outputs, holds_lists=True)
         elif self._may_be_recomputed():
             self._lists.expect_recomputation(forward)
+        return output
 
-    def _watch_list_outputs(self, forward: UserForward, output: Any) -> bool:
-        """Begin the backward of ``forward`` with the first gradient of ``output``. Return whether it may have one."""
+    def _watch_list_outputs(self, forward: UserForward, output: Any) -> list[torch.Tensor]:
+        """Begin the backward of ``forward`` with the first gradient of ``output``. Return the tensors that have one."""
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in outputs:
-            tensor.register_hook(Hook(self, Gatherer._begin_list_backward, forward))
-        return bool(outputs)
+            # The module may return what a module inside of it has returned, such as an element, and watched already.
+            hook = Hook(self, Gatherer._begin_list_backward, forward, kept=forward.model_forward)
+            register_hook_first(tensor, hook)
+        return outputs
 
     def _begin_list_backward(self, forward: UserForward) -> None:
         self._enter_backward()
+        self._order.reach(forward)
         self._lists.begin_backward(forward, len(self._graph_tasks))
 
     def _may_be_recomputed(self) -> bool:
@@ -511,7 +444,7 @@ class Gatherer(BackwardListener):
         is_recomputed = bool(self._graph_tasks) and not in_backward
         is_last = not self._graph_tasks and torch.is_grad_enabled() and unit is self._last_in_forward
         if not (is_recomputed or is_last):
-            self._release(unit)
+            self.gathers.release(unit)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -521,18 +454,21 @@ class Gatherer(BackwardListener):
         if graph_task < 0:
             return False
         if graph_task not in self._graph_tasks:
-            # The outermost backward is the pass, and nested backwards belong to it.
-            if not self._graph_tasks:
-                self._visit_order.start_pass()
-                if self._backward.loss is None:
-                    self._forwards.enter_plain_backward()
             self._graph_tasks.append(graph_task)
             # Autograd drops the callback if the backward raises. ``abandon_backward`` then ends the pass.
             queue_callback(partial(self._end_graph_task, graph_task))
+            # The outermost backward is the pass, and nested backwards belong to it.
+            if len(self._graph_tasks) == 1:
+                self._visit_order.start_pass()
+                if self._backward.loss is None:
+                    self._forwards.enter_plain_backward()
+                    self._backward.note_reached()
         return True
 
     def _end_graph_task(self, graph_task: int) -> None:
         if graph_task in self._graph_tasks:
+            if graph_task == self._graph_tasks[0]:
+                self._gather_passed_over()
             # Backwards inside this one that are still listed have raised, because autograd did not report their end.
             del self._graph_tasks[self._graph_tasks.index(graph_task) :]
             if self._graph_tasks:
@@ -540,6 +476,26 @@ class Gatherer(BackwardListener):
                 self._calls.end_nested_backward()
             else:
                 self._end_outermost_backward()
+
+    def _gather_passed_over(self) -> None:
+        """Gather what the outermost backward, which is about to end, has not come to and other ranks may have."""
+        self._order.pass_over_remaining()
+        self._lists.end_nested_backward(0)
+
+    def end_call(self) -> None:
+        """Gather before the reducer ends the units, because a rank waits there until others have read its memory."""
+        self._gather_passed_over()
+
+    def _accumulates_gradients(self) -> bool:
+        # The first hook of a plain backward asks this.
+        self._enter_backward()
+        return self._backward.is_producing_gradients
+
+    def _pass_over(self, operation: Operation) -> None:
+        if isinstance(operation, UserForward):
+            self._lists.begin_backward(operation, len(self._graph_tasks))
+        elif isinstance(operation, ModuleCall):
+            self._calls.pass_over(operation)
 
     def call_began(self) -> None:
         """Report the units that no forward used: they get no gradient in this call."""
@@ -574,18 +530,18 @@ class Gatherer(BackwardListener):
             self._graph_tasks.clear()
             self._end_outermost_backward()
 
-    def _pre_backward(self, module: nn.Module) -> None:
-        """Gather the units that the backward of a call of ``module`` needs."""
+    def _pre_backward(self, module: nn.Module, units: Iterable[Unit]) -> None:
+        """Gather ``units``, which the backward of a call of ``module`` needs."""
         self._enter_backward()
-        for unit in self._units_of[module]:
+        for unit in units:
             if unit.is_releasable:
                 self._lists.visit(unit, module, in_backward=True)
                 self._gather_and_prefetch(unit)
 
     def _post_backward(self, unit: Unit) -> None:
         """Release ``unit``, which no backward of its modules is likely to read again."""
-        self._release(unit)
-        self.deferred_frees.retry()
+        self.gathers.release(unit)
+        self.gathers.deferred_frees.retry()
 
     def unit_complete(self, unit: Unit) -> None:
         """Record that the gradients of ``unit`` are complete, so its modules may be finished.
@@ -597,11 +553,11 @@ class Gatherer(BackwardListener):
         # A forward in progress, such as a recomputation, may use the unit again before it ends.
         if unit in self._unhooked_uses and not self.num_model_forwards:
             del self._unhooked_uses[unit]
-            self._release(unit)
+            self.gathers.release(unit)
 
     def _end_outermost_backward(self) -> None:
-        self._lists.end_nested_backward(0)
         self._lists.end_backward()
+        self._order.end_backward()
         self._visit_order.end_pass()
         self._calls.end_backward()
         self._forwards.end_backward()
@@ -611,14 +567,9 @@ class Gatherer(BackwardListener):
         # A unit with unused parameters never gets all its gradients, so it is released only here.
         for unit in self._units:
             if unit not in self._unhooked_uses:
-                self._release(unit)
+                self.gathers.release(unit)
         if not self.num_model_forwards:
-            self.deferred_frees.warn()
-
-
-def received_bytes(unit: Unit, degree: int, within: int = 1) -> int:
-    """Return the bytes that an all-gather of shards at ``degree`` into one at ``within`` brings to this rank."""
-    return unit.full_buffer.nbytes // within - unit.full_buffer.nbytes // degree
+            self.gathers.deferred_frees.warn()
 
 
 def _restore_view(gatherer_ref: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroengine.runtime.backward_order import BackwardOrder, Key
 from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
@@ -53,21 +54,40 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 class ModuleCall:
     """One forward of a module, and how far its backward is. A retained graph has several backwards."""
 
-    forward: ForwardGraph  # the latest one when the call began
+    module: nn.Module
+    model_forward_ref: weakref.ref[ForwardGraph]  # the latest one when the call began, which owns the call
     num_inputs: int  # number of inputs that require a gradient
     input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, if other calls share some of them
     num_last_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: nodes that add to its gradient
     pending_inputs: set[int] = field(default_factory=set)  # inputs whose gradient this call still adds to
     pending_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: last nodes that have not run
     started: bool = False
+    is_passed_over: bool = False  # it has started because autograd is not expected to come to it
     is_past: bool = False  # every node of it has run in the backward in progress
-    has_run: bool = False  # the same in any backward
+    has_run: bool = False  # a backward that came to it has ended
+    order_key: Key | None = None
+
+    @property
+    def model_forward(self) -> ForwardGraph:
+        """See ``Operation``."""
+        forward = self.model_forward_ref()
+        assert forward is not None
+        return forward
 
     def start(self) -> None:
         """Begin a backward: nothing has run yet."""
-        self.started = True
+        self.started, self.is_passed_over, self.is_past = True, False, False
         # A retained graph runs the backward of one forward several times, so the counts are reset here.
         self.pending_inputs, self.pending_nodes = set(range(self.num_inputs)), dict(self.num_last_nodes)
+
+
+def register_hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
+    """Register a hook that autograd calls before the earlier hooks of ``tensor``."""
+    hook_id = tensor.register_hook(hook).id
+    # Autograd calls the hooks in the order of this dict.
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    for earlier in [key for key in hooks if key != hook_id]:
+        hooks[earlier] = hooks.pop(earlier)
 
 
 class Hook:
@@ -75,10 +95,16 @@ class Hook:
 
     The graph owns its hooks. A hook that owned the tracker would close a cycle through C++ that the garbage collector
     cannot see, so the hook refers to its owner weakly.
+
+    Args:
+        owner: The object whose method is called.
+        method: The method.
+        args: Its arguments.
+        kept: An object that lives at least as long as the graph.
     """
 
-    def __init__(self, owner: object, method: Callable[..., None], *args: Any) -> None:
-        self._owner, self._method, self._args = weakref.ref(owner), method, args
+    def __init__(self, owner: object, method: Callable[..., None], *args: Any, kept: object = None) -> None:
+        self._owner, self._method, self._args, self._kept = weakref.ref(owner), method, args, kept
 
     @disable_compile
     def __call__(self, *_: Any) -> None:
@@ -94,7 +120,8 @@ class CallTracker:
     Args:
         units_of: The units that each module's forward needs.
         forwards: The forwards of the whole model.
-        pre_backward: Called with a module before the backward of one of its calls.
+        order: Is told when autograd comes to a call.
+        pre_backward: Called with a module and its units that are needed, before the backward of one of its calls.
         post_backward: Called with a unit when the backwards of its modules' calls are over.
         unit_past: Called with a unit when it gets no further gradient in the backward in progress.
     """
@@ -103,13 +130,14 @@ class CallTracker:
         self,
         units_of: Mapping[nn.Module, list[Unit]],
         forwards: ForwardGraphs,
-        pre_backward: Callable[[nn.Module], None],
+        order: BackwardOrder,
+        pre_backward: Callable[[nn.Module, Iterable[Unit]], None],
         post_backward: Callable[[Unit], None],
         unit_past: Callable[[Unit], None],
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
         self._unit_past = unit_past
-        self._forwards = forwards
+        self._forwards, self._order = forwards, order
         # By module: the calls whose graphs are alive. The graphs own their calls.
         self._calls_with_graph: dict[nn.Module, weakref.WeakSet[ModuleCall]] = {}
         # By module: its forwards that await their recomputations, and its recomputations whose nested backward has
@@ -135,7 +163,8 @@ class CallTracker:
         # Frozen units have no gradients to wait for. If no input requires a gradient either, nothing would show when
         # their backward is over, so an imaginary input keeps them gathered until the whole backward ends.
         num_inputs = len(tensors) or any(not unit.trainable for unit in self._units_of[module])
-        call = ModuleCall(self._forwards.latest, num_inputs)
+        forward = self._forwards.latest
+        call = ModuleCall(module, weakref.ref(forward), num_inputs)
         # The forward may change an input in place, which gives the tensor another edge. So the edges are recorded now,
         # although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
@@ -143,26 +172,36 @@ class CallTracker:
         for index, tensor in enumerate(tensors):
             # A leaf keeps its own hooks as long as it lives. The hooks of its node are dropped with the graph.
             if tensor.is_leaf:
-                hook = Hook(self, CallTracker._input_done, module, call, index)
+                hook = Hook(self, CallTracker._input_done, module, call, index, kept=forward)
                 get_gradient_edge(tensor).node.register_hook(hook)
             else:
-                tensor.register_hook(Hook(self, CallTracker._reached_input, module, call, index))
+                tensor.register_hook(Hook(self, CallTracker._reached_input, module, call, index, kept=forward))
             self._seen_inputs[tensor] = True
         return call
 
-    def watch_outputs(self, module: nn.Module, call: ModuleCall, output: Any) -> bool:
-        """Put hooks on the outputs of a forward. Return whether a backward can pass through them."""
+    def watch_outputs(
+        self, module: nn.Module, call: ModuleCall, output: Any, first_sequence_number: int
+    ) -> list[torch.Tensor]:
+        """Put hooks on the outputs of a forward. Return those through which a backward can pass.
+
+        Args:
+            first_sequence_number: The number of the first node that the forward has added to the graph.
+        """
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+        # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
+        made = [t for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first_sequence_number]
+        outputs = made or outputs
         for tensor in outputs:
             # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook.
-            tensor.register_hook(Hook(self, CallTracker._start_backward, module, call))
+            tensor.register_hook(Hook(self, CallTracker._start_backward, module, call, kept=call.model_forward))
         # The edges would keep the graph alive, so the call drops them here.
         edges, call.input_edges = call.input_edges, []
         for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
             call.num_last_nodes[index] = len(nodes)
             for node in nodes:
-                node.register_hook(Hook(self, CallTracker._last_node_ran, module, call, index))
-        return bool(outputs)
+                hook = Hook(self, CallTracker._last_node_ran, module, call, index, kept=call.model_forward)
+                node.register_hook(hook)
+        return outputs
 
     def begin_model_forward(self) -> None:
         """Note that a forward of the whole model begins."""
@@ -172,9 +211,10 @@ class CallTracker:
             self._num_recomputed_before.clear()
             self._has_backward_ended = False
 
-    def expect_backward(self, module: nn.Module, call: ModuleCall) -> None:
-        """Count ``call`` among those whose backward may run."""
-        self._calls_with_graph.setdefault(module, weakref.WeakSet()).add(call)
+    def expect_backward(self, call: ModuleCall, outputs: Sequence[torch.Tensor]) -> None:
+        """Count ``call`` among those whose backward may run. ``outputs``: what ``watch_outputs`` has returned."""
+        self._calls_with_graph.setdefault(call.module, weakref.WeakSet()).add(call)
+        self._order.expect(call, outputs)
 
     def expect_recomputation(self, module: nn.Module) -> None:
         """Note a forward of ``module`` without gradients, which a reentrant checkpoint runs again in backward."""
@@ -216,7 +256,8 @@ class CallTracker:
         return bool(self._num_awaiting.get(module)) or is_unseen
 
     def _may_run(self, call: ModuleCall) -> bool:
-        return not call.is_past and self._forwards.may_run(call.forward, has_begun=call.started, has_run=call.has_run)
+        forward = call.model_forward
+        return not call.is_past and self._forwards.may_run(forward, has_begun=call.started, has_run=call.has_run)
 
     def complete(self, unit: Unit) -> None:
         """Record that every trainable parameter of ``unit`` has its gradient."""
@@ -232,6 +273,7 @@ class CallTracker:
         # A retained graph may have another backward, in which the same calls start again.
         for calls in self._active_calls.values():
             for call in calls:
+                call.has_run = call.has_run or not call.is_passed_over
                 call.started = False
         self._active_calls.clear()
         self._complete_units.clear()
@@ -244,16 +286,36 @@ class CallTracker:
                 call.is_past = False
 
     def _start_backward(self, module: nn.Module, call: ModuleCall) -> None:
-        # Another output of this call has already received its gradient.
-        if call.started:
+        # Another output of this call may have received its gradient.
+        if call.started and not call.is_passed_over:
             return
+        self._order.reach(call)
+        self._begin(call, self._units_of[module])
+
+    def pass_over(self, call: ModuleCall) -> None:
+        """Do what other ranks do in the backward of ``call``, to which autograd does not come on this rank."""
+        # A graph that was not retained has no second backward on any rank.
+        if call.started or (call.has_run and not call.model_forward.is_retained):
+            return
+        # Where other ranks come to several calls, they keep the unit until its gradients are complete.
+        units = [unit for unit in self._units_of[call.module] if not (unit.gets_gradients and self._is_active(unit))]
+        self._begin(call, units)
+        call.is_passed_over = call.is_past = True
+        call.pending_inputs.clear()
+        for unit in self._units_of[call.module]:
+            self._report_if_past(unit)
+        self._report_finished_units(call.module)
+
+    def _is_active(self, unit: Unit) -> bool:
+        return any(module in self._active_calls for module in unit.modules)
+
+    def _begin(self, call: ModuleCall, units: Iterable[Unit]) -> None:
         call.start()
-        self._forwards.note_begun(call.forward)
-        self._pre_backward(module)
-        self._active_calls.setdefault(module, []).append(call)
-        for unit in self._units_of[module]:
+        self._pre_backward(call.module, units)
+        self._active_calls.setdefault(call.module, []).append(call)
+        for unit in self._units_of[call.module]:
             # All parameters may be frozen at the moment, and then no gradient will arrive.
-            if unit.is_releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
+            if unit.is_releasable and unit.trainable and not unit.gets_gradients:
                 self._complete_units.add(unit)
 
     def _last_node_ran(self, module: nn.Module, call: ModuleCall, index: int) -> None:
@@ -267,7 +329,7 @@ class CallTracker:
     def _reached_input(self, module: nn.Module, call: ModuleCall, index: int) -> None:
         """Record that autograd has come to the node that made an input of ``call``: the call is past."""
         self._input_done(module, call, index)
-        call.is_past = call.has_run = True
+        call.is_past = True
         for unit in self._units_of[module]:
             self._report_if_past(unit)
 

@@ -46,8 +46,8 @@ class ForwardListener(Protocol):
     def pre_list_forward(self, module: nn.Module, args: Any) -> None:
         """Note that a forward of a module with a list of units begins."""
 
-    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a forward of a module with a list of units has ended or raised."""
+    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Note that a forward of a module with a list of units has ended or raised. Return its output."""
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a forward of a module that needs units begins."""
@@ -98,12 +98,13 @@ def register_hooks(
     listener_ref = weakref.ref(listener)
 
     def hook_for(method: str, is_hidden: bool = True) -> UncopiedHook:
-        def hook(module: nn.Module, *args: Any) -> None:
+        def hook(module: nn.Module, *args: Any) -> Any:
             listener = listener_ref()
             # A shallow copy of the model has the same hooks. They must do nothing there.
             if listener is not None and listener.observes(module):
                 with hidden_from_activation_checkpoint() if is_hidden else VISIBLE:
-                    getattr(listener, method)(module, *args)
+                    return getattr(listener, method)(module, *args)
+            return None
 
         return UncopiedHook(hook)
 

@@ -223,6 +223,11 @@ class Unit:
             )
 
     @property
+    def gets_gradients(self) -> bool:
+        """Whether a backward computes gradients of its parameters. All of them may be frozen at the moment."""
+        return self.trainable and any(param.requires_grad for param in self.params)
+
+    @property
     def is_releasable(self) -> bool:
         """Whether the full buffer is released between uses."""
         return self.degrees.parameters > 1 or self.offloaded_shards is not None

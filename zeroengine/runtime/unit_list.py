@@ -14,6 +14,9 @@ from torch import nn
 from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
 
+# Forwards of a module after which a list that it has not called is taken for one that it never calls.
+NUM_FORWARDS = 10
+
 
 @dataclass(eq=False)
 class UnitList:
@@ -26,19 +29,46 @@ class UnitList:
     passes: weakref.WeakSet[ListPass] = field(default_factory=weakref.WeakSet)
 
 
-@dataclass(eq=False)
 class ListUser:
-    """A module that holds a list, directly or in a list of lists, and what its forwards have shown."""
+    """A module that holds a list, directly or in a list of lists, and what its forwards have shown.
 
-    module: nn.Module
-    unit_list: UnitList
-    is_called: bool = False  # some forward of the module has called an element
-    modules_before: set[nn.Module] = field(default_factory=set)  # outside of the list, called before elements
-    modules_after: set[nn.Module] = field(default_factory=set)  # outside of the list, called after elements
+    Args:
+        module: The module.
+        unit_list: The list.
+        number: The place among all users, which is the same on every rank.
+
+    Attributes:
+        is_called: Whether some rank called an element while the ranks agreed on where the list is called.
+        is_settled: Whether they need not agree any more: an element has been called, or ``NUM_FORWARDS`` have ended.
+        modules_before: Modules outside of the list that have been called before elements.
+        modules_after: Likewise after elements.
+    """
+
+    def __init__(self, module: nn.Module, unit_list: UnitList, number: int) -> None:
+        self.module, self.unit_list, self.number = module, unit_list, number
+        self.is_called = self.is_settled = False
+        self._num_forwards = 0
+        self.modules_before: set[nn.Module] = set()
+        self.modules_after: set[nn.Module] = set()
+        places = {inner: place for place, inner in enumerate(module.modules())}
+        last_place = max(places[element] for element in unit_list.element_of)
+        self._registered_after = {inner for inner, place in places.items() if place > last_place}
+
+    def end_forward(self) -> bool:
+        """Note that a forward of the module has ended. Return whether the list is now taken for one never called."""
+        self._num_forwards += 1
+        was_settled = self.is_settled
+        self.is_settled = was_settled or self._num_forwards == NUM_FORWARDS
+        return self.is_settled and not was_settled
 
     def is_followed_by(self, module: nn.Module) -> bool:
-        """Return whether forwards call ``module``, which is outside of the list, after the elements only."""
-        return module in self.modules_after and module not in self.modules_before
+        """Return whether forwards call ``module``, which is outside of the list, after the elements only.
+
+        Where no forward has shown it, the order of registration decides, which all ranks know.
+        """
+        if not self.is_called or not (module in self.modules_before or module in self.modules_after):
+            return self.is_settled and module in self._registered_after
+        return module not in self.modules_before
 
     def contains(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the one that holds the list, or inside an element."""
@@ -48,11 +78,11 @@ class ListUser:
 class ListPass:
     """One time that a forward goes through a list, and the backward of that part.
 
-    Graphs own passes and may outlive the engine, so a pass refers weakly to the list.
+    Graphs own passes and may outlive the engine, so a pass refers weakly to the list. The forward of the whole model
+    owns them as well, so a pass refers weakly to it.
 
     Attributes:
         number: The place among all passes, in the order in which their forwards end.
-        model_forward: The model's forward that it belongs to.
         next_index: The first element that is not gathered yet in forward.
         skipped: The elements that this rank did not call, ascending.
         is_recomputed: Whether an activation checkpoint ran the forward again, inside a backward.
@@ -66,7 +96,7 @@ class ListPass:
     def __init__(self, user: ListUser, model_forward: ForwardGraph) -> None:
         self._user = weakref.ref(user)
         self.number = 0
-        self.model_forward = model_forward
+        self._model_forward = weakref.ref(model_forward)
         self.next_index = 0
         self.skipped: list[int] = []
         self.is_recomputed = self.has_run = self.is_missed = False
@@ -98,9 +128,10 @@ class ListPass:
             return index in self.remaining
         if index not in self.skipped or self.number > last_number:
             return False
-        if forwards.contains(self.model_forward) is None and self.is_missed:
+        model_forward = self._model_forward()
+        if model_forward is None or (forwards.contains(model_forward) is None and self.is_missed):
             return False
-        return forwards.may_run(self.model_forward, has_begun=False, has_run=self.has_run)
+        return forwards.may_run(model_forward, has_begun=False, has_run=self.has_run)
 
 
 def find_users(model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> dict[nn.Module, list[ListUser]]:
@@ -122,7 +153,7 @@ def find_users(model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> di
             list_of[key] = UnitList(elements, inside)
         of_holder = users.setdefault(holder, [])
         if all(user.unit_list is not list_of[key] for user in of_holder):
-            of_holder.append(ListUser(holder, list_of[key]))
+            of_holder.append(ListUser(holder, list_of[key], number=sum(map(len, users.values()))))
     return users
 
 

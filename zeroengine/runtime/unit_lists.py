@@ -31,14 +31,20 @@ gathered it: each rank gathers element 3, reduces it, gathers element 2, and so 
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 
+from zeroengine.runtime.backward_order import Key
+from zeroengine.runtime.first_list_calls import Arrival, ArrivalExchange, first_element
 from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.unit_list import ListPass, ListUser, UnitList, find_users
+from zeroengine.runtime.unit_list import NUM_FORWARDS, ListPass, ListUser, UnitList, find_users
+
+log = logging.getLogger("zeroengine")
 
 # Higher than the number of any pass.
 _NO_BACKWARD = sys.maxsize
@@ -49,20 +55,45 @@ class UserForward:
 
     Attributes:
         module: The module.
+        order_key: See ``Operation``.
         passes: Its passes through all of its lists, in order.
         current: By list: the last one of them.
         modules_before: By list: modules that the forward has called before elements.
     """
 
     def __init__(self, module: nn.Module, users: list[ListUser], model_forward: ForwardGraph) -> None:
-        self.module = module
+        self.module, self._model_forward = module, weakref.ref(model_forward)
+        self.order_key: Key | None = None
         self.passes = [ListPass(user, model_forward) for user in users]
         self.current = {user.unit_list: list_pass for user, list_pass in zip(users, self.passes, strict=True)}
         self.modules_before: dict[UnitList, list[nn.Module]] = {user.unit_list: [] for user in users}
 
+    @property
+    def model_forward(self) -> ForwardGraph:
+        """See ``Operation``."""
+        forward = self._model_forward()
+        assert forward is not None
+        return forward
+
+    @property
+    def called_nothing_trainable(self) -> bool:
+        """Whether lists have trainable elements, and this rank has called none of these."""
+        has_trainable = False
+        for list_pass in self.passes:
+            # A list that no rank called in its first forwards is probably never called.
+            if not list_pass.user.is_called:
+                continue
+            skipped = set(list_pass.skipped)
+            for index, element in enumerate(list_pass.unit_list.elements):
+                if any(unit.gets_gradients for unit in element):
+                    has_trainable = True
+                    if index not in skipped:
+                        return False
+        return has_trainable
+
     def begin_pass(self, previous: ListPass) -> ListPass:
         """Begin another pass through the list of ``previous``, and return it."""
-        list_pass = ListPass(previous.user, previous.model_forward)
+        list_pass = ListPass(previous.user, self.model_forward)
         self.passes.append(list_pass)
         self.current[previous.unit_list] = list_pass
         return list_pass
@@ -79,6 +110,7 @@ class UnitLists:
             a backward needs the unit.
         release: Releases a unit.
         not_held: Called with a unit that ``hold`` returned, once the backward has gathered it for other ranks.
+        exchange: Exchanges where the ranks are in first forwards.
 
     Attributes:
         users: The lists of each module whose forwards are to be reported.
@@ -92,7 +124,9 @@ class UnitLists:
         gather_for_others: Callable[[Unit, bool], None],
         release: Callable[[Unit], None],
         not_held: Callable[[Unit], None],
+        exchange: ArrivalExchange,
     ) -> None:
+        self._exchange = exchange
         self._gather_for_others, self._release, self._not_held = gather_for_others, release, not_held
         self.users = find_users(model, units_of)
         self._lists = list(dict.fromkeys(user.unit_list for users in self.users.values() for user in users))
@@ -130,13 +164,23 @@ class UnitLists:
             return None
         forward = self._forwards[depth]
         # Forwards inside this one that are still listed ended without their hooks.
-        del self._forwards[depth:]
+        del self._forwards[depth + 1 :]
+        if not raised:
+            self._agree(None, None)
+        self._forwards.pop()
         if raised:
             forward.passes = []
             return None
         for list_pass in forward.current.values():
-            if list_pass.user.is_called:
+            if list_pass.user.is_settled:
                 self._gather_up_to(list_pass, len(list_pass.unit_list.elements))
+            if list_pass.user.end_forward():
+                log.warning(
+                    "No rank has called %s and the other elements of their list in %d forwards. Every rank gathers "
+                    "them from now on, because some rank may call them later. Delete them if none will.",
+                    list_pass.unit_list.elements[0][0].name,
+                    NUM_FORWARDS,
+                )
         forward.passes = [
             list_pass for list_pass in forward.passes if list_pass.next_index and list_pass.unit_list.is_in_order
         ]
@@ -146,14 +190,6 @@ class UnitLists:
         forward.current.clear()
         forward.modules_before.clear()
         return forward if forward.passes else None
-
-    def forward_of(self, module: nn.Module) -> UserForward | None:
-        """Return the innermost forward in progress of a module that holds a list with ``module`` as an element."""
-        for forward in reversed(self._forwards):
-            for unit_list in forward.current:
-                if unit_list.is_in_order and module in unit_list.element_of:
-                    return forward
-        return None
 
     def forget_forwards(self) -> None:
         """Forget forwards whose end was not reported."""
@@ -195,6 +231,9 @@ class UnitLists:
             depth: The number of nested backwards in progress.
         """
         if not forward.passes or forward.passes[0].remaining is not None:
+            return
+        # A graph that was not retained has no second backward on any rank.
+        if forward.passes[0].has_run and not forward.model_forward.is_retained:
             return
         # Autograd has run every operation after this forward.
         for list_pass in list(self._backwards):
@@ -255,6 +294,7 @@ class UnitLists:
         if in_backward:
             self._visit_in_backward(module, unit_list, index)
             return
+        self._agree(unit, module)
         is_visited = False
         for forward in reversed(self._forwards):
             for list_pass in list(forward.current.values()):
@@ -269,10 +309,8 @@ class UnitLists:
             self._visit_recomputed(unit_list, index)
 
     def _visit_element(self, forward: UserForward, list_pass: ListPass, index: int) -> None:
-        user, unit_list = list_pass.user, list_pass.unit_list
-        user.is_called = True
-        user.modules_before.update(forward.modules_before[unit_list])
-        forward.modules_before[unit_list].clear()
+        unit_list = list_pass.unit_list
+        self._note_called(forward, list_pass)
         # The units of one element follow one another.
         if not unit_list.is_in_order or index == list_pass.next_index - 1:
             return
@@ -285,14 +323,76 @@ class UnitLists:
         self._gather_up_to(list_pass, index)
         list_pass.next_index = index + 1
 
+    def _note_called(self, forward: UserForward, list_pass: ListPass) -> None:
+        """Note that this rank calls an element, or another one with which it agrees on first calls."""
+        user, modules_before = list_pass.user, forward.modules_before[list_pass.unit_list]
+        user.is_called = user.is_called or not user.is_settled
+        user.is_settled = True
+        user.modules_before.update(modules_before)
+        modules_before.clear()
+
     def _visit_other(self, forward: UserForward, list_pass: ListPass, module: nn.Module) -> None:
         user = list_pass.user
-        if list_pass.next_index:
+        # Ranks that call no element have seen nothing of a list that none called in its first forwards.
+        if list_pass.next_index and user.is_called:
             user.modules_after.add(module)
         elif not user.is_followed_by(module):
             forward.modules_before[list_pass.unit_list].append(module)
             return
         self._gather_up_to(list_pass, len(list_pass.unit_list.elements))
+
+    # -- first forwards: see the note in first_list_calls.py ----------------------------------------
+
+    def _agree(self, unit: Unit | None, module: nn.Module | None) -> None:
+        """Take part in the gathers of other ranks before what this rank comes to, if lists have not been called yet.
+
+        Args:
+            unit: The unit that it comes to; None: the end of the innermost forward.
+            module: The module that needs the unit.
+        """
+        if unit is None and all(list_pass.user.is_settled for list_pass in self._forwards[-1].passes):
+            return
+        while unsettled := {
+            list_pass.user.number: (forward, list_pass)
+            for forward in self._forwards
+            for list_pass in forward.current.values()
+            if not list_pass.user.is_settled
+        }:
+            element = None
+            if unit in self._index_of:
+                unit_list, index = self._index_of[unit]
+                passes = (forward.current.get(unit_list) for forward in reversed(self._forwards))
+                innermost = next((list_pass for list_pass in passes if list_pass is not None), None)
+                # Not all ranks come to an element of a list that is settled.
+                if innermost is None or innermost.user.is_settled:
+                    return
+                element = (innermost.user.number, index)
+            elif unit is not None and (module is None or self._is_inside_element(module)):
+                return
+            # All ranks have gathered what comes before.
+            self._complete_settled_passes(unit, module)
+            first = first_element(self._exchange(Arrival(list(unsettled), element)))
+            if first is None or first == element:
+                return
+            number, index = first
+            forward, list_pass = unsettled[number]
+            self._note_called(forward, list_pass)
+            self._gather_up_to(list_pass, index + 1)
+
+    def _complete_settled_passes(self, unit: Unit | None, module: nn.Module | None) -> None:
+        """Gather the rest of lists whose elements come before what this rank comes to."""
+        unit_list, _ = self._index_of.get(unit, (None, 0)) if unit is not None else (None, 0)
+        for forward in reversed(self._forwards) if unit is not None else self._forwards[-1:]:
+            for list_pass in list(forward.current.values()):
+                if not list_pass.user.is_settled or list_pass.unit_list is unit_list:
+                    continue
+                if unit is None:
+                    self._gather_up_to(list_pass, len(list_pass.unit_list.elements))
+                elif module is not None and not list_pass.user.contains(module):
+                    self._visit_other(forward, list_pass, module)
+
+    def _is_inside_element(self, module: nn.Module) -> bool:
+        return any(module in unit_list.element_of for forward in self._forwards for unit_list in forward.current)
 
     def _visit_recomputed(self, unit_list: UnitList, index: int) -> None:
         """Note that a checkpoint runs elements again in backward, without the module that holds their list."""
