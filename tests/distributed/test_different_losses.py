@@ -33,6 +33,7 @@ class Loop:
         plain: Whether the loop calls ``loss.backward()``.
         checkpoints: Whether every other block is inside an activation checkpoint.
         frozen: Whether some blocks are frozen.
+        direct: Whether the loop calls the model's modules without calling the model.
         prefetches: Whether units are gathered ahead. Otherwise a gather waits for the ranks that come to it last.
     """
 
@@ -41,6 +42,7 @@ class Loop:
     plain: bool = False
     checkpoints: bool = False
     frozen: bool = False
+    direct: bool = False
     prefetches: bool = False
 
 
@@ -92,7 +94,8 @@ def train(transport: str, stage: int, loop: Loop, steps: int) -> list[float]:
         losses: list[float] = []
         for step in range(steps):
             draws = torch.Generator().manual_seed(1000 * loop.seed + 10 * step + engine.rank)
-            outputs = engine(torch.randn(4, WIDTH, generator=draws))
+            call = engine.module.forward if loop.direct else engine
+            outputs = call(torch.randn(4, WIDTH, generator=draws))
             trained = [output for output in outputs if output.requires_grad]
             step_losses = []
             for _ in range(loop.backwards):
@@ -129,6 +132,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "frozen blocks": {"frozen": True},
     "two backwards": {"backwards": 2},
     "prefetches": {"prefetches": True},
+    "direct calls": {"direct": True},
 }
 
 

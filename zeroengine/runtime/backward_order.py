@@ -33,6 +33,9 @@ import torch
 
 from zeroengine.runtime.forward_graphs import ForwardGraph, ForwardGraphs
 
+# The most operations of one forward that are followed: the latest ones.
+MAX_OPERATIONS = 10_000
+
 Key = tuple[int, int, int]
 
 
@@ -83,6 +86,8 @@ class BackwardOrder:
         operation.order_key = (-node_number, 0, -number) if holds_lists else (-node_number, 1, number)
         forward = operation.model_forward
         forward.operations.append(operation)
+        # Outside of forwards of the whole model, modules may be called for ever without a backward.
+        del forward.operations[:-MAX_OPERATIONS]
         # Each thread counts its nodes.
         forward.has_one_order = forward.has_one_order and forward.thread == threading.get_ident()
 

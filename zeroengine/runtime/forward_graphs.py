@@ -84,7 +84,7 @@ class ForwardGraphs:
     def __init__(self, output_reached: Callable[[], None]) -> None:
         self._output_reached = output_reached
         self.latest = ForwardGraph(0, 0)
-        self._alive: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
+        self._alive = weakref.WeakSet([self.latest])
         # Whether the backward in progress contains them, as far as this is known.
         self._is_contained: dict[ForwardGraph, bool] = {}
         # Those whose backward has begun in the backward in progress, and the number of the first of them.
@@ -112,8 +112,13 @@ class ForwardGraphs:
                 node.register_prehook(hook)
                 self.latest.inner_nodes.add(hook)
 
-    def continue_latest(self) -> None:
-        """Note that a module is called outside of a forward of the whole model, as a part of the latest one."""
+    def continue_latest(self, first_node: int) -> None:
+        """Note that a module is called outside of a forward of the whole model, as a part of the latest one.
+
+        After a backward of the latest one it is a part of a new one. ``first_node``: the next sequence number.
+        """
+        if self.latest.has_run and not self.latest.is_retained:
+            self.begin(first_node)
         self.latest.end_node = sys.maxsize
 
     def begin_backward(self, loss: torch.Tensor) -> None:

@@ -322,7 +322,7 @@ class Gatherer(BackwardListener):
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             if tracked and not (self.num_model_forwards or self._graph_tasks):
-                self._forwards.continue_latest()
+                self._forwards.continue_latest(current_sequence_number())
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
             if call is None and not torch.is_grad_enabled():
                 if self._may_be_recomputed():
