@@ -49,6 +49,8 @@ class Style:
         late: Whether no rank calls an expert of the second layer in the first forwards. Implies ``rare``.
         experts_first: Whether a mixture registers its experts before the modules that it calls before them.
         frozen: Whether all parameters but those of experts and of the head are frozen.
+        freezes: Whether all parameters but those of the head are frozen after ``initialize``.
+        branches: Whether the model ends with one of two branches, in another list that is not called before.
         drops: Whether each rank drops layers, and all experts of layers, after the first steps.
         losses: The order in which the losses of a micro-step are run backward. All are computed before.
         plain: Whether the loop calls ``loss.backward()``.
@@ -67,6 +69,8 @@ class Style:
     late: bool = False
     experts_first: bool = False
     frozen: bool = False
+    freezes: bool = False
+    branches: bool = False
     drops: bool = False
     losses: tuple[int, ...] = (0,)
     plain: bool = False
@@ -129,6 +133,8 @@ class ExpertsLM(nn.Module):
         for _ in range(style.layers):
             self.layers.append(Layer(style, experts))
             experts = self.layers[0].mixture.experts if style.shared_list else None
+        if style.branches:
+            self.branches = nn.ModuleList(Expert() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if style.frozen:
             for name, param in self.named_parameters():
@@ -148,6 +154,8 @@ class ExpertsLM(nn.Module):
             if self.style.rare and (is_late or (self.num_forwards * 2 + self.rank + number) % 3):
                 drawn_here = torch.full_like(drawn_here, -1)
             x = self.style.of_layer(layer, x, drawn_here)
+        if self.style.branches:
+            x = x + self.branches[(self.num_forwards + self.rank) % 2](x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
@@ -179,6 +187,9 @@ def start(settings: dict[str, Any], style: Style) -> zeroengine.Engine:
     model = build(partial(ExpertsLM, style))
     engine = zeroengine.initialize(model, config=settings)
     model.rank = engine.rank
+    if style.freezes:
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("head."))
     return engine
 
 

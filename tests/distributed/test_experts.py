@@ -92,6 +92,8 @@ STYLES: dict[str, tuple[list[str], Style]] = {
     "frozen layers that end with the experts": (SINGLE, Style(rare=True, frozen=True, shared_first=True)),
     "no experts in reentrant layers": (SINGLE, Style(rare=True, of_layer=REENTRANT)),
     "no experts in checkpointed frozen layers": (SINGLE, Style(rare=True, frozen=True, of_layer=WHOLE)),
+    "layers that are frozen after initialize": (SINGLE, Style(rare=True, freezes=True)),
+    "no experts before another list": ([*SINGLE, "branches.*"], Style(rare=True, branches=True)),
     "no experts in two losses": (SINGLE, Style(rare=True, losses=(0, 1))),
     "dropped layers and experts": (BOTH, Style(drops=True)),
     "two losses, the last one first": (SINGLE, Style(losses=(1, 0))),
