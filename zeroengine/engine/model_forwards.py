@@ -24,6 +24,7 @@ from zeroengine.engine.memory import explain_if_out_of_memory
 from zeroengine.monitor.flops import is_anything_compiled
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
 # The code that calls the hooks and the forward of a module.
@@ -131,11 +132,7 @@ class ModelForwards:
         # does not show modules.
         if torch._C._current_graph_task_id() >= 0 or is_anything_compiled():
             return False
-        frame, num_calls = sys._getframe(), 0
-        while frame is not None:
-            num_calls += frame.f_code is _CALL_MODULE and frame.f_locals["self"] is self._model
-            frame = frame.f_back  # type: ignore[assignment]
-        return num_calls == 1
+        return sum(call.f_locals["self"] is self._model for call in calls_in_progress(_CALL_MODULE)) == 1
 
     # -- the profile of one forward ---------------------------------------------------------------
 

@@ -11,8 +11,6 @@ forward.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,12 +20,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroengine.errors import LossScaleError
 from zeroengine.monitor.timer import Timer
+from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
 from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-# The code of the function through which Python runs every backward. The functions at the end look for its frames.
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # Stands for the backward of ``run`` in place of autograd's id of a backward.
 _RUN_BY_ENGINE = -1
 
@@ -222,7 +219,7 @@ class BackwardTracker:
 
     def _will_produce_gradients(self) -> bool:
         """Return whether the backward in progress, unlike ``torch.autograd.grad``, accumulates gradients."""
-        if torch._C._are_functorch_transforms_active() or _is_autograd_grad():
+        if torch._C._are_functorch_transforms_active() or is_autograd_grad():
             return False
         trained = (param for param in self._params if param.requires_grad)
         # Otherwise a released parameter would be gathered.
@@ -389,28 +386,3 @@ class BackwardTracker:
         self.in_progress = self._is_in_call = False
         for listener in self._listeners:
             listener.drop_gradients()
-
-
-def _is_autograd_grad() -> bool:
-    """Return whether this runs in ``torch.autograd.grad``, if the thread that called it runs the nodes."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_locals["kwargs"].get("accumulate_grad") is False
-
-
-def is_outermost_backward() -> bool:
-    """Return whether the innermost backward is not nested in another. Call it in a callback or hook of that backward.
-
-    A node of the outer backward calls the inner one, in the thread that runs the node. That is either the thread that
-    called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python did not
-    start.
-    """
-    frame, num_calls = sys._getframe(), 0
-    while frame is not None:
-        num_calls += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    # In the thread that called the backward, one frame is the call itself, so only a second frame is an outer backward.
-    # In a thread of autograd the first frame is already an outer backward.
-    is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
-    return num_calls < (1 if is_autograd_thread else 2)

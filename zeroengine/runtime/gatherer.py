@@ -33,8 +33,9 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
+from zeroengine.runtime.backward_calls import is_outermost_backward
 from zeroengine.runtime.backward_order import BackwardOrder, Operation
-from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker, is_outermost_backward
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.first_list_calls import ArrivalExchange
 from zeroengine.runtime.forward_graphs import ForwardGraphs
 from zeroengine.runtime.gradient_paths import require_gradients

@@ -14,6 +14,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
 VISIBLE = nullcontext()
@@ -68,12 +69,7 @@ def is_raising() -> bool:
 
 def is_in_function_forward() -> bool:
     """Return whether this runs in the forward of a ``torch.autograd.Function``, as a reentrant checkpoint does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _FUNCTION_APPLY:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return next(calls_in_progress(_FUNCTION_APPLY), None) is not None
 
 
 def register_hooks(
