@@ -46,7 +46,7 @@ class Style:
         calls: How often a layer calls its mixture.
         direct: Whether a mixture returns the output of one expert, rather than a sum.
         rare: Whether a rank often calls no expert of a layer, from the first forward on.
-        late: Whether no rank calls an expert of the second layer in the first forwards. Implies ``rare``.
+        late: Whether no rank calls an expert of the second layer in the first forwards. Set it with ``rare``.
         experts_first: Whether a mixture registers its experts before the modules that it calls before them.
         frozen: Whether all parameters but those of experts and of the head are frozen.
         freezes: Whether all parameters but those of the head are frozen after ``initialize``.

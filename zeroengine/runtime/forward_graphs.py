@@ -87,11 +87,10 @@ class ForwardGraphs:
         self._alive = weakref.WeakSet([self.latest])
         # Whether the backward in progress contains them, as far as this is known.
         self._is_contained: dict[ForwardGraph, bool] = {}
-        # Those whose backward has begun in the backward in progress, and the number of the first of them.
+        # Those that the backward in progress has come to.
         self._begun: set[ForwardGraph] = set()
         # Whether that backward makes a graph.
         self._makes_graph = False
-        self._oldest_begun = sys.maxsize
 
     def begin(self, first_node: int) -> None:
         """Note that a forward begins. ``first_node``: the next sequence number."""
@@ -151,13 +150,13 @@ class ForwardGraphs:
         forward.has_run = True
         retains = torch._C._autograd._get_current_graph_task_keep_graph()
         forward.is_retained = forward.is_retained or retains
-        self._oldest_begun = min(self._oldest_begun, forward.number)
 
     def end_backward(self) -> None:
         """Forget the backward that has ended."""
-        if self._oldest_begun < sys.maxsize:
+        if self._begun:
+            oldest_begun = self._oldest_begun()
             for forward in self._alive:
-                if forward.number < self._oldest_begun and not forward.has_run:
+                if forward.number < oldest_begun and not forward.has_run:
                     forward.is_missed = True
         if self._makes_graph:
             # A thread of autograd may have made it.
@@ -166,7 +165,6 @@ class ForwardGraphs:
         self._makes_graph = False
         self._begun.clear()
         self._is_contained = {}
-        self._oldest_begun = sys.maxsize
 
     def alive(self) -> list[ForwardGraph]:
         """Return the forwards whose graphs are alive, and the latest one."""
@@ -191,11 +189,16 @@ class ForwardGraphs:
         is_contained = self._is_contained.get(forward)
         if is_contained is not None:
             return is_contained or has_begun
-        if forward.number > self._oldest_begun and not has_begun:
+        oldest_begun = self._oldest_begun()
+        if forward.number > oldest_begun and not has_begun:
             return False
-        if forward.is_missed and forward.number < self._oldest_begun < sys.maxsize:
+        if forward.is_missed and forward.number < oldest_begun < sys.maxsize:
             return False
         return not (has_run and forward is not self.latest)
+
+    def _oldest_begun(self) -> int:
+        """Return the number of the first forward that the backward in progress has come to, or ``sys.maxsize``."""
+        return min((forward.number for forward in self._begun), default=sys.maxsize)
 
     def _forwards_in_graph(self, loss: torch.Tensor) -> dict[ForwardGraph, bool]:
         candidates = sorted(self._alive, key=lambda forward: forward.number)

@@ -189,8 +189,8 @@ class CallTracker:
         """
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
-        made = [t for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first_sequence_number]
-        outputs = made or outputs
+        new = [t for t in outputs if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first_sequence_number]
+        outputs = new or outputs
         for tensor in outputs:
             # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook.
             tensor.register_hook(Hook(self, CallTracker._start_backward, module, call, kept=call.model_forward))
