@@ -327,7 +327,9 @@ class Reducer(BackwardListener):
         # A buffer for the largest unit may serve a smaller one.
         unit = unit_grads.unit
         flat = buffer.memory[: unit.layout.numel]
-        levels = unit.degrees.levels_to(flat.numel() // target.numel())
+        degree = flat.numel() // target.numel()
+        # A slice of a whole gradient is no shard of the unit.
+        levels = unit.degrees.levels_to(degree) if unit.degrees.optimizer > 1 else None
         if unit_grads.store is not None:
             reduce = partial(
                 self._launch_collective, buffer, flat=flat, levels=levels, label=unit.name, accumulate=False
@@ -359,7 +361,7 @@ class Reducer(BackwardListener):
         buffer: GradientBuffer,
         target: torch.Tensor,
         flat: torch.Tensor,
-        levels: tuple[int, ...],
+        levels: tuple[int, ...] | None,
         label: str,
         accumulate: bool,
     ) -> Work:
@@ -402,10 +404,27 @@ class Reducer(BackwardListener):
                 else:
                     view.zero_()
             self._copies.flush()
-            shard = unit_grads.shard_of_degree(unit_grads.unit.degrees.optimizer)
-            self._launch_from_buffer(buffer, unit_grads, shard, accumulate=True)
+            self._launch_from_buffer(buffer, unit_grads, self._late_target(unit_grads), accumulate=True)
+        self.wait_reduces()
+        for unit_grads in self._reduce_order:
+            if self._adds_late_by_slices(unit_grads):
+                own_slice, name = self._late_target(unit_grads), unit_grads.unit.name
+                self._works.append((name, self._channel.all_gather(unit_grads.flat_grads, own_slice, name)))
         self.wait_reduces()
         self.has_late_gradients = False
+
+    def _adds_late_by_slices(self, unit_grads: UnitGradients) -> bool:
+        """Return whether each rank adds a slice of late gradients to a sum that every rank keeps whole.
+
+        An all-reduce of 16 bits would round the late gradients before they are added, which no other degree does.
+        """
+        return unit_grads.reduced_in_place and unit_grads.unit.degrees.optimizer == 1
+
+    def _late_target(self, unit_grads: UnitGradients) -> torch.Tensor:
+        """Return where this rank adds late gradients of a unit."""
+        if self._adds_late_by_slices(unit_grads):
+            return unit_grads.unreplicated_part(unit_grads.flat_grads)
+        return unit_grads.shard_of_degree(unit_grads.unit.degrees.optimizer)
 
     def wait_reduces(self) -> None:
         """Order the current stream behind every reduce; on the CPU wait for every reduce. Call it on every rank.
