@@ -41,7 +41,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
         engine.gatherer.gathers.pin(unit)
         assert gather.place(unit.full_buffer) and gather.place(unit.shard)
         engine.gatherer.gathers.unpin(unit)
-    assert all(reduce.place(buffer.memory) for buffer in engine.reducer._buffer_pool._buffers)
+    assert all(reduce.place(buffer.memory) for buffer in engine.reducer.reduces.buffer_pool._buffers)
     for grads in engine.reducer.gradients:
         assert (reduce.place(grads.flat_grads) is not None) == (grads.dtype is grads.reduce_dtype)
         assert not gather.place(grads.flat_grads)
@@ -58,7 +58,7 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
     rank = start()
     with pretended():
         engine = make_engine(build(), None, config(stage, **more, comm={"register_buffers": how}), None)
-        losses, buffers = [], engine.reducer._buffer_pool._buffers
+        losses, buffers = [], engine.reducer.reduces.buffer_pool._buffers
         built, made = len(Pool.all[1].log) if how else 0, len(buffers)
         for number in range(7):
             loss = engine(*batch(number, rank))

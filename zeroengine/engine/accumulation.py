@@ -126,6 +126,12 @@ class Accumulation(BackwardListener):
         # begin_backward has already counted the first of these passes.
         self._passes += num_backwards - 1
 
+    def note_assigned_gradients(self) -> None:
+        """Count gradients that user code assigned, for a step without a backward."""
+        if not self._new_backwards:
+            self.backwards += 1
+            self._new_backwards += 1
+
     def fail_backward(self, after_others: bool) -> None:
         """Note a backward that raised: the step lacks its gradients, and the gradients before it were dropped.
 

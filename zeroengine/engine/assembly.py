@@ -189,11 +189,16 @@ class EngineParts:
         self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward, timer)
         collects_copies = group.device.type == "cuda" if async_step is None else async_step
         stores = self.placement.optimizer_stores
-        self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies, timer)
+        scaler = self.scaler
+        self.reducer = Reducer(
+            self.units, self.transport, config, self.backward, stores, collects_copies, lambda: scaler.scale, timer
+        )
         for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
             undo.callback(handle.remove)
         # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
-        self.outside_writes = OutsideWrites(self.units, self.replica_group)
+        self.outside_writes = OutsideWrites(
+            self.units, self.replica_group, self.reducer.assigned_checksums, config.check_parameter_writes
+        )
         # These check the caller's optimizer and schedule, and may raise on one rank alone.
         with group.collective_errors("to initialize"):
             self.optimizer = ShardedOptimizer(
@@ -238,8 +243,17 @@ class EngineParts:
         mixed_precision.install(model, config, group.device, undo)
         # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
         trim_heap()
+        # Nothing above has failed, so gradients from before are dropped now.
+        dropped = self.reducer.user_gradients.drop()
         if group.rank == 0:
             _log_notices(config, group, self.transport, self.units)
+            if dropped:
+                log.warning(
+                    "%d parameters had a .grad from before initialize(), such as that of a test backward. It is "
+                    "dropped: no step uses it. (%s)",
+                    len(dropped),
+                    listed(dropped, NUM_SHOWN),
+                )
         self.state_offloader = StateOffloader()
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         if self.save_on_signal is not None:
@@ -280,6 +294,7 @@ class EngineParts:
                 stored,
                 master_store,
                 self.quantized_gather if quantizes else None,
+                self.config.check_parameter_writes,
             )
             # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
             # rounded.

@@ -154,7 +154,7 @@ class EngineCheckpoints:
             parts.backward.drop_gradients()
             self._set_counters(restored.counters)
         # A checkpoint has no errors of quantized gradients: they are those of other gradients, perhaps of other ranks.
-        parts.reducer.forget_errors()
+        parts.reducer.reduces.forget_errors()
         if parts.config.zero_optimization.zeropp_loco_param is not None and parts.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.step_runner.num_updates + parts.step_runner.num_skipped

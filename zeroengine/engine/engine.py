@@ -250,7 +250,8 @@ class Engine:
         accumulation = self._parts.accumulation
         if not accumulation.incomplete:
             if not accumulation.has_new_gradients:
-                # Many loops call zero_grad() directly after a step, when there is nothing to drop.
+                # Many loops call zero_grad() directly after a step, when only the user can have left something.
+                self.reducer.user_gradients.drop()
                 return
             if accumulation.has_earlier_micro_steps:
                 raise ZeroEngineError(
@@ -370,6 +371,8 @@ class Engine:
             raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
         # If the last backward raised, this drops its gradients, which are incomplete.
         self._parts.backward.finish()
+        if self.reducer.take_assigned_gradients():
+            self._parts.accumulation.note_assigned_gradients()
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If this raises, nothing has changed."""

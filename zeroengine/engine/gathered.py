@@ -82,6 +82,7 @@ class ParameterOwner:
                 unit.unset_params.discard(slot.name)
         unit.copy_full_to_shard()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
+        unit.forget_writes(index for index, writer in enumerate(writers) if writer >= 0)
         self.parts.outside_writes.reset_baseline(unit)
         for shard in self.parts.optimizer.shards:
             if shard.unit is unit:
@@ -89,7 +90,12 @@ class ParameterOwner:
         names = [slot.name for slot, writer in zip(unit.layout.slots, writers, strict=True) if writer >= 0]
         self.parts.note_new_masters(unit, names)
 
-    def note_gradient_read(self) -> None:
+    def note_gradient_cleared(self, param: nn.Parameter) -> None:
+        """Drop the gradient of ``param``, whose ``grad`` user code has set to None after a backward."""
+        if torch._C._current_graph_task_id() < 0:
+            self.parts.reducer.user_gradients.note_cleared(param)
+
+    def note_gradient_read(self, param: nn.Parameter) -> None:
         """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""
         has_gradients = self.parts.accumulation.has_new_gradients or self.parts.backward.in_progress
         # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
@@ -100,9 +106,10 @@ class ParameterOwner:
         if self.parts.group.rank == 0:
             log.warning(
                 "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
-                "into buffers of the engine. torch.nn.utils.clip_grad_norm_ clips nothing here: call "
-                "engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
-                "zeroengine.full_gradient(param) gives the gradient."
+                "into buffers of the engine. torch.nn.utils.clip_grad_norm_ and clip_grad_value_ clip nothing here: "
+                "call engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
+                "zeroengine.full_gradient(param) gives the gradient, zeroengine.set_full_gradient(param, value) "
+                "replaces it, and engine.zero_grad() drops all of them."
             )
 
 
@@ -162,6 +169,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         for unit in units:
             gatherer.gathers.pin(unit)
             undo.callback(gatherer.gathers.unpin, unit)
+            # A forward in progress may have written before.
+            unit.collect_writes()
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
         before = [_contents(unit) for unit in units]
         # From here on the `finally` below unpins the units, after it has taken over what was written.
@@ -180,6 +189,9 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
                 # Few units are written, so the ranks exchange flags of parameters for those alone.
                 flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
                 owner.apply_writes(units[index], owner.first_writers(flags))
+            else:
+                # A rank may have written the values that were there, which is no difference to the others.
+                units[index].forget_writes(())
             gatherer.gathers.unpin(units[index])
     # This error comes last, after every rank has taken part in the collectives above.
     if refusals:

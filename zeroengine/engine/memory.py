@@ -109,7 +109,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     return Memory(
         device=str(parts.group.device),
         **on_device,
-        buckets=parts.reducer.buffer_bytes(),
+        buckets=parts.reducer.reduces.nbytes,
         put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.gathers.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes

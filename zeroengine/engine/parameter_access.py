@@ -39,6 +39,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """
     located = LocatedParameter(param)
     reducer, unit_grads = located.parts.reducer, located.shard.unit_grads if located.shard is not None else None
+    reducer.take_assigned_gradients()
     local_gradient = None if unit_grads is None else reducer.unreduced_gradient(unit_grads, located.index)
     # One rank may have a gradient and another none. All ranks learn which ranks have one, so that all of them take the
     # same branch below.
@@ -47,7 +48,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         shard = located.trainable_shard()
         reducer.check_backward_ended()
     # A reduce may still be writing into the shard that is read below.
-    reducer.wait_reduces()
+    reducer.reduces.wait()
     if not any(has_gradient_by_rank):
         return None
     # A gradient may be in two places: earlier micro-steps in the reduced shard, later ones on this rank, unreduced.
@@ -55,7 +56,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     if local_gradient is not None:
         gradient += local_gradient
     located.parts.replica_group.all_reduce(gradient)
-    return gradient / located.parts.step_runner.divisor()
+    return gradient / located.parts.reducer.divisor()
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -74,13 +75,11 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
         shard = located.trainable_shard()
         value = located.checked_copy(value)
         parts.reducer.check_backward_ended()
-    parts.reducer.wait_reduces()
+    parts.reducer.reduces.wait()
+    parts.reducer.take_assigned_gradients()
     parts.group.broadcast(value)
-    # The engine keeps sums rather than means, which the update divides by the divisor.
-    summed = value * parts.step_runner.divisor()
-    if shard.unit_grads.launched_in_step:
-        located.write(shard.gradient, summed)
-    parts.reducer.replace_gradient(shard.unit_grads, located.index, summed)
+    share = float(parts.transport.rank == 0)
+    parts.reducer.replace_gradient(shard.unit_grads, located.index, value, share)
 
 
 def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
@@ -144,7 +143,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
         ZeroEngineError: ``param`` belongs to no engine.
     """
     located = LocatedParameter(param)
-    with located.same_call("full_master"):
+    with located.same_call("full_master", bool(located.unit.writes.values)) as is_written_by_rank:
         pass
     shard, gatherer = located.shard, located.parts.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
@@ -154,6 +153,9 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
         gatherer.gathers.unpin(located.unit)
         return value
     # Values that the user wrote into the model are copied into the master first.
+    if any(is_written_by_rank):
+        located.parts.outside_writes.compare()
+        located.parts.optimizer.reduction.keep_writes()
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))
@@ -182,6 +184,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     with torch.no_grad():
         param.copy_(value)
     unit.copy_full_to_shard()
+    unit.forget_writes([located.index])
     # A parameter that was built without values has values now.
     unit.unset_params.discard(located.slot.name)
     gatherer.gathers.unpin(unit)

@@ -97,6 +97,8 @@ class Restoration:
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
+                if not reason and unit.move_writes_to_shard() and unit in shard_of:
+                    shard_of[unit].reload_master()
                 if not reason and unit.restores_from_master:
                     unit.restore_parameters(list(self._master_values(unit, shard_of.get(unit))))
                 elif not (reason and unit.is_releasable):

@@ -68,8 +68,8 @@ class Rounds:
         parts = self._parts
         if parts.outer_step is None or not self._num_steps:
             return False
-        parts.gatherer.quiesce()
-        parts.placement.finish_copies()
+        # Masters take over what the user wrote into the model since the last step.
+        settle_parameters(parts)
         # Ranks of the replica may still read parameters in place that change below.
         parts.transport.fence()
         issued = parts.step_runner.issued_step
@@ -95,8 +95,6 @@ class Rounds:
                     f"{call} between the micro-steps of a step, whose gradients are those of other parameters: call it "
                     "after a step() that updated"
                 )
-        # Masters take over what the user wrote into the model since the last step.
-        settle_parameters(parts)
         return self.end_round()
 
     # -- saving and loading -----------------------------------------------------------------------

@@ -91,7 +91,6 @@ class StepRunner(BackwardListener):
         num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
         gradient_clipping: The largest norm of the gradient; 0 for no clipping.
-        gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         base_optimizer: The optimizer that was passed to ``initialize``.
     """
 
@@ -113,7 +112,6 @@ class StepRunner(BackwardListener):
         self.issued_step: IssuedStep | None = None
         self._timer, self._report_event = timer, report_event
         self.num_updates = self.num_skipped = 0
-        self.gradient_factor = 1.0
         self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
         # The limit that clip_grad_norm_ set for the step in progress.
@@ -138,14 +136,6 @@ class StepRunner(BackwardListener):
             raise ZeroEngineError(
                 "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
             )
-
-    def divisor(self) -> float:
-        """Return the number that the summed gradient is divided by for the mean over ranks and micro-steps.
-
-        With another ``gradient_factor`` the result is that multiple of the mean.
-        """
-        copies = self._transport.world_size * self._config.micro_steps_in_mean
-        return copies * self._scaler.scale / (self._reducer.predivide * self.gradient_factor)
 
     @property
     def schedule(self) -> Any:
@@ -206,7 +196,7 @@ class StepRunner(BackwardListener):
             0-d float64 on the device that the gradients are on.
         """
         self.await_result()
-        norm = self._optimizer.backend.norm(self.divisor(), self._label())
+        norm = self._optimizer.backend.norm(self._reducer.divisor(), self._label())
         # The gradient is scaled only in the update, so a second call keeps the smaller limit.
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
@@ -228,7 +218,7 @@ class StepRunner(BackwardListener):
         # The limit of ``clip`` applies to one step, even if that is skipped.
         limits, self._clip_once = (self.gradient_clipping, self._clip_once or 0.0), None
         limit = min((limit for limit in limits if 0 < limit < math.inf), default=0.0)
-        settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
+        settings = StepSettings(self._reducer.divisor(), limit, self._skips, self._label(limit))
         # The schedule and the scaler change these values once the step has ended, a tensor in place.
         rates, loss_scale = [group["lr"] for group in self._optimizer.param_groups], self._scaler.scale
         rates = copy.deepcopy(rates) if self._timer.enabled else rates
@@ -346,7 +336,7 @@ class StepRunner(BackwardListener):
         self._scaler.update(overflow=not finite)
         # Kept errors of quantized gradients are multiples of the loss scale, and those of a skipped step may be huge.
         if not updates or self._scaler.scale != scale:
-            self._reducer.forget_errors()
+            self._reducer.reduces.forget_errors()
 
     def _report(self, step: int, skipped: bool) -> None:
         """Log which gradient was not finite, or raise if the loss scale is the smallest. A collective."""

@@ -32,7 +32,7 @@ def offload(
     parts.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
     parts.gatherer.quiesce()
-    parts.reducer.wait_reduces()
+    parts.reducer.reduces.wait()
     parts.transport.fence()
     # The states are already in CPU memory. The checks above ran first, so that a wrong call is also found on a laptop.
     if device == "cpu" and group.device.type == "cpu":

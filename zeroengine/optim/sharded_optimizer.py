@@ -164,7 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the optimizer's state --------------------------------------------------------------------
 
     def reload_masters(self) -> None:
-        """Copy into the masters the values written into low-precision parameters since the last step."""
+        """Copy into shards and masters the values that were written into parameters since the last step."""
+        self.reduction.keep_writes()
         for shard in self.shards:
             if shard.may_be_written:
                 shard.reload_master()

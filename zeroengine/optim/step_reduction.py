@@ -110,6 +110,7 @@ class StepReduction:
         if any_late:
             self._reducer.reduce_late_gradients()
             squared_norm, _, *flags = self._sum_on_host(label, late=False)
+        self.keep_writes()
         remaining = iter(flags)
         has_grad = [[flag > 0 for flag in islice(remaining, len(shard.unit.params))] for shard in self._shards]
         return squared_norm, has_grad
@@ -162,7 +163,15 @@ class StepReduction:
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
+            self.keep_writes()
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
+
+    def keep_writes(self) -> None:
+        """Take into shards and masters what was written into gathered parameters. See ``OutsideWrites.keep``."""
+        written = self._writes.keep()
+        for shard in self._shards:
+            if shard.unit in written:
+                shard.reload_master()
 
     def _in_order_of_pieces(self, squared_norm: torch.Tensor) -> torch.Tensor:
         """Return the squared norm of this rank's part of every unit, 1-D, so that a sum over ranks keeps the order.

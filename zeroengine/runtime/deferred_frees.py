@@ -57,6 +57,7 @@ class DeferredFrees:
             # A unit that was gathered again is in use, and its next release calls ``free`` again.
             if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
                 del self._units[unit]
+                unit.collect_writes()
                 unit.free_full_buffer()
 
     def keep_until_update(self, units: Iterable[Unit]) -> None:

@@ -11,19 +11,23 @@ time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next
 - Every rank must write the same values. Autograd's version counters show which parameters a rank wrote since the last
   step, and the step sums a checksum of these together with its norm. This takes no additional collective, and almost no
   time if nothing was written. ``.data`` hides a write from the counters. If only one rank writes in that way, its own
-  shard takes the values (stages 1 and 2) or its replica drifts away (stage 0), and nothing detects this.
-Released units can be written only inside ``gathered``, where the values of one rank count for all.
+  shard takes the values (stages 1 and 2) or its replica drifts away (stage 0). Only ``check_parameter_writes`` detects
+  this, which takes the checksum of every parameter in every step.
+
+Units that are released can be written while they are gathered, inside a forward or a backward, as
+``gathered_writes.py`` says. Their checksums travel in the same sum. Elsewhere they can be written only inside
+``gathered``, where the values of one rank count for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.errors import DivergenceError
+from zeroengine.runtime.gathered_writes import versions_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 from zeroengine.utils.listed import listed
@@ -31,26 +35,39 @@ from zeroengine.utils.listed import listed
 # The number of parameters that a message names.
 NUM_SHOWN = 5
 
-# With ``map``, an ``attrgetter`` reads thousands of versions at each step without a Python frame for each.
-_version_of = attrgetter("_version")
+# The checksum of each parameter that was written, by its name.
+Checksums = dict[str, tuple[int, int]]
 
 
 class OutsideWrites:
-    """Compares writes to the parameters of units that are never released.
+    """Compares what the ranks wrote into the model.
+
+    What is compared has a number: first each parameter of the units that are never released, then each other unit, of
+    which seldom anything is written.
 
     Args:
         units: All units of the engine.
         group: The ranks that must agree. A single rank has nothing to compare.
+        gradient_checksums: By parameter, checksums of gradients that user code assigned in this step. They are compared
+            with the values.
+        checks_values: Whether every parameter counts as written in each step, which finds all differences.
     """
 
-    def __init__(self, units: Iterable[Unit], group: Group) -> None:
-        self._group = group
-        # Released units can be written only inside ``gathered``, where one rank's values count for all.
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        group: Group,
+        gradient_checksums: Mapping[nn.Parameter, tuple[int, int]],
+        checks_values: bool = False,
+    ) -> None:
+        self._group, self._gradient_checksums, self._checks_values = group, gradient_checksums, checks_values
+        self._releasable = [unit for unit in units if unit.is_releasable]
         never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
-        self._zeros = [0.0] * (2 * len(self._params))
-        self._versions = self._current_versions()
+        num_compared = len(self._params) + len(self._releasable) if group.world_size > 1 else 0
+        self._zeros = [0.0] * (2 * num_compared)
+        self._versions = versions_of(self._params)
 
     def reset_baseline(self, unit: Unit | None = None) -> None:
         """Count writes from now on. The ranks are known to agree at this point.
@@ -58,7 +75,7 @@ class OutsideWrites:
         Args:
             unit: Forget the earlier writes to this unit's parameters. None forgets those to all parameters.
         """
-        versions = self._current_versions()
+        versions = versions_of(self._params)
         if unit is None:
             self._versions = versions
             return
@@ -68,31 +85,44 @@ class OutsideWrites:
             if param in params:
                 self._versions[index] = versions[index]
 
+    def keep(self) -> set[Unit]:
+        """Write into the shards what was written into gathered parameters. The ranks are known to agree on it.
+
+        Call it where no rank computes with parameters.
+
+        Returns:
+            The units whose shards have changed.
+        """
+        return {unit for unit in self._releasable if unit.move_writes_to_shard()}
+
     def checksums_to_sum(self) -> list[float]:
         """Return the numbers to sum over ranks: a checksum c of each parameter (0 if unwritten), then each c * c.
 
-        All ranks have the same c if and only if world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are
-        small enough to be exact in float64 on up to two million ranks.
+        Units that are released have one c for all of their parameters. All ranks have the same c if and only if
+        world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are small enough to be exact in float64 on
+        up to two million ranks.
         """
-        written = self._written()
+        written = self._written() if self._zeros else []
         if not written:
             return self._zeros
         sums = list(self._zeros)
         for index in written:
             # The checksum is at least 1, so that a written parameter differs from an unwritten one. It is at most
             # 65,521, so that the sum of its squares over two million ranks is below 2**53.
-            first, total = self._checksum(index)
-            sums[index] = float((31 * first + total) % 65521 + 1)
-            sums[len(self._params) + index] = sums[index] ** 2
+            number = 0
+            for first, total in self._checksums(index).values():
+                number = (961 * number + 31 * first + total) % 65521
+            sums[index] = float(number + 1)
+            sums[len(sums) // 2 + index] = sums[index] ** 2
         return sums
 
     def suspects(self, sums: Sequence[float]) -> list[int]:
-        """Return the indices of parameters that not every rank wrote with the same values.
+        """Return the numbers of what not every rank wrote with the same values.
 
         Args:
             sums: The results of ``checksums_to_sum``, summed over the ranks.
         """
-        count, size = len(self._params), self._group.world_size
+        count, size = len(sums) // 2, self._group.world_size
         pairs = zip(sums[:count], sums[count:], strict=True)
         # The sums are whole numbers, so Python's integers are exact, whereas the square of a float may be rounded.
         return [i for i, (c, squares) in enumerate(pairs) if size * int(squares) != int(c) ** 2]
@@ -108,12 +138,12 @@ class OutsideWrites:
         """
         if not suspects:
             return
-        checksums = self._group.all_gather_object(
-            [self._checksum(index) for index in suspects], "of checksums of parameters"
-        )
-        different = [index for index, *sums in zip(suspects, *checksums, strict=True) if len(set(sums)) > 1]
+        own = {name: value for index in suspects for name, value in self._checksums(index).items()}
+        checksums = self._group.all_gather_object(own, "of checksums of parameters")
+        names = list(dict.fromkeys(name for by_name in checksums for name in by_name))
+        different = [name for name in names if len({by_name.get(name) for by_name in checksums}) > 1]
         if different:
-            raise DivergenceError(self.message(different))
+            raise DivergenceError(self._message(different))
 
     def compare(self) -> None:
         """Check that the ranks wrote the same values since the last step. This is a collective.
@@ -122,34 +152,59 @@ class OutsideWrites:
             DivergenceError: They wrote different values. Raised on every rank.
         """
         # All ranks have the same units, so all of them return here or none does.
-        if not self._params:
+        if not self._zeros:
             return
         # Every rank compares the parameters that any rank wrote, because the others may lack exactly that write.
         written = self._group.all_gather_object(self._written(), "of names of written parameters")
         self.raise_if_different(sorted(set().union(*written)))
         self.reset_baseline()
 
-    def message(self, different: Sequence[int]) -> str:
-        """Return the text of an error about parameters that the ranks wrote differently."""
-        names = [self._names[index] for index in different]
-        own_names = [self._names[index] for index in self._written()]
-        wrote = "some of them" if set(names) & set(own_names) else "none of them"
+    def message(self, suspects: Sequence[int]) -> str:
+        """Return the text of an error about suspects, which cannot be compared any more."""
+        return self._message([name for index in suspects for name in self._names_of(index)])
+
+    def _message(self, names: Sequence[str]) -> str:
+        own_names = {name for index in self._written() for name in self._checksums(index)}
+        wrote = "some of them" if set(names) & own_names else "none of them"
         return (
             f"the ranks have different values of {listed(names, NUM_SHOWN)}, which were written since the "
-            f"last step (rank {self._group.rank} wrote {wrote}). Write the same values on every rank, or write inside "
-            "`with zeroengine.gathered(module_or_params):`, where those of one rank count for all."
+            f"last step (rank {self._group.rank} wrote {wrote}). Write the same values on every rank. The values of "
+            "one rank count for all inside `with zeroengine.gathered(module_or_params):` and in "
+            "zeroengine.set_full_gradient(param, value)."
         )
 
     def _written(self) -> list[int]:
-        versions = self._current_versions()
-        if versions == self._versions:
-            return []
-        return [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
+        """Return the numbers of what this rank wrote since the last step."""
+        num_params, versions = len(self._params), versions_of(self._params)
+        numbers = {num_params + i for i, unit in enumerate(self._releasable) if unit.writes.values}
+        if self._checks_values:
+            numbers.update(range(num_params))
+        elif versions != self._versions:
+            pairs = zip(versions, self._versions, strict=True)
+            numbers.update(i for i, (now, then) in enumerate(pairs) if now != then)
+        if self._gradient_checksums:
+            numbers.update(i for i, param in enumerate(self._params) if param in self._gradient_checksums)
+            units = enumerate(self._releasable, num_params)
+            numbers.update(i for i, unit in units if any(p in self._gradient_checksums for p in unit.params))
+        return sorted(numbers)
 
-    def _current_versions(self) -> list[int]:
-        # Reading a version reads no value, so it must not wait for a gather in progress.
-        with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_version_of, self._params))
+    def _checksums(self, index: int) -> Checksums:
+        """Return the checksum of a parameter, or of each parameter of a unit that was written, and of gradients."""
+        if index < len(self._params):
+            params, names = [self._params[index]], [self._names[index]]
+            checksums = {names[0]: checksum(params[0].detach().flatten())}
+        else:
+            unit = self._releasable[index - len(self._params)]
+            params, names = list(unit.params), [slot.name for slot in unit.layout.slots]
+            checksums = {names[i]: checksum(value.flatten()) for i, value in sorted(unit.writes.values.items())}
+        for param, name in zip(params, names, strict=True):
+            if param in self._gradient_checksums:
+                checksums[f"{name}.grad"] = self._gradient_checksums[param]
+        return checksums
 
-    def _checksum(self, index: int) -> tuple[int, int]:
-        return checksum(self._params[index].detach().flatten())
+    def _names_of(self, index: int) -> list[str]:
+        if index < len(self._params):
+            return [self._names[index]]
+        unit = self._releasable[index - len(self._params)]
+        # Values that the shards have taken are not kept any longer.
+        return [unit.layout.slots[i].name for i in sorted(unit.writes.values)] or [f"parameters of {unit.name}"]

@@ -3,10 +3,11 @@
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
 2. The hook copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
-   (``_copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
+   (``UnitReduces.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
+   (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket. This is a queue, not memory. When its units have ``reduce_bucket_size`` elements, the reduces of all of them
-   are launched, one collective for each unit (``_launch_reduce``).
+   are launched, one collective for each unit (``UnitReduces.launch``).
 4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
 5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
@@ -17,9 +18,11 @@ the whole unit. Micro-steps accumulate there and only the last one is reduced: b
 by a reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage
 0. Offloaded gradients count as sharded at any degree: they always pass through a gradient buffer.
 
-Inside ``no_sync`` sharded gradients stay in ``param.grad``, or in ``deferred_grads`` if they accumulate in another
-dtype. The next micro-step outside of ``no_sync`` adds them to the gradient buffer. With offload the sum is reduced into
-a staging buffer and written from there to the store; its norm is computed on the way (``OffloadedGradients``).
+Inside ``no_sync`` sharded gradients wait in ``deferred_grads``. The next micro-step outside of ``no_sync`` adds them to
+the gradient buffer. With offload the sum is reduced into a staging buffer and written from there to the store; its norm
+is computed on the way (``OffloadedGradients``).
+
+Outside of a backward ``param.grad`` is None, or the user's: see "Who owns param.grad" in ``user_gradients.py``.
 
 [Note: Units are reduced in one order]
 Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
@@ -33,26 +36,26 @@ A unit may get gradients after it was reduced: see "Several gradients of one par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
+from torch import nn
 
-from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.quantized_transport import QuantizedReduce
 from zeroengine.config import Config
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
-from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
 from zeroengine.runtime.module_backwards import Hook
-from zeroengine.runtime.offloaded_gradients import OffloadedGradients
-from zeroengine.runtime.released_parameter import gradient_of
+from zeroengine.runtime.released_parameter import drop_gradient_of, gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.work import Then, Work
+from zeroengine.runtime.unit_reduces import UnitReduces
+from zeroengine.runtime.user_gradients import UserGradients
+from zeroengine.utils.checksum import checksum
 
 
 class Reducer(BackwardListener):
@@ -63,12 +66,15 @@ class Reducer(BackwardListener):
         backward: Reports when a backward begins and ends. The reducer reports each gradient and complete unit to it.
         stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
         collects_copies: Whether copies into buffers are collected and launched together, which saves time on a GPU.
+        loss_scale: Returns the factor of the loss.
         timer: Times reduces.
 
     Attributes:
-        predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
-            not overflow. The update multiplies by it again.
+        reduces: Copies gradients to where they are reduced, and reduces them.
         gradients: The gradients of each trainable unit, in the order of registration.
+        gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
+        user_gradients: Finds what user code assigns to ``param.grad``.
+        assigned_checksums: By parameter, a checksum of what user code assigned after the unit was reduced in this step.
         hook_handles: The handles of the hooks on parameters.
         has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
     """
@@ -81,15 +87,15 @@ class Reducer(BackwardListener):
         backward: BackwardTracker,
         stores: Sequence[OffloadStore | None],
         collects_copies: bool,
+        loss_scale: Callable[[], float],
         timer: Timer,
     ) -> None:
-        self._transport, self._channel, self._timer = transport, transport.reduce, timer
+        units = list(units)
+        self._transport = transport
         # Elements of the units that one bucket holds at most. A larger unit is a bucket alone; 0 launches unit by unit.
         self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
-        # None where gradients travel exactly.
-        self._gradient_bits = config.zero_optimization.gradient_bits if transport.world_size > 1 else None
         self._backward = backward
-        self.predivide = config.predivide(transport.world_size)
+        self._micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = [
             UnitGradients(
                 unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store
@@ -97,8 +103,7 @@ class Reducer(BackwardListener):
             for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
         ]
         self._gradients_of = {unit_grads.unit: unit_grads for unit_grads in self.gradients}
-        self._offloaded = OffloadedGradients(timer)
-        self._copies = CastCopies(collects_copies)
+        self.reduces = UnitReduces(self.gradients, transport, config, collects_copies, timer)
         self._reduce_order = self.gradients[::-1]
         # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
         self._num_queued = 0
@@ -106,21 +111,37 @@ class Reducer(BackwardListener):
         self._expected_calls = 1
         # Complete units, whose reduces are launched together.
         self._bucket: list[UnitGradients] = []
-        # The reduces in progress, and the units that they are for.
-        self._works: list[tuple[str, Work]] = []
-        self._buffer_pool = GradientBufferPool(transport, self.gradients)
-        # The gradient buffers that are being filled.
-        self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
         self.has_late_gradients = False
+        self.user_gradients = UserGradients(units, self.gradients)
+        self.assigned_checksums: dict[nn.Parameter, tuple[int, int]] = {}
         # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
-        self.hook_handles = [
-            param.register_post_accumulate_grad_hook(Hook(self, Reducer._post_accumulate_grad, unit_index, index))
+        self._handles = [
+            [
+                param.register_post_accumulate_grad_hook(Hook(self, Reducer._post_accumulate_grad, unit_index, index))
+                for index, param in enumerate(unit_grads.unit.params)
+            ]
             for unit_index, unit_grads in enumerate(self.gradients)
-            for index, param in enumerate(unit_grads.unit.params)
         ]
+        self.hook_handles = list(chain.from_iterable(self._handles))
         backward.subscribe(self)
 
+    def divisor(self) -> float:
+        """Return the number that a summed gradient is divided by for the mean over ranks and micro-steps.
+
+        With another ``gradient_factor`` the result is that multiple of the mean.
+        """
+        copies = self._transport.world_size * self._micro_steps_in_mean
+        return copies * self._loss_scale() / (self.reduces.predivide * self.gradient_factor)
+
     # -- backward ---------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Let the forward find the parameters with their own class."""
+        self.user_gradients.stop_watching()
+
+    def call_began(self) -> None:
+        """Take over what the user has assigned, before autograd adds gradients of this call to it."""
+        self.take_assigned_gradients()
 
     def begin_backward(self) -> None:
         """Wait for the gradients of every unit."""
@@ -145,75 +166,46 @@ class Reducer(BackwardListener):
         return unit_grads.is_sharded or unit_grads.launched_in_step
 
     def _post_accumulate_grad(self, unit_index: int, index: int) -> None:
-        unit_grads = self.gradients[unit_index]
+        unit_grads, handle = self.gradients[unit_index], self._handles[unit_index][index]
         param = unit_grads.unit.params[index]
-        # This comes first because it may begin the backward, which resets the counts of arrived gradients.
+        # Autograd also calls the hook if a Function returned None instead of a gradient.
+        gradient, param.grad = param.grad, None
+        # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
         self._backward.note_gradient()
+        hooks = handle.hooks_dict_ref()
+        if next(reversed(hooks)) != handle.id:
+            # A hook that the user registered since ``initialize`` is to find the gradient. It comes before this one
+            # from now on. The end of this backward takes what it leaves.
+            hooks[handle.id] = hooks.pop(handle.id)
+            param.grad = gradient
+            return
         is_deferred = self._is_deferred(unit_grads)
         if self._num_further_calls == 0:
             unit_grads.count_arrival(index)
-        # Autograd also calls the hook if a Function returned None instead of a gradient.
-        if param.grad is not None:
-            if is_deferred:
-                # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
-                is_late = unit_grads.launched_in_step or self._is_reduced_in_backward(unit_grads)
-                self.has_late_gradients = self.has_late_gradients or is_late
-                # If the dtypes are equal, ``param.grad`` itself accumulates in the accumulation dtype.
-                if unit_grads.dtype is not param.dtype:
-                    self._accumulate_deferred(unit_grads, index, param.grad.detach())
-                    param.grad = None
-            else:
-                self._copy_to_slot(unit_grads, index)
+        if gradient is not None:
+            self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
         if not unit_grads.num_pending:
             self._backward.note_unit_complete(unit_grads.unit)
             self._queue_in_order()
         # Peers may have become ready for a sum since this rank launched it.
         self._transport.progress()
 
-    def _copy_to_slot(self, unit_grads: UnitGradients, index: int) -> None:
-        """Copy a gradient to where it is reduced from, or add it to an earlier gradient there."""
-        if unit_grads.is_sharded and unit_grads not in self._buffer_of:
-            self._buffer_of[unit_grads] = self._acquire(unit_grads)
-        views = self._buffer_of[unit_grads].param_views if unit_grads.is_sharded else unit_grads.param_views
-        self._copy_to(unit_grads, index, views[index], accumulate=unit_grads.slot_filled[index])
-        unit_grads.slot_filled[index] = True
-
-    def _copy_to(self, unit_grads: UnitGradients, index: int, target: torch.Tensor, *, accumulate: bool) -> None:
-        """Move a parameter's gradient, with its gradients from earlier micro-steps inside no_sync, into ``target``."""
-        param, gradient = unit_grads.unit.params[index], unit_grads.deferred_grads.pop(index, None)
-        latest = gradient_of(param)
-        if latest is not None:
-            # A backward with create_graph=True gives the gradient a history.
-            latest = latest.detach()
-            latest = latest.to_dense() if latest.is_sparse else latest
-            if latest.shape != target.shape:
-                name = unit_grads.unit.layout.slots[index].name
-                raise ZeroEngineError(
-                    f"parameter {name} was given another shape after initialize(), {tuple(latest.shape)} where it had "
-                    f"{tuple(target.shape)}, as by resize_token_embeddings(). Change the model before initialize()."
-                )
-            gradient = latest if gradient is None else gradient.add_(latest)
-        assert gradient is not None
-        if self.predivide != 1:
-            # The division makes a new tensor, because the user may hold the gradient.
-            gradient = gradient / self.predivide
-        self._copies.copy(gradient, target, accumulate=accumulate)
-        unit_grads.has_grad[index] = True
-        # A copy that waits for its launch keeps the gradient alive, so the parameter need not.
-        param.grad = None
-
-    def _accumulate_deferred(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor) -> None:
-        """Sum micro-steps inside no_sync in the accumulation dtype; ``param.grad`` would sum in the parameter's own."""
+    def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, *, is_deferred: bool) -> None:
+        """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""
+        # A backward with create_graph=True gives the gradient a history.
+        gradient = gradient.detach()
+        if not is_deferred:
+            self.reduces.copy_to_slot(unit_grads, index, gradient)
+            return
+        # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
+        is_late = unit_grads.launched_in_step or self._is_reduced_in_backward(unit_grads)
+        self.has_late_gradients = self.has_late_gradients or is_late
+        # Micro-steps inside no_sync add up in the accumulation dtype.
         if index in unit_grads.deferred_grads:
             unit_grads.deferred_grads[index].add_(gradient)
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype)
-
-    @staticmethod
-    def _has_deferred_gradient(unit_grads: UnitGradients, index: int) -> bool:
-        """Return whether a gradient waits outside of its slot."""
-        return index in unit_grads.deferred_grads or gradient_of(unit_grads.unit.params[index]) is not None
 
     def unit_held(self, unit: Unit) -> None:
         """Do not reduce ``unit`` before ``unit_not_held``."""
@@ -228,6 +220,7 @@ class Reducer(BackwardListener):
         """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
         unit_grads = self._gradients_of[unit]
         if unit_grads.num_pending and self._num_further_calls <= 0:
+            self._accept_written([unit_grads])
             self._copy_earlier_gradients(unit_grads)
             unit_grads.num_pending = 0
             self._backward.note_unit_complete(unit)
@@ -243,8 +236,10 @@ class Reducer(BackwardListener):
 
     def end_call(self) -> None:
         """Let all units be reduced that have not been, unless another call is expected."""
+        self._accept_written(self._reduce_order)
         if self._num_further_calls <= 0:
             self._end_units()
+        self.user_gradients.watch()
 
     def _end_units(self) -> None:
         for unit_grads in self._reduce_order:
@@ -252,19 +247,35 @@ class Reducer(BackwardListener):
             unit_grads.end_backward()
         self._queue_in_order()
 
+    def _accept_written(self, units: Iterable[UnitGradients]) -> None:
+        """Accept the gradients that a Function or a hook of the user has left in ``param.grad`` in this backward."""
+        for unit_grads in units:
+            is_deferred = self._is_deferred(unit_grads)
+            for index, param in enumerate(unit_grads.unit.params):
+                gradient = gradient_of(param)
+                if gradient is not None:
+                    drop_gradient_of(param)
+                    # The user may hold the tensor, and others may be added to what waits.
+                    gradient = gradient.clone() if is_deferred else gradient
+                    self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
+
     def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
         """Copy the gradients of earlier backwards inside no_sync of parameters that have none in this backward."""
         if not self._is_deferred(unit_grads):
             for index, count in enumerate(unit_grads.arrived_counts):
-                if not count and self._has_deferred_gradient(unit_grads, index):
-                    self._copy_to_slot(unit_grads, index)
+                if not count and index in unit_grads.deferred_grads:
+                    self.reduces.copy_to_slot(unit_grads, index)
 
     def end_backward(self, num_calls: int) -> None:
         """Launch the reduces that were not launched during the backward, in order."""
+        # After a plain call the user may have assigned gradients since the call ended.
+        if not num_calls:
+            self._accept_written(self._reduce_order)
         self._expected_calls = num_calls or self._expected_calls
         self._end_units()
         self._launch_bucket()
-        self._copies.flush()
+        self.reduces.flush_copies()
+        self.user_gradients.watch()
 
     def _queue_in_order(self) -> None:
         """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full."""
@@ -285,99 +296,7 @@ class Reducer(BackwardListener):
     def _launch_bucket(self) -> None:
         bucket, self._bucket = self._bucket, []
         for unit_grads in bucket:
-            with self._timer.span("reduce", unit_grads.unit.name, "reduce"):
-                self._launch_reduce(unit_grads)
-
-    def _launch_reduce(self, unit_grads: UnitGradients) -> None:
-        """Launch the collective of one unit. Parameters without a gradient count as zeros."""
-        unit = unit_grads.unit
-        # The collective reads the buffer, into which copies of gradients may still wait for their launch.
-        self._copies.flush()
-        # If no parameter of the unit has a gradient on this rank, another rank may have one. All ranks must launch the
-        # same collectives, so this rank sends zeros.
-        if unit_grads.is_sharded:
-            buffer = self._buffer_of.pop(unit_grads, None) or self._acquire(unit_grads)
-            self._zero_unfilled(unit_grads, buffer.param_views)
-            self._launch_from_buffer(buffer, unit_grads, unit_grads.flat_grads, accumulate=unit_grads.launched_in_step)
-            # The next micro-step fills another buffer. The sums of all micro-steps accumulate in ``flat_grads``.
-            unit_grads.slot_filled = [False] * len(unit.params)
-            unit_grads.launched_in_step = True
-            return
-        self._zero_unfilled(unit_grads, unit_grads.param_views)
-        shard = unit_grads.shard_of_degree(unit.degrees.optimizer)
-        if not unit_grads.reduced_in_place:
-            buffer = self._acquire(unit_grads)
-            # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
-            buffer.memory[: unit.layout.numel].copy_(unit_grads.flat_grads)
-            self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
-        elif unit.degrees.optimizer == 1:
-            self._works.append((unit.name, self._channel.all_reduce(unit_grads.flat_grads, unit.name)))
-            self._count_bytes(unit_grads.flat_grads, 1)
-        else:
-            levels = unit.degrees.levels_to(unit.degrees.optimizer)
-            work = self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name, levels=levels)
-            self._works.append((unit.name, work))
-            self._count_bytes(unit_grads.flat_grads, unit.degrees.optimizer)
-        unit_grads.launched_in_step = True
-
-    def _launch_from_buffer(
-        self, buffer: GradientBuffer, unit_grads: UnitGradients, target: torch.Tensor, accumulate: bool
-    ) -> None:
-        """Reduce ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
-        # A buffer for the largest unit may serve a smaller one.
-        unit = unit_grads.unit
-        flat = buffer.memory[: unit.layout.numel]
-        degree = flat.numel() // target.numel()
-        # A slice of a whole gradient is no shard of the unit.
-        levels = unit.degrees.levels_to(degree) if unit.degrees.optimizer > 1 else None
-        if unit_grads.store is not None:
-            reduce = partial(
-                self._launch_collective, buffer, flat=flat, levels=levels, label=unit.name, accumulate=False
-            )
-            buffer.work = self._offloaded.reduce_and_store(unit_grads, reduce, accumulate)
-        else:
-            buffer.work = self._launch_collective(buffer, target, flat, levels, unit.name, accumulate)
-            self._works.append((unit.name, buffer.work))
-        self._buffer_pool.mark_launched(buffer)
-
-    def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
-        """Return a buffer to fill. This waits for the reduce of an earlier unit if all buffers are in use."""
-        with self._timer.span("reduce", unit_grads.unit.name):
-            return self._buffer_pool.acquire(unit_grads)
-
-    def _count_bytes(self, flat: torch.Tensor, degree: int) -> None:
-        """Count what a reduce of ``flat`` to shards of ``degree`` brings to this rank.
-
-        Every other rank sends a slice. An all-reduce is a reduce-scatter to all ranks and an all-gather.
-        """
-        world_size = self._transport.world_size
-        slices = 2 * (world_size - 1) / world_size if degree == 1 else (world_size - 1) / degree
-        bits = self._gradient_bits if flat.dtype in ops.DTYPE_CODES else None
-        nbytes = flat.nbytes if bits is None else ops.packet_bytes(flat.numel(), bits)
-        self._timer.count("reduce", int(nbytes * slices))
-
-    def _launch_collective(
-        self,
-        buffer: GradientBuffer,
-        target: torch.Tensor,
-        flat: torch.Tensor,
-        levels: tuple[int, ...] | None,
-        label: str,
-        accumulate: bool,
-    ) -> Work:
-        self._count_bytes(flat, flat.numel() // target.numel())
-        if target.numel() < flat.numel():
-            buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate, levels)
-            return buffer.collective
-        # An all-reduce leaves the sum in the buffer, so it is copied to where the gradients are kept.
-        buffer.collective = self._channel.all_reduce(flat, label)
-        return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
-
-    def _zero_unfilled(self, unit_grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for filled, view in zip(unit_grads.slot_filled, views, strict=True):
-            # The memory may hold gradients of another unit, or of an earlier micro-step of this unit.
-            if not filled:
-                view.zero_()
+            self.reduces.launch(unit_grads)
 
     # -- step -------------------------------------------------------------------------------------
 
@@ -386,61 +305,23 @@ class Reducer(BackwardListener):
         for unit_grads in self._reduce_order:
             # Units whose micro-steps were all inside no_sync have not been reduced.
             if not unit_grads.launched_in_step:
-                for index in range(len(unit_grads.unit.params)):
-                    if self._has_deferred_gradient(unit_grads, index):
-                        self._copy_to_slot(unit_grads, index)
-                self._launch_reduce(unit_grads)
-        self.wait_reduces()
+                for index in sorted(unit_grads.deferred_grads):
+                    self.reduces.copy_to_slot(unit_grads, index)
+                self.reduces.launch(unit_grads)
+        self.reduces.wait()
 
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
-        self.wait_reduces()
         # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
-        for unit_grads in self._reduce_order:
-            buffer = self._acquire(unit_grads)
-            for index, view in enumerate(buffer.param_views):
-                if self._has_deferred_gradient(unit_grads, index):
-                    self._copy_to(unit_grads, index, view, accumulate=False)
-                else:
-                    view.zero_()
-            self._copies.flush()
-            self._launch_from_buffer(buffer, unit_grads, self._late_target(unit_grads), accumulate=True)
-        self.wait_reduces()
-        for unit_grads in self._reduce_order:
-            if self._adds_late_by_slices(unit_grads):
-                own_slice, name = self._late_target(unit_grads), unit_grads.unit.name
-                self._works.append((name, self._channel.all_gather(unit_grads.flat_grads, own_slice, name)))
-        self.wait_reduces()
+        self.reduces.reduce_late(self._reduce_order)
         self.has_late_gradients = False
-
-    def _adds_late_by_slices(self, unit_grads: UnitGradients) -> bool:
-        """Return whether each rank adds a slice of late gradients to a sum that every rank keeps whole.
-
-        An all-reduce of 16 bits would round the late gradients before they are added, which no other degree does.
-        """
-        return unit_grads.reduced_in_place and unit_grads.unit.degrees.optimizer == 1
-
-    def _late_target(self, unit_grads: UnitGradients) -> torch.Tensor:
-        """Return where this rank adds late gradients of a unit."""
-        if self._adds_late_by_slices(unit_grads):
-            return unit_grads.unreplicated_part(unit_grads.flat_grads)
-        return unit_grads.shard_of_degree(unit_grads.unit.degrees.optimizer)
-
-    def wait_reduces(self) -> None:
-        """Order the current stream behind every reduce; on the CPU wait for every reduce. Call it on every rank.
-
-        Some transports need the host of each rank to finish a reduce.
-        """
-        for unit_name, work in self._works:
-            with self._timer.span("reduce", unit_name):
-                work.wait_stream()
-        self._works.clear()
-        self._offloaded.wait_all()
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""
         for unit_grads in self.gradients:
             unit_grads.end_step()
+        self.assigned_checksums.clear()
+        self.user_gradients.stop_watching()
 
     def fail_backward(self, after_others: bool) -> None:
         """Drop every gradient since the last step, because some gradients of the failed backward are missing."""
@@ -448,20 +329,14 @@ class Reducer(BackwardListener):
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
-        # A launched collective cannot be canceled, and its peers wait for this rank.
-        self.wait_reduces()
-        self._copies.discard()
-        for buffer in self._buffer_of.values():
-            buffer.in_use = False
-        self._buffer_of.clear()
+        self.reduces.drop()
         self._bucket.clear()
         self.has_late_gradients = False
         for unit_grads in self.gradients:
             unit_grads.num_pending = 0
             unit_grads.is_held = False
             unit_grads.deferred_grads.clear()
-            for param in unit_grads.unit.params:
-                param.grad = None
+        self.user_gradients.drop()
         self.end_step()
 
     # -- reading and replacing gradients ----------------------------------------------------------
@@ -475,35 +350,64 @@ class Reducer(BackwardListener):
 
     def unreduced_gradient(self, unit_grads: UnitGradients, index: int) -> torch.Tensor | None:
         """Return this rank's contribution to the next reduce of a parameter's gradient, in fp32 or wider."""
-        local = (unit_grads.deferred_grads.get(index), gradient_of(unit_grads.unit.params[index]))
-        parts = [part.detach().to_dense() / self.predivide for part in local if part is not None]
+        deferred = unit_grads.deferred_grads.get(index)
+        parts = [] if deferred is None else [deferred / self.reduces.predivide]
         if not unit_grads.is_sharded and unit_grads.slot_filled[index] and not unit_grads.launched_in_step:
             parts.append(unit_grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         return torch.stack(wide).sum(0) if wide else None
 
-    def replace_gradient(self, unit_grads: UnitGradients, index: int, value: torch.Tensor) -> None:
-        """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank.
+    def take_assigned_gradients(self) -> bool:
+        """Take over what user code has assigned to ``param.grad``. See "Who owns param.grad" in ``user_gradients.py``.
 
-        If the unit was ``launched_in_step``, the caller has written the value into the shard.
+        Returns:
+            Whether there was something.
+
+        Raises:
+            ZeroEngineError: The parameter was frozen at ``initialize``.
         """
+        self.user_gradients.stop_watching()
+        assigned = self.user_gradients.take()
+        if assigned:
+            self.reduces.wait()
+        for gradient in assigned:
+            unit_grads, index = gradient.unit_grads, gradient.index
+            value = None if gradient.value is None else gradient.value.detach().to_dense()
+            if unit_grads.launched_in_step:
+                # A rank that drops a gradient differs from one that leaves it.
+                number = (1, 0) if value is None else checksum(value.contiguous().view(-1))
+                self.assigned_checksums[unit_grads.unit.params[index]] = number
+            self.replace_gradient(unit_grads, index, value, 1 / self._transport.world_size)
+        return bool(assigned)
+
+    def replace_gradient(self, unit_grads: UnitGradients, index: int, value: torch.Tensor | None, share: float) -> None:
+        """Make ``value`` the mean gradient of a parameter so far. Call this on every rank, with reduces awaited.
+
+        Args:
+            unit_grads: The gradients of the parameter's unit.
+            index: The index of the parameter in the unit.
+            value: The mean gradient. None: the parameter has no gradient.
+            share: The part of ``value`` that this rank adds to the sum, if the unit is still to be reduced. The shares
+                of all ranks add up to 1.
+        """
+        unit = unit_grads.unit
         unit_grads.deferred_grads.pop(index, None)
-        unit_grads.unit.params[index].grad = None
-        unit_grads.has_grad[index] = True
-        if unit_grads.launched_in_step:
-            # The kept norm belongs to the old sum. The norm of the step is then computed from the new values.
-            unit_grads.squared_norm = None
+        unit_grads.has_grad[index] = value is not None
+        # The engine keeps sums rather than means, which the update divides by the divisor.
+        summed = None
+        if value is not None:
+            summed = value.to(torch.promote_types(value.dtype, torch.float32)) * self.divisor()
+        if not unit_grads.launched_in_step:
+            unit_grads.slot_filled[index] = False
+            if summed is not None and share:
+                unit_grads.deferred_grads[index] = (summed * (share * self.reduces.predivide)).to(unit_grads.dtype)
             return
-        unit_grads.slot_filled[index] = False
-        # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
-        if unit_grads.unit.rank == 0:
-            unit_grads.deferred_grads[index] = (value * self.predivide).to(unit_grads.dtype)
-
-    def forget_errors(self) -> None:
-        """Let the kept errors of quantized gradients restart from zero, if there are any."""
-        if isinstance(self._channel, QuantizedReduce):
-            self._channel.packing.forget_errors()
-
-    def buffer_bytes(self) -> int:
-        """Return the bytes of all gradient buffers and staging buffers."""
-        return self._buffer_pool.nbytes + self._offloaded.nbytes
+        # The kept norm belongs to the old sum. The norm of the step is then computed from the new values.
+        unit_grads.squared_norm = None
+        shard = unit_grads.shard_of_degree(unit.degrees.optimizer)
+        for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
+            if span.param_index == index:
+                target = shard[span.shard_slice]
+                # The shard may be a mapped file. If the disk fails this raises, whereas a use would end the process.
+                populate(target, write=True)
+                target.zero_() if summed is None else target.copy_(summed.view(-1)[span.param_slice])

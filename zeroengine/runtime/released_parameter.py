@@ -1,4 +1,4 @@
-"""A parameter whose values are not on this rank now, or are still arriving.
+"""A parameter whose values are not on this rank now, or are still arriving, or whose gradient is watched.
 
 The object stays the same ``nn.Parameter``. Its class and its data are swapped while it is released, and its metadata
 (shape, dtype, hooks, ...) works as usual. A use of its values calls a resolver. The resolver waits for a gather in
@@ -42,6 +42,7 @@ _METADATA = {
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
 _READ_GRADIENT = _T.grad.__get__
+_CLEAR_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -67,8 +68,11 @@ class ReleasedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
-        if result is None and func == _READ_GRADIENT and not _tracing():
-            note_gradient_read(args[0])
+        if result is None and not _tracing():
+            if func == _READ_GRADIENT:
+                _notify_owner(args[0], "note_gradient_read")
+            elif func in _CLEAR_GRADIENT and (len(args) < 2 or args[1] is None):
+                _notify_owner(args[0], "note_gradient_cleared")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -105,12 +109,18 @@ def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
         return param.grad
 
 
-def note_gradient_read(param: nn.Parameter) -> None:
-    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None."""
+def drop_gradient_of(param: nn.Parameter) -> None:
+    """Set ``param.grad`` to None for the engine's own use."""
+    with torch._C.DisableTorchFunctionSubclass():
+        param.grad = None
+
+
+def _notify_owner(param: nn.Parameter, event: str) -> None:
+    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None, or has set it to None."""
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     owner = reference() if reference is not None else None
     if owner is not None:
-        owner.note_gradient_read()
+        getattr(owner, event)(param)
 
 
 def _edge_of(tensor: torch.Tensor) -> Any:
@@ -153,3 +163,27 @@ def mark_gathered(param: nn.Parameter) -> None:
     if is_released_parameter(param):
         param.__class__ = param.__dict__.pop("_zeroengine_class")
         del param.__dict__["_zeroengine_resolver"]
+
+
+# -- parameters whose values are here, but not their gradient ------------------------------------------
+
+
+def watch_gradient(param: nn.Parameter) -> None:
+    """Notice reads of ``param.grad``, until a use of the values of ``param``. A released parameter stays as it is."""
+    if not is_released_parameter(param):
+        mark_released(param, _use_watched)
+
+
+def stop_watching_gradient(param: nn.Parameter) -> None:
+    """Make ``param`` an ordinary parameter again, unless it is released."""
+    if is_released_parameter(param) and not has_no_values(param):
+        mark_gathered(param)
+
+
+def has_no_values(param: nn.Parameter) -> bool:
+    """Return whether the values of ``param`` are away, so that a use would gather them or raise."""
+    return is_released_parameter(param) and resolver_of(param) is not _use_watched
+
+
+def _use_watched(param: nn.Parameter, operation: str) -> None:
+    mark_gathered(param)

@@ -11,13 +11,17 @@ The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, 
 and sees every saved tensor. But torch.func refuses to run inside it, and it disables autograd's check for in-place
 changes of all activations.
 
+A custom Function may use a weight that it saved as more than values: ``weight.grad = ...`` in its backward, as fused
+weight gradients do, or an attribute of the parameter. Autograd makes a new tensor of what a hook returns, so the
+``saved_tensors`` of such a node return the parameter itself (``_return_parameters``).
+
 Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
 tensors. These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_aliased``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,6 +31,10 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import leaves_in
 
+# The attribute of a custom Function's node that shows what it has saved, and those that are set on such nodes and on
+# their classes.
+_SAVED_BY_FUNCTION = "_raw_saved_tensors"
+_PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
 
@@ -103,6 +111,8 @@ def replace_saved_views(
                 except RuntimeError:
                     # A backward inside this forward, such as torch.autograd.grad, has freed it.
                     continue
+                if name == _SAVED_BY_FUNCTION:
+                    _return_parameters(node, value, unit_of)
                 for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
@@ -120,6 +130,35 @@ def replace_saved_views(
                     visited.add(next_node)
                     pending.append(next_node)
     return saved_by_user_hooks
+
+
+def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping[int, Unit]) -> None:
+    """Let the node of a custom Function return the parameters that it saved, gathered, rather than copies of views."""
+    params = {
+        position: saved.data
+        for position, saved in enumerate(saved_tensors)
+        if saved.unpack_hook is None and id(saved.data) in unit_of
+    }
+    if params:
+        node.__dict__[_PARAMS_ATTRIBUTE] = params
+        node.__class__ = _class_returning_parameters(type(node))
+
+
+def _class_returning_parameters(node_class: Any) -> Any:
+    """Return a subclass of the nodes of a Function whose ``saved_tensors`` are the parameters that were saved."""
+    # A module may define its Function in each forward. So its class keeps the subclass, and no cache keeps the class.
+    if _SUBCLASS_ATTRIBUTE not in vars(node_class):
+
+        def saved_tensors(node: Any) -> tuple[Any, ...]:
+            # This gathers the units, and checks that the parameters have not changed.
+            tensors = node_class.saved_tensors.__get__(node)
+            params = node.__dict__[_PARAMS_ATTRIBUTE]
+            return tuple(params.get(position, tensor) for position, tensor in enumerate(tensors))
+
+        subclass = type(node_class.__name__, (node_class,), {"saved_tensors": property(saved_tensors)})
+        setattr(subclass, _SUBCLASS_ATTRIBUTE, subclass)
+        setattr(node_class, _SUBCLASS_ATTRIBUTE, subclass)
+    return vars(node_class)[_SUBCLASS_ATTRIBUTE]
 
 
 # ``dir`` is slow, so the names are cached.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.unit_layout import layout_of_unit
+from zeroengine.runtime.gathered_writes import GatheredWrites
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
 from zeroengine.utils.own_storage import with_own_storage
 from zeroengine.utils.work import Work
@@ -61,6 +62,7 @@ class Unit:
         master_store: The store of ``initial_master``. None: it is on the device.
         quantized: Gathers the parameters for use, inexactly. None, or a dtype that cannot be quantized: the transport
             gathers them exactly.
+        checks_writes: See ``GatheredWrites``.
 
     Attributes:
         modules: The modules whose forward needs this unit.
@@ -72,6 +74,7 @@ class Unit:
         original_dtypes: The parameters' dtypes before ``initialize``, which ``restore_parameters`` restores.
         original_formats: Likewise, their memory formats.
         unset_params: Names of parameters that are zeros until weights are loaded.
+        writes: What user code wrote into the parameters while they were gathered, if the unit is releasable.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Unit:
         offloaded_shards: OffloadedShards | None = None,
         master_store: OffloadStore | None = None,
         quantized: QuantizedGather | None = None,
+        checks_writes: bool = False,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.is_mixed_precision = plan.is_mixed_precision
@@ -130,12 +134,14 @@ class Unit:
         self.shard = self.full_buffer if shard is None else shard
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
+        self.writes = GatheredWrites(self.params, [slot.name for slot in self.layout.slots], checks_writes)
         self._required_grad = [param.requires_grad for param in self.params]
         # The storage's Python object, the full buffer, its views, and the parameters, which are views while
         # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of the broadcast.
         self._num_own_tensors = 2 + len(self._views) + len(self.params)
         if self._buffer is not None:
             self.free_full_buffer()
+            self.state = GatherState.RELEASED
 
     def _load(
         self, broadcast: Callable[[torch.Tensor], None], master_store: OffloadStore | None
@@ -252,6 +258,7 @@ class Unit:
         assert self._buffer is not None
         # Peers read this rank's shard from here on.
         self.wait_for_update()
+        self.collect_writes()
         self._buffer.allocate()
         self.state = GatherState.GATHERING
         self.has_exact_values = exact or self._quantized is None
@@ -272,8 +279,8 @@ class Unit:
         return is_current and not (exact and self.is_quantized)
 
     def gathered_bytes(self) -> int:
-        """Return the bytes of the full buffer now; 0 if it is the shard."""
-        return 0 if self._buffer is None else self._buffer.nbytes()
+        """Return the bytes of the full buffer now, and of ``writes``; 0 if the buffer is the shard."""
+        return 0 if self._buffer is None else self._buffer.nbytes() + self.writes.nbytes
 
     def finish_gather(self) -> None:
         """Make the parameters views of the full buffer, ready for use. The caller has awaited ``gather_work``."""
@@ -282,6 +289,8 @@ class Unit:
                 mark_gathered(param)
                 param.data = view
         self._required_grad = [param.requires_grad for param in self.params]
+        if self.is_releasable:
+            self.writes.begin(self._views)
         self.state, self.gather_work = GatherState.GATHERED, None
         keeps = not (self.is_quantized and self.has_exact_values)
         if self.secondary_shard is not None and not self._secondary_is_current and keeps:
@@ -337,9 +346,50 @@ class Unit:
 
     def mark_released(self, resolver: Resolver) -> None:
         """Let every use of a parameter call ``resolver`` first. ``free_full_buffer`` frees the memory."""
+        if self.is_gathered:
+            self.collect_writes()
+            self.writes.collect_replaced(self._views)
         for param in self.params:
             mark_released(param, resolver)
         self.state, self.gather_work = GatherState.RELEASED, None
+
+    def collect_writes(self) -> None:
+        """Note what user code has written into the full buffer, if it has memory."""
+        # A released unit's buffer has memory as long as other tensors alias it. Writes to those count as well.
+        if self._buffer is not None and self._buffer.nbytes():
+            self.writes.collect(self._views)
+
+    def forget_writes(self, indices: Iterable[int]) -> None:
+        """Note that all ranks have the values that were written to these parameters, and took them into their shards.
+
+        Args:
+            indices: The parameters whose kept values are outdated, too.
+        """
+        for index in indices:
+            self.writes.values.pop(index, None)
+        self.writes.restart()
+
+    def move_writes_to_shard(self) -> bool:
+        """Write into this rank's shard what user code wrote. No rank may compute with the unit's parameters meanwhile.
+
+        Returns:
+            Whether there was something to write.
+        """
+        values = self.writes.values
+        if not values:
+            return False
+        self.forget_secondary()
+        if self.offloaded_shards is not None:
+            self.offloaded_shards.discard_prefetched()
+        for span in self.layout.spans(self.rank, self.degrees.parameters):
+            if span.param_index in values:
+                target, written = self.shard[span.shard_slice], values[span.param_index].view(-1)[span.param_slice]
+                if self.offloaded_shards is None:
+                    target.copy_(written)
+                else:
+                    self.offloaded_shards.store.fill(target, written)
+        self.forget_writes(list(values))
+        return True
 
     def free_full_buffer(self) -> None:
         """Free the memory of a released unit's full buffer."""
@@ -354,6 +404,7 @@ class Unit:
     def replace_full_buffer(self) -> None:
         """Leave the memory of a released unit's full buffer to the tensors that alias it, and allocate a new buffer."""
         assert self._buffer is not None
+        self.collect_writes()
         # The buffer may be a view of other ranks' memory, which the aliases must not read.
         self._buffer.detach()
         self._allocate_buffer()
@@ -421,8 +472,8 @@ class Unit:
         Raises:
             ZeroEngineError: A parameter has other memory, which no update reaches, or is no longer frozen.
         """
-        for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if self.state is GatherState.GATHERED and param.data_ptr() != view.data_ptr():
+        for index, (param, view, slot) in enumerate(zip(self.params, self._views, self.layout.slots, strict=True)):
+            if index in self.writes.reshaped or (self.is_gathered and param.data_ptr() != view.data_ptr()):
                 raise ZeroEngineError(
                     f"parameter {slot.name} was given other memory after initialize(), by .to(), .half(), `.data =` or "
                     "the like: no update would reach it. Convert the model before initialize(), and write values "

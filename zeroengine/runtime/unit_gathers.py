@@ -113,6 +113,7 @@ class UnitGathers:
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
         # Autograd then refuses a backward through a graph that saved the previous values.
         torch.autograd.graph.increment_version(unit.params)
+        unit.forget_writes(())
         unit.forget_secondary()
         # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
         # the new values.

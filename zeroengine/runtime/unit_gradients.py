@@ -7,16 +7,15 @@ Lists have one entry for each parameter. The reducer calls every method named he
     num_pending           ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
     is_held               ``unit_held``: this rank skipped the unit in    ``unit_not_held``, ``begin_backward``,
                           a list, and other ranks may use it              ``end_backward``, or a drop
-    deferred_grads        a gradient inside no_sync, or a late one,       the next copy of it, or a drop
-                          if its dtype is not the accumulation dtype
+    deferred_grads        a gradient inside no_sync, or a late one        the next copy of it, or a drop
     slot_filled           the copy of a gradient to where it is           the launch of its reduce (if sharded), or
                           reduced from                                    ``end_step`` (if not)
     has_grad              the same copy: this rank had a gradient         ``end_step``
     launched_in_step      the launch of a reduce                          ``end_step``
     squared_norm          an offloaded sum, before it leaves the device   the next offloaded sum, or a replaced gradient
 
-``Reducer.replace_gradient``, which serves ``set_full_gradient``, sets ``has_grad``. It also either clears
-``squared_norm`` or moves the value to ``deferred_grads`` and clears ``slot_filled``.
+``Reducer.replace_gradient``, which serves ``set_full_gradient`` and values that user code assigned, sets or clears
+``has_grad``. It also clears ``squared_norm``, or moves the value to ``deferred_grads`` and clears ``slot_filled``.
 
 ``Reducer.end_step`` runs after an update and when gradients are dropped.
 

@@ -118,7 +118,7 @@ def initialize(
     engine._parts.undo.push(undo.pop_all())
     round_masters(engine)
     if facts.gradient_allreduce_op == "sum":
-        engine._parts.step_runner.gradient_factor = float(engine.world_size)
+        engine._parts.reducer.gradient_factor = float(engine.world_size)
     view = make_optimizer_view(engine, engine._parts.step_runner.base_optimizer) if trains else None
     loader = None
     if training_data is not None:

@@ -27,7 +27,7 @@ from zeroengine.engine.parameter_access import (
     set_full_optimizer_state,
 )
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.released_parameter import is_released_parameter
+from zeroengine.runtime.released_parameter import has_no_values
 
 
 class ZeroParamStatus(enum.Enum):
@@ -57,7 +57,7 @@ class StatusOfParameter:
         """The present status."""
         param = self._param()
         # Before ``initialize`` a parameter without values is on the meta device.
-        has_values = param is None or not (param.is_meta or is_released_parameter(param))
+        has_values = param is None or not (param.is_meta or has_no_values(param))
         return ZeroParamStatus.AVAILABLE if has_values else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
@@ -229,12 +229,12 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     gradient = _local(param, _reduced_gradient)
     if gradient is None:
         return None
-    return gradient / LocatedParameter(param).parts.step_runner.divisor()
+    return gradient / LocatedParameter(param).parts.reducer.divisor()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's elements of the mean gradient."""
-    divisor = LocatedParameter(param).parts.step_runner.divisor()
+    divisor = LocatedParameter(param).parts.reducer.divisor()
     _set_local(param, value * divisor, _reduced_gradient)
 
 
@@ -276,7 +276,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
-    located.parts.reducer.wait_reduces()
+    located.parts.reducer.reduces.wait()
     if not shard.unit_grads.launched_in_step:
         raise ZeroEngineError(
             f"the local gradient of {located.slot.name}: it is not reduced yet; call this at stages 2 and 3, "

@@ -1,0 +1,258 @@
+"""What user code does to `param.grad` has the effect that it has in plain PyTorch, at every stage, or is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zeroengine
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.distributed.training import STAGES, Task, settings, start
+from zeroengine import DivergenceError, ZeroEngineError
+
+NAME = "blocks.1.up.weight"
+
+
+class OwnWeightGradient(torch.autograd.Function):
+    """Writes the gradient of its weight itself, as fused weight gradients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        assert weight.is_own
+        weight.grad = grad.flatten(0, 1).T @ x.flatten(0, 1) + (0 if weight.grad is None else weight.grad)
+        return grad @ weight, None
+
+
+class FusedLM(TinyLM):
+    def __init__(self) -> None:
+        super().__init__(tied=False, blocks=2)
+        for block in self.blocks:
+            block.up.weight.is_own = True
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = x + block.down(F.gelu(OwnWeightGradient.apply(block.norm(x), block.up.weight) + block.up.bias))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def ramp(param: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.linspace(-scale, scale, param.numel()).view(param.shape)
+
+
+class Loop:
+    """One case's training. By the engine or, without one, by plain PyTorch on what all ranks see.
+
+    Args:
+        is_plain: whether the engine's backwards are `loss.backward()`.
+    """
+
+    def __init__(self, case: str, stage: int | None, is_plain: bool = False) -> None:
+        self.is_plain = is_plain
+        self.case, self.micro_steps = case, 1 if case in ("without a backward", "post-accumulate hook") else 2
+        self.model: Any = build(FusedLM)
+        self.params = dict(self.model.named_parameters())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        self.engine: zeroengine.Engine | None = None
+        if stage is not None:
+            if case == "before initialize":
+                self.model(*batch(9, 0)).backward()
+            task = Task(clip=0.0, micro_steps=self.micro_steps)
+            self.engine = zeroengine.initialize(self.model, self.optimizer, settings(task, stage))
+        if case == "post-accumulate hook":
+            self.params[NAME].register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    def backward(self, number: int) -> None:
+        if self.engine is not None:
+            loss = self.engine(*batch(number, self.engine.rank))
+            loss.backward() if self.is_plain else self.engine.backward(loss)
+        else:
+            losses = [self.model(*batch(number, rank)) for rank in range(2)]
+            (torch.stack(losses).mean() / self.micro_steps).backward()
+
+    def end_micro_step(self) -> None:
+        if self.engine is not None:
+            self.engine.step()
+
+    def run(self) -> dict[str, torch.Tensor]:
+        weight = self.params[NAME]
+        for step in range(2):
+            if self.case == "assigned before the first backward":
+                weight.grad = ramp(weight, 0.02)
+            for micro_step in range(self.micro_steps):
+                if self.case == "without a backward":
+                    for param in self.params.values():
+                        param.grad = ramp(param, 0.01 * (1 + step))
+                else:
+                    self.backward(2 * step + micro_step)
+                if micro_step + 1 < self.micro_steps:
+                    if self.case == "assigned between backwards":
+                        weight.grad = ramp(weight, 0.03)
+                    self.end_micro_step()
+            if self.case == "assigned before the step":
+                weight.grad = ramp(weight, 0.04)
+            if self.case == "cleared before the step":
+                weight.grad = None
+            if self.engine is not None:
+                self.engine.step()
+            else:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        if self.engine is None:
+            return {name: value.clone() for name, value in self.model.state_dict().items()}
+        state = self.engine.full_state_dict()
+        self.engine.close()
+        return state
+
+
+CASES = [
+    "before initialize",
+    "assigned before the first backward",
+    "assigned between backwards",
+    "assigned before the step",
+    "cleared before the step",
+    "without a backward",
+    "post-accumulate hook",
+]
+
+
+def check_cases(cases: list[str], stages: tuple[int, ...]) -> None:
+    start()
+    for case in cases:
+        expected = Loop(case, None).run()
+        for stage in stages:
+            state = Loop(case, stage, is_plain=bool((CASES.index(case) + stage) % 3)).run()
+            for name, value in expected.items():
+                torch.testing.assert_close(
+                    state[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, c=(case, stage, name): f"{c}: {m}"
+                )
+
+
+def test_gradients_of_the_user_count_as_in_plain_pytorch() -> None:
+    run_ranks(2, check_cases, CASES, STAGES)
+
+
+def drop_by(call: Callable[[zeroengine.Engine, torch.optim.Optimizer], None], stage: int) -> None:
+    start()
+    model = build(TinyLM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = zeroengine.initialize(model, optimizer, settings(Task(clip=0.0), stage))
+    before = engine.full_state_dict()
+    for after_backward in (False, True):
+        if after_backward:
+            engine.backward(engine(*batch(0, engine.rank)))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param.detach()) if stage < 3 else torch.ones(param.shape)
+        call(engine, optimizer)
+        assert all(param.grad is None for param in model.parameters())
+        with pytest.raises(ZeroEngineError, match="without backward"):
+            engine.step()
+    assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+def by_engine(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    engine.zero_grad()
+
+
+def by_engines_optimizer(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    engine.optimizer.zero_grad()
+
+
+def by_own_optimizer(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("call", "stage"), [(by_engine, 3), (by_engines_optimizer, 1), (by_own_optimizer, 0)])
+def test_every_zero_grad_drops_what_was_assigned(
+    call: Callable[[zeroengine.Engine, torch.optim.Optimizer], None], stage: int
+) -> None:
+    run_ranks(2, drop_by, call, stage)
+
+
+# -- errors and warnings ------------------------------------------------------------------------------
+
+
+def assign_differently(stage: int, clears: bool) -> None:
+    start()
+    model = build(TinyLM)
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), settings(Task(), stage))
+    engine.backward(engine(*batch(0, engine.rank)))
+    weight = dict(model.named_parameters())[NAME]
+    if clears and engine.rank == 1:
+        weight.grad = None
+    elif not clears:
+        weight.grad = torch.full(weight.shape, float(engine.rank))
+    engine.step()
+
+
+@pytest.mark.parametrize(("stage", "clears"), [(0, False), (3, False), (2, True)])
+def test_ranks_that_assign_different_gradients_raise_by_name(stage: int, clears: bool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, assign_differently, stage, clears)
+    for kind, text, _ in failed.value.failures.values():
+        assert kind == DivergenceError.__name__
+        assert f"{NAME}.grad" in text and "set_full_gradient" in text
+
+
+def warnings_of_clipping(stage: int) -> list[str]:
+    start()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroengine").addHandler(handler)
+    model = build(TinyLM)
+    model(*batch(9, 0)).backward()
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), settings(Task(), stage))
+    for number in range(2):
+        engine.backward(engine(*batch(number, engine.rank)))
+        # torch's function for values raises where it finds no gradient, after the warning.
+        with contextlib.suppress(RuntimeError) if number else contextlib.nullcontext():
+            (nn.utils.clip_grad_value_ if number else nn.utils.clip_grad_norm_)(model.parameters(), 1.0)
+        engine.step()
+    assert all(type(param) is nn.Parameter for param in model.parameters()) or stage == 3
+    return texts
+
+
+def test_a_read_of_grad_says_what_to_write_and_gradients_from_before_are_dropped_with_a_notice() -> None:
+    for stage in STAGES:
+        texts = run_ranks(1 if stage == 0 else 2, warnings_of_clipping, stage)[0]
+        assert sum("engine.clip_grad_norm_(max_norm)" in text for text in texts) == 1, stage
+        assert sum("from before initialize()" in text for text in texts) == 1, stage
+
+
+def assign_to_frozen() -> None:
+    start()
+    model = build(TinyLM)
+    model.requires_grad_(False)
+    model.get_parameter(NAME).requires_grad_(True)
+    engine = zeroengine.initialize(model, torch.optim.SGD([model.get_parameter(NAME)], lr=1.0), settings(Task(), 3))
+    engine.backward(engine(*batch(0, engine.rank)))
+    model.get_parameter("norm.weight").grad = torch.ones(24)
+    with pytest.raises(ZeroEngineError, match=r"norm\.weight was frozen at initialize"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(*batch(0, engine.rank)))
+    assert engine.step()
+
+
+def test_a_gradient_of_a_frozen_parameter_is_an_error() -> None:
+    run_ranks(2, assign_to_frozen)

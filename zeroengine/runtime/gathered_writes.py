@@ -1,0 +1,122 @@
+"""Keep what user code writes into gathered parameters, until the shards of the next step take it.
+
+[Note: Writes to gathered parameters]
+Data-dependent initialization, ``clamp_`` and ``nn.Embedding(max_norm=...)`` write a parameter inside a forward. Where
+the full buffer is released, the write would end with it. So a release keeps the whole value of each parameter that was
+written, and every later gather puts it over the gathered one. The shards take it in the next step, and before whatever
+else reads or replaces them, such as a save (``OutsideWrites.keep``).
+
+- The shard is not written at the release. Another rank may still compute with the full buffer that it gathered, which
+  on shared memory shows this rank's shard, and it has perhaps not come to its own write yet.
+- No rank gathers more or less than before, whatever it wrote, so the order of collectives stays the same. Checksums
+  travel with the sum of the step, and show ranks that wrote differently. See ``outside_writes.py``.
+- Autograd's version counters show a write. One through ``.data`` leaves no trace there. With ``check_parameter_writes``
+  checksums are compared, which finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from zeroengine.utils.checksum import checksum
+from zeroengine.utils.compiler_disable import outside_torch_func
+
+log = logging.getLogger("zeroengine")
+
+# With ``map``, an ``attrgetter`` reads thousands of versions at each step without a Python frame for each.
+_version_of = attrgetter("_version")
+
+
+def versions_of(params: Iterable[nn.Parameter]) -> list[int]:
+    """Return autograd's count of in-place changes of each parameter."""
+    # Reading a version reads no value, so it must not wait for a gather in progress.
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_version_of, params))
+
+
+class GatheredWrites:
+    """The values that user code wrote into the gathered parameters of one unit.
+
+    Args:
+        params: The parameters of the unit.
+        names: Their names, for a warning.
+        checks_values: Whether writes are also searched for by checksums, with a warning for each parameter.
+
+    Attributes:
+        values: The whole value of each parameter that was written, by its index.
+        reshaped: The indices of parameters whose ``data`` was replaced by a tensor of another shape, which is lost.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], checks_values: bool) -> None:
+        self._params, self._names, self._checks_values = params, names, checks_values
+        self.values: dict[int, torch.Tensor] = {}
+        self.reshaped: set[int] = set()
+        # The versions and checksums of the parameters when they were gathered, or last looked at.
+        self._versions = versions_of(params)
+        self._checksums: list[tuple[int, int]] = []
+        self._warned_of: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that are kept."""
+        return sum(value.nbytes for value in self.values.values())
+
+    def begin(self, views: Sequence[torch.Tensor]) -> None:
+        """Put the kept values over the gathered ones, and look for writes from now on.
+
+        Args:
+            views: The gathered values of the parameters, as views of the full buffer.
+        """
+        if self.values:
+            with outside_torch_func(), torch.no_grad():
+                for index, value in self.values.items():
+                    views[index].copy_(value)
+        self.restart()
+        if self._checks_values:
+            self._checksums = [checksum(view.view(-1)) for view in views]
+
+    def restart(self) -> None:
+        """Look for writes from now on: earlier ones were made by the engine, or by all ranks together."""
+        self._versions, self._checksums = versions_of(self._params), []
+
+    def collect(self, views: Sequence[torch.Tensor]) -> None:
+        """Keep what was written into ``views`` since the last look, before their memory is freed or filled again."""
+        versions = versions_of(self._params)
+        written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
+        if self._checksums:
+            hidden = [i for i, then in enumerate(self._checksums) if checksum(views[i].view(-1)) != then]
+            self._warn_of_hidden([index for index in hidden if index not in written])
+            written = sorted({*written, *hidden})
+        self._keep({index: views[index] for index in written})
+        self._versions, self._checksums = versions, []
+
+    def collect_replaced(self, views: Sequence[torch.Tensor]) -> None:
+        """Keep the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""
+        replaced = {
+            index: param.detach()
+            for index, (param, view) in enumerate(zip(self._params, views, strict=True))
+            if param.data_ptr() != view.data_ptr()
+        }
+        self.reshaped.update(index for index, value in replaced.items() if value.shape != views[index].shape)
+        self._keep({index: value for index, value in replaced.items() if index not in self.reshaped})
+
+    def _keep(self, values: Mapping[int, torch.Tensor]) -> None:
+        if values:
+            with outside_torch_func():
+                self.values |= {index: value.detach().clone() for index, value in values.items()}
+
+    def _warn_of_hidden(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if index not in self._warned_of:
+                self._warned_of.add(index)
+                log.warning(
+                    "check_parameter_writes: parameter %s was written while it was gathered, by .data or NumPy, which "
+                    "leaves no trace. This write is kept. Without check_parameter_writes it would be lost: write "
+                    "under torch.no_grad(), such as `with torch.no_grad(): weight.clamp_(0)`.",
+                    self._names[index],
+                )

@@ -1,0 +1,119 @@
+"""What user code does to ``param.grad`` outside of a backward.
+
+[Note: Who owns param.grad]
+Within a backward ``param.grad`` belongs to autograd, and to the Functions and hooks of the user: it is this rank's
+gradient of that backward. The reducer takes it from there. So outside of a backward ``param.grad`` is None, and
+whatever is found there is the user's:
+
+    an assigned value      becomes the mean gradient of the step so far, as in plain PyTorch after a backward. Before
+                           anything of the unit was reduced in the step it counts as this rank's part of the mean.
+                           Afterwards each rank takes its shard of the value, and checksums in the sum of the step show
+                           ranks that assigned different ones (``OutsideWrites``).
+    None                   drops the gradient of the step so far, likewise
+    a read                 finds None, and a warning says what to call instead
+    ``zero_grad()``        drops it
+    before ``initialize``  is dropped by it, with a notice
+
+Values are taken over when the next backward begins, and when a step ends. To notice a read and an assigned None, the
+parameters have the class of released ones from the end of a backward to the next forward, backward or step; the first
+use of a parameter's values gives it back its own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.released_parameter import stop_watching_gradient, watch_gradient
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.unit_gradients import UnitGradients
+
+
+@dataclass(frozen=True, eq=False)
+class AssignedGradient:
+    """What user code has assigned to ``param.grad``."""
+
+    unit_grads: UnitGradients
+    index: int  # of the parameter in its unit
+    value: torch.Tensor | None  # of the parameter's shape; None drops the gradient
+
+
+class UserGradients:
+    """Finds what user code has assigned to ``param.grad``.
+
+    Args:
+        units: All units.
+        gradients: The gradients of those that are trainable.
+    """
+
+    def __init__(self, units: Iterable[Unit], gradients: Sequence[UnitGradients]) -> None:
+        self._trained = [
+            (param, unit_grads, index) for unit_grads in gradients for index, param in enumerate(unit_grads.unit.params)
+        ]
+        self._frozen = [
+            (param, slot.name)
+            for unit in units
+            if not unit.trainable
+            for param, slot in zip(unit.params, unit.layout.slots, strict=True)
+        ]
+        self._is_watching = False
+        # The parameters whose gradient the user has set to None since the last backward.
+        self._cleared: set[nn.Parameter] = set()
+
+    def watch(self) -> None:
+        """Notice reads of gradients, and assignments of None, from now on."""
+        if not self._is_watching:
+            self._is_watching = True
+            for param, _, _ in self._trained:
+                watch_gradient(param)
+
+    def stop_watching(self) -> None:
+        """Give the parameters their own class again."""
+        if self._is_watching:
+            self._is_watching = False
+            for param, _, _ in self._trained:
+                stop_watching_gradient(param)
+
+    def note_cleared(self, param: nn.Parameter) -> None:
+        """Note that user code has set the gradient of ``param`` to None."""
+        if self._is_watching:
+            self._cleared.add(param)
+
+    def take(self) -> list[AssignedGradient]:
+        """Return what has been assigned since the last call, and set ``param.grad`` to None.
+
+        Raises:
+            ZeroEngineError: A parameter was frozen at ``initialize``, so that no update would use its gradient.
+        """
+        # Otherwise each read of a released parameter's gradient would be reported as one by the user.
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [name for param, name in self._frozen if param.grad is not None]
+            if frozen:
+                raise ZeroEngineError(
+                    f"parameter {frozen[0]} was frozen at initialize(), and its .grad was assigned: no update would "
+                    "use it, because the parameter has no master and no moments. Make it trainable before "
+                    "initialize(), or set .grad to None."
+                )
+            cleared, self._cleared = self._cleared, set()
+            assigned = [
+                AssignedGradient(unit_grads, index, param.grad)
+                for param, unit_grads, index in self._trained
+                if param.grad is not None or param in cleared
+            ]
+            for gradient in assigned:
+                gradient.unit_grads.unit.params[gradient.index].grad = None
+        return assigned
+
+    def drop(self) -> list[str]:
+        """Set every ``param.grad`` to None, and return the names of the parameters that had one."""
+        self._cleared.clear()
+        named = [(param, unit_grads.unit.layout.slots[index].name) for param, unit_grads, index in self._trained]
+        with torch._C.DisableTorchFunctionSubclass():
+            dropped = [(param, name) for param, name in named + self._frozen if param.grad is not None]
+            for param, _ in dropped:
+                param.grad = None
+        return [name for _, name in dropped]
