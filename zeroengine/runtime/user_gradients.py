@@ -91,7 +91,8 @@ class UserGradients:
         """
         # Otherwise each read of a released parameter's gradient would be reported as one by the user.
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = [name for param, name in self._frozen if param.grad is not None]
+            # A parameter that was unfrozen since is refused where the step checks parameters.
+            frozen = [name for param, name in self._frozen if param.grad is not None and not param.requires_grad]
             if frozen:
                 raise ZeroEngineError(
                     f"parameter {frozen[0]} was frozen at initialize(), and its .grad was assigned: no update would "
