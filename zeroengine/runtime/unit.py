@@ -480,8 +480,6 @@ class Unit:
                     "inside `with zeroengine.gathered(module_or_params):`."
                 )
             if not self.trainable and param.requires_grad:
-                # Frozen again, it is to have no effect that it had not before.
-                param.grad = None
                 raise ZeroEngineError(
                     f"parameter {slot.name} was frozen at initialize() and requires a gradient now: it would not be "
                     "trained, because it has no master and no moments. Make it trainable before initialize(); after "

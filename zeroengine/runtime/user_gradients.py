@@ -91,8 +91,13 @@ class UserGradients:
         """
         # Otherwise each read of a released parameter's gradient would be reported as one by the user.
         with torch._C.DisableTorchFunctionSubclass():
-            # A parameter that was unfrozen since is refused where the step checks parameters.
-            frozen = [name for param, name in self._frozen if param.grad is not None and not param.requires_grad]
+            frozen = []
+            for param, name in self._frozen:
+                if param.grad is not None and param.requires_grad:
+                    # It was unfrozen since. The step refuses that, and frozen again it is to have no gradient.
+                    param.grad = None
+                elif param.grad is not None:
+                    frozen.append(name)
             if frozen:
                 raise ZeroEngineError(
                     f"parameter {frozen[0]} was frozen at initialize(), and its .grad was assigned: no update would "
