@@ -39,11 +39,15 @@ class Full(io.BytesIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("room", [0, 100, 300, 600, 700, 900, 1100, 1200])
+# A small item is written at once, and a larger one record by record.
+@pytest.mark.parametrize(
+    ("numel", "room"),
+    [(8, 0), (8, 300), (1 << 19, 600), (1 << 19, 900), (1 << 19, 1 << 21), (1 << 19, (1 << 21) + 1000)],
+)
 def test_a_disk_that_fills_up_is_said_to_wherever_it_does(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    numel: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = {"x": StateEntry((8,), torch.float32, [(Box((0,), (8,), 0), torch.ones(8))])}
+    entries = {"x": StateEntry((numel,), torch.float32, [(Box((0,), (numel,), 0), torch.ones(numel))])}
     monkeypatch.setattr(dcp_save, "create", lambda path: Full(room))
     with pytest.raises(CheckpointException) as caught:
         save_files(tmp_path, entries, {}, {}, None, lambda n: None)

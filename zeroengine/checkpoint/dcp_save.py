@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +26,18 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
+from zeroengine.checkpoint.compact_items import CompactTransforms
 from zeroengine.checkpoint.dcp_metadata import METADATA, ByteRange, digest_of_items
 from zeroengine.checkpoint.entries import StateEntries
 from zeroengine.checkpoint.manifest import FileRecord
@@ -134,6 +143,7 @@ class _DcpWriter(FileSystemWriter):
         # Files are synced when they are closed, so DCP need not do it.
         # The directory is new. A file that exists there already would be a mistake.
         super().__init__(path, overwrite=False, sync_files=False)
+        self.transforms = self._compact = CompactTransforms()
         self.fs = self._hashing = _HashingFileSystem(report)
         self._path, self._aliases = path, aliases
         self.files: dict[str, FileRecord] = {}
@@ -141,6 +151,10 @@ class _DcpWriter(FileSystemWriter):
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Write this rank's items, and describe the files. DCP makes an error in here an error of all ranks."""
         results = super().write_data(*args, **kwargs)
+        written = {result.index: result.storage_data for result in results.value()}
+        for i, result in enumerate(results.value()):
+            if (first := self._compact.repeated.get(result.index)) is not None:
+                results.value()[i] = replace(result, storage_data=written[first])
         # Where an item lies is known only after it was written, since its size depends on torch.save.
         items: defaultdict[str, list[ByteRange]] = defaultdict(list)
         for result in results.value():
@@ -166,10 +180,37 @@ class _DcpWriter(FileSystemWriter):
                     for result in all_results
                     if result.index.fqn == name
                 ]
-        super().finish(metadata, [all_results])
+        super().finish(metadata, [_with_shared_objects(metadata, all_results)])
         # DCP writes the metadata to a temporary name and renames it.
         # The manifest lists files by their final names.
         self._describe(METADATA, self._hashing.checksums[f"{METADATA}.tmp"], None)
+
+
+def _with_shared_objects(metadata: Metadata, results: list[WriteResult]) -> list[WriteResult]:
+    """Return the results with one object for equal names and sizes, which a pickle then holds once."""
+    names = {name: name for name in metadata.state_dict_metadata}
+    sizes: dict[torch.Size, torch.Size] = {}
+    properties: dict[torch.dtype, TensorProperties] = {}
+
+    def shared(size: torch.Size | None) -> Any:
+        return None if size is None else sizes.setdefault(size, size)
+
+    for name, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            # The writer sets nothing of a tensor's properties but the dtype.
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(
+                properties.setdefault(value.properties.dtype, value.properties),
+                shared(value.size),
+                [ChunkStorageMetadata(shared(chunk.offsets), shared(chunk.sizes)) for chunk in value.chunks],
+            )
+    return [
+        replace(
+            result,
+            index=replace(result.index, fqn=names[result.index.fqn], offset=shared(result.index.offset)),
+            storage_data=replace(result.storage_data, relative_path=sys.intern(result.storage_data.relative_path)),
+        )
+        for result in results
+    ]
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -19,6 +19,8 @@ from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
 
+# What the names of the optimizer's state begin with. `entries.py` has the name, and needs torch.
+OPTIMIZER = "optimizer.state."
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
 # Each thread hashes one file at a time.
 NUM_THREADS = 4
@@ -254,7 +256,8 @@ def list_tensors(path: Path) -> list[TensorInfo]:
         CheckpointError: The checkpoint's metadata is missing or damaged.
     """
     tensors = read_metadata(path).tensors
-    tied = find_tied_names(tensors, tensors)
+    # Numbers of the optimizer that are equal may be stored once.
+    tied = find_tied_names(tensors, [name for name in tensors if not name.startswith(OPTIMIZER)])
     return [
         TensorInfo(name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), tied.get(name))
         for name, tensor in sorted(tensors.items())
