@@ -15,6 +15,7 @@ from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from zeroengine.cli.checkpoint_commands import export, import_deepspeed, inspect
+from zeroengine.config import load as load_config
 from zeroengine.errors import ZeroEngineError
 
 Refused = dict[str, tuple[str, str]]  # by case: the class and the text of its error
@@ -60,6 +61,15 @@ def different_on_each_rank(root: Path) -> Refused:
     take_steps(engine, range(1))  # the ranks are still together
     os.chdir(root / "a" if rank == 0 else root / "b")  # one folder by two names
     engine.load_checkpoint((root / "a", "../a")[rank], "first")
+    os.environ["HOME"] = str(root)
+    engine.load_checkpoint("~/a", "first")
+    engine.load_weights("~/weights a")
+    engine.save_weights("~/home")
+    assert (root / "home" / "model.safetensors").is_file()
+    nobody = refused({"home": lambda: engine.save_checkpoint("~nobody-has-this-name/a")})["home"][1]
+    assert nobody.startswith("save_checkpoint(directory): ~nobody-has-this-name/a begins with ~")
+    folder = load_config({"checkpoint": {"directory": "~/a"}}).checkpoint.directory
+    assert folder == str(root / "a")
     engine.close()
     return errors
 

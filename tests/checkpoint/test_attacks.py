@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -162,7 +163,9 @@ def hostile_contents(root: Path) -> None:
         "lr": lambda tree: tree["param_groups"][0].update(lr=float("nan")),
         "negative": lambda tree: tree["param_groups"][1].update(lr=-5.0),
         "text": lambda tree: tree["param_groups"][0].update(lr="abc"),
+        "no-float": lambda tree: tree["param_groups"][0].update(lr=10**400),
         "betas": lambda tree: tree["param_groups"][0].update(betas=[0.9]),
+        "large-betas": lambda tree: tree["param_groups"][0].update(betas=[0.9, 1.5]),
         "no-files": lambda tree: tree.update(files={}),
         "other-files": lambda tree: tree["files"].update({"../../x": tree["files"][".metadata"]}),
         "fewer-files": lambda tree: tree["files"].pop(".metadata"),
@@ -178,7 +181,13 @@ def hostile_contents(root: Path) -> None:
 
         alone(engine, copy)
         assert "is damaged" in refused(engine, root, name), name
+    assert r"a tag is a folder's name; found '\x00'" in refused(engine, root, "\0")
+    assert "holds a NUL character" in refused(engine, str(root / "\0"))
     engine.load_checkpoint(root, "a")
+    alone(engine, lambda: shutil.copytree(root / "a", root / "step-77"))
+    with mock.patch.object(manager.log, "warning") as warned:
+        engine.load_checkpoint(root, "step-77")
+    assert [call.args[1:] for call in warned.call_args_list] == [(root / "step-77", "a", 2)] * (engine.rank == 0)
     engine.close()
 
 

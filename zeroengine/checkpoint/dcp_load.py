@@ -74,6 +74,8 @@ def load_files(
         with as_checkpoint_errors(f"{path} cannot be read"), open(path / file_name, "rb") as file:
             for piece in pieces:
                 value = _load_piece(file, piece)
+                if piece.name not in objects and not _is_as_described(value, piece, metadata.tensors[piece.name].dtype):
+                    raise CheckpointError(f"the metadata describes {piece.name} otherwise than it is: it is damaged")
                 if piece.name in objects:
                     values[piece.name] = value
                 for offsets, target in parts[piece]:
@@ -84,6 +86,14 @@ def load_files(
                         target.copy_(part)
                     report(target.nbytes)
     return values
+
+
+def _is_as_described(value: Any, piece: StoredPiece, dtype: str) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and tuple(value.shape) == tuple(piece.sizes)
+        and str(value.dtype).removeprefix("torch.") == dtype
+    )
 
 
 def _load_piece(file: io.BufferedReader, piece: StoredPiece) -> Any:

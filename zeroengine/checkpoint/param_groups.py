@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay",
 LEARNING_RATES = ("lr", "initial_lr")
 
 
-def check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path, keys: Collection[str] | None) -> None:
+def check_param_groups(
+    parts: CheckpointedParts,
+    manifest: Manifest,
+    path: Path,
+    keys: Collection[str] | None,
+    aliases: Mapping[str, str],
+) -> None:
     """Check that a checkpoint's groups can be put into the optimizer.
 
     Args:
@@ -28,6 +34,7 @@ def check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path,
         manifest: The checkpoint's manifest.
         path: Its directory.
         keys: The hyperparameters to take over; None takes all.
+        aliases: The own name of a parameter, by its other names.
 
     Raises:
         CheckpointError: They hold other parameters, or a hyperparameter has no sensible value.
@@ -35,7 +42,7 @@ def check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path,
     if keys == ():
         return
     both = (named_param_groups(parts), manifest.param_groups)
-    own, saved = ([group["params"] for group in groups] for groups in both)
+    own, saved = ([[aliases.get(name, name) for name in group["params"]] for group in groups] for groups in both)
     if keys is not None and len(own) != len(saved):
         raise CheckpointError(
             f"{path}: its LR schedule has rates for {len(saved)} groups of parameters, and the optimizer here has "
@@ -84,7 +91,8 @@ def _saved_hyperparameters(
 def _is_acceptable(key: str, saved: Any, present: Any) -> bool:
     """Return whether a well-known hyperparameter of a checkpoint can take the place of the present one."""
     if key == "betas" and isinstance(present, (tuple, list)):
-        return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
+        is_list = isinstance(saved, (tuple, list)) and len(saved) == len(present)
+        return is_list and all(_is_number(beta) and 0 <= beta < 1 for beta in saved)
     # Rules of users have hyperparameters that are unknown here. These are taken as they are.
     is_scalar = isinstance(present, torch.Tensor) and present.numel() == 1
     if key in NEVER_NEGATIVE and (is_scalar or isinstance(present, (int, float))):
@@ -93,4 +101,5 @@ def _is_acceptable(key: str, saved: Any, present: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # JSON has integers that no float holds.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

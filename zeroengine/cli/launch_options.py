@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from zeroengine.cli.parser import CommandParser
@@ -13,6 +12,7 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import protocol
 from zeroengine.launch.local.core_binding import BIND_KINDS
 from zeroengine.migration.launch_options import SWITCHES, VALUES, advice_of
+from zeroengine.utils.paths import in_home, path_argument
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
 # The launchers under which an option has an effect. Options that are not listed have one under all launchers.
@@ -99,9 +99,9 @@ def parser() -> CommandParser:
 
     add = parser.add_argument_group("output").add_argument
     logs = "also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
-    add("--log-dir", metavar="DIR", type=Path, help=logs)
+    add("--log-dir", metavar="DIR", type=path_argument, help=logs)
     folder = "the ranks' zeroengine writes each step into DIR, for zero-view; a line shows how the run goes"
-    add("--run-folder", metavar="DIR", help=folder)
+    add("--run-folder", metavar="DIR", type=in_home, help=folder)
     add("--no-live", action="store_true", help="with --run-folder: plain lines, also on a terminal")
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
     # The script and its arguments are one positional argument: between two of them argparse would drop a "--".

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import OffloadError
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.paths import path_argument
 from zeroengine.utils.progress import progress
 from zeroengine.utils.replaced_file import replace_file
 
@@ -39,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--size", metavar="SIZE", default="1GB", help="of the file to read and write: 1GB (default), 500MB, 8GiB, ...")
     add("--json", action="store_true", help="print all of it for programs")
     add(
-        "--write-config", metavar="FILE", type=Path, help='put the best settings into this JSON configuration, as "aio"'
+        "--write-config",
+        metavar="FILE",
+        type=path_argument,
+        help='put the best settings into this JSON configuration, as "aio"',
     )
     options = parser.parse_args(argv)
     nbytes = parse_byte_size(options.size, "--size", OffloadError)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.paths import path_argument
 from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _parser() -> CommandParser:
     group.add_argument("--host-memory", metavar="SIZE", help="CPU memory of one node: 1TB")
     group.add_argument("--disk", metavar="SIZE", help="free disk of one node for states on NVMe: 2TB")
     group = parser.add_argument_group("what is fixed; the rest is chosen")
-    group.add_argument("--config", metavar="FILE", type=Path, help="a configuration, whose keys are kept")
+    group.add_argument("--config", metavar="FILE", type=path_argument, help="a configuration, whose keys are kept")
     group.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="set a key of the configuration")
     group.add_argument("--batch", metavar="N", type=_count, help="samples of a step, over all ranks")
     group.add_argument("--stage", metavar="N", type=int, choices=range(4), help="ZeRO stage")
@@ -132,9 +133,11 @@ def _parser() -> CommandParser:
     group.add_argument("--all", action="store_true", help="show every candidate")
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument(
-        "--html", metavar="PAGE", type=Path, help="write a page with the memory and time of each candidate"
+        "--html", metavar="PAGE", type=path_argument, help="write a page with the memory and time of each candidate"
     )
-    group.add_argument("--write", metavar="FILE", type=Path, help="write the configuration of the best candidate")
+    group.add_argument(
+        "--write", metavar="FILE", type=path_argument, help="write the configuration of the best candidate"
+    )
     group.add_argument(
         "--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)"
     )

@@ -23,6 +23,7 @@ from zeroengine.launch.local.job import count_cores
 from zeroengine.launch.local.network import address_of
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.masking import masked_tree
+from zeroengine.utils.paths import path_argument
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import EVENTS_FILE, STEPS_FILE, RunReader, last_objects
 
@@ -41,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser("zero-report", "zero-report [options]", about)
     add = parser.add_argument
     add("--no-probes", action="store_true", help="measure nothing, only say what is there")
-    add("--disk", metavar="DIR", type=Path, default=Path.cwd(), help="whose disk to measure (default: here)")
+    add("--disk", metavar="DIR", type=path_argument, default=Path.cwd(), help="whose disk to measure (default: here)")
     run_help = "a run folder: attach its newest steps and events"
-    add("--run", metavar="DIR", type=Path, default=os.environ.get(RUN_FOLDER_VARIABLE), help=run_help)
+    add("--run", metavar="DIR", type=path_argument, default=os.environ.get(RUN_FOLDER_VARIABLE), help=run_help)
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     sections: dict[str, Callable[[], Iterator[Row]]] = {

@@ -12,6 +12,7 @@ from rich.live import Live
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.paths import path_argument
 from zeroengine.utils.replaced_file import replace_file
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import RunReader
@@ -40,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     about = "Show what a run wrote into its run folder: in the terminal, as JSON, or as an HTML page."
     parser = CommandParser("zero-view", USAGE, about, EXAMPLES)
     add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="the run folder")
-    add("other", metavar="OTHER", type=Path, nargs="?", help="a second run, to compare with")
-    add("--compare", metavar="OTHER", type=Path, help="the same as a second RUN")
+    add("run", metavar="RUN", type=path_argument, help="the run folder")
+    add("other", metavar="OTHER", type=path_argument, nargs="?", help="a second run, to compare with")
+    add("--compare", metavar="OTHER", type=path_argument, help="the same as a second RUN")
     add("--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
-    add("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    add("--html", metavar="FILE", type=path_argument, help="write one self-contained page")
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
     if options.other and options.compare:

@@ -24,6 +24,11 @@ PUBLISH_TIMEOUT_S = 1.0
 # A rank that has answered an alarm within this time may have ended because of it. Its answer still counts then.
 RECENT_ANSWER_S = 20.0
 STORE_LINGER_S = 1.0
+# What to write where ranks made different calls, or one has ended.
+SAME_CALLS_ADVICE = (
+    "Every rank must make the same calls: as many forwards, backwards and steps (give all ranks as many batches), and "
+    "save_checkpoint(), full_state_dict() and evaluation on every rank rather than under `if rank == 0:`"
+)
 # Leaving ``gathered`` before the backward would not help: the backward gathers the unit again, on some ranks alone.
 DIFFERENT_UNITS_ADVICE = (
     "Every rank must run the same units in the same order. It may skip elements of a ModuleList or ModuleDict, such as "
@@ -175,7 +180,7 @@ def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequenc
     """Say where the ranks are, in one sentence.
 
     Ranks at one position are named together, the smallest group first: it is most likely to be the cause. Where all
-    wait for gathers of different units, advice follows.
+    wait for gathers of different units, or are at different places, advice follows.
 
     Args:
         places: Each rank's position; None where it does not answer.
@@ -191,7 +196,7 @@ def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequenc
     # No rank can go on where each waits for a gather and these differ.
     if len(groups) > 1 and all(place and place.waits and place.what.startswith("gather ") for place in groups):
         return f"{sentence}. {DIFFERENT_UNITS_ADVICE}"
-    return sentence
+    return f"{sentence}. {SAME_CALLS_ADVICE}" if len(groups) > 1 else sentence
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.alarm_board import ranks_by_value
+from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -95,7 +95,7 @@ class Group:
         except RuntimeError as error:
             raise DivergenceError(
                 f"rank {self.numbers[self.rank]} lost its peers: one has ended, or cannot be reached "
-                f"({str(error).splitlines()[0]})"
+                f"({str(error).splitlines()[0]}). If no rank reports another error: {SAME_CALLS_ADVICE}."
             ) from error
         return values  # type: ignore[return-value]
 

@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from zeroengine.utils.paths import in_home
+
 ABSENT = object()
 
 
@@ -137,7 +139,7 @@ Count = Annotated[int, Between(0, MAX_COUNT)]
 Positive = Annotated[int, Between(1, MAX_COUNT)]
 NonNegative = Annotated[float, Ge(0), Le(MAX_FLOAT)]
 AboveZero = Annotated[float, Gt(0), Le(MAX_FLOAT)]
-Folder = Annotated[str, AfterValidator(_without_nul)]
+Folder = Annotated[str, AfterValidator(_without_nul), AfterValidator(in_home)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 # A file has no tuples, so the strict type alone would refuse every pair.

@@ -69,6 +69,7 @@ def read_file(path: Path) -> ConfigSource:
         ConfigError: The file cannot be read or is malformed. The message says in which line and column.
     """
     try:
+        path = path.expanduser()
         mode = path.stat().st_mode
         # Opening a directory raises the right error. Everything else is checked first, since a pipe might block.
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

@@ -191,6 +191,10 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     located.parts.note_new_masters(unit, [located.slot.name])
 
 
+class MissingStateError(ZeroEngineError):
+    """The optimizer keeps no state of that name."""
+
+
 class LocatedParameter:
     """One parameter, its place in its unit, and the part of it in this rank's shards.
 
@@ -254,7 +258,7 @@ class LocatedParameter:
         holders = [rank for rank, shapes in enumerate(shapes_by_rank) if key in shapes]
         if not holders:
             known = sorted({name for shapes in shapes_by_rank for name in shapes})
-            raise ZeroEngineError(
+            raise MissingStateError(
                 f"the optimizer keeps no state {key!r} of {self.slot.name}; it keeps: "
                 f"{', '.join(known) or 'nothing yet'}"
             )

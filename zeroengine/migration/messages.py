@@ -11,14 +11,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE, UNPACKED_CLIENT_STATE
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# The files of zeroengine lie below this folder.
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 def engine_attribute(name: str, engine: object) -> str:
@@ -97,20 +94,43 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except ZeroEngineError as error:
-            _end_traceback_in_callers_code(error)
+            end_traceback_in_callers_code(error)
             raise
 
     return checked
 
 
-def _end_traceback_in_callers_code(error: ZeroEngineError) -> None:
+def ends_in_callers_code(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that the traceback of a ``ZeroEngineError`` ends in the caller's code."""
+
+    @functools.wraps(function)
+    def shortened(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ZeroEngineError as error:
+            end_traceback_in_callers_code(error)
+            raise
+
+    return shortened
+
+
+def end_traceback_in_callers_code(error: ZeroEngineError) -> None:
+    """Leave out what comes after the last frame of the caller's code, or of torch, in the traceback of ``error``.
+
+    Where the ranks diverged, the last frames of torch are those of a hook or an exchange of zeroengine, and the message
+    quotes the error of the exchange: these are left out as well.
+    """
     if os.environ.get("ZEROENGINE_FULL_TRACEBACK", "0") not in ("", "0"):
         return
+    internal = {"zeroengine", "contextlib"}
+    if isinstance(error, DivergenceError):
+        internal.add("torch")
+        error.__cause__, error.__suppress_context__ = None, True
     entry = last_of_caller = error.__traceback__
     # Frames of the model and of torch may follow this one, such as those of a forward. Only what comes after the last
     # of them is left out.
     while entry is not None:
-        if not entry.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        if str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] not in internal:
             last_of_caller = entry
         entry = entry.tb_next
     if last_of_caller is not None:

@@ -129,7 +129,7 @@ def stalls() -> tuple[str, float]:
 def test_an_absent_rank_is_named_although_no_rank_waits_for_the_device() -> None:
     for rank, (message, seconds) in enumerate(run_ranks(3, stalls)):
         if rank != 1:
-            assert message == (
+            assert message.startswith(
                 f"rank {rank} has waited 2 s (comm.timeout_seconds) for reduce blocks.7 (number 1): rank 1 is at "
                 "gather blocks.4 (number 1), the others wait at reduce blocks.7 (number 1)."
             )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import zeroengine
 import zeroengine.integrations.deepspeed as deepspeed
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed import module_paths, settings
@@ -43,6 +44,16 @@ def test_classes_that_are_not_served_can_be_subclassed_and_not_made() -> None:
 
     with pytest.raises(ZeroEngineError, match="PipelineModule is not served by zeroengine: ranks are data-parallel"):
         Pipeline(layers=[])
+
+
+def test_an_initialize_that_fails_leaves_an_ordinary_model() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    with pytest.raises(ZeroEngineError, match="length"):
+        deepspeed.initialize(model=model, config=config, training_data=iter([]))
+    assert torch.equal(model.weight, before) and zeroengine.engine_of(model) is None
+    deepspeed.initialize(model=model, config=config)[0].destroy()
 
 
 def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> None:

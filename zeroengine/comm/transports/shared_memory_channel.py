@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -384,14 +385,14 @@ class SharedMemoryChannel:
     # -- messages ----------------------------------------------------------------------------------
 
     def _positions(self) -> str:
-        """Return a sentence with each rank's last operation on each channel, and what else it waits for."""
+        """Return each rank's last operation on each channel, and what else it waits for, with advice."""
         lines = []
         for peer in self._memory.peers:
             last = ", ".join(f"{channel.name}: {channel._describe(peer.rank)}" for channel in self._channels)
             wait = f", and waits for {what}" if (what := peer.wait()) else ""
             name = self._memory.name_of(peer.rank) + (" (ended)" if peer.ended() else "")
             lines.append(f"{name} last issued {last}{wait}")
-        return "; ".join(lines) + "."
+        return "; ".join(lines) + f". {SAME_CALLS_ADVICE}."
 
     def _describe(self, rank: int, seq: int | None = None) -> str:
         """Return the last operation of ``rank``, or its number ``seq``, such as ``reduce blocks.7 (number 3)``."""

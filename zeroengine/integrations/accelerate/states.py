@@ -58,7 +58,7 @@ def save(
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
         )
     else:
-        folder = Path(output_dir)
+        folder = Path(output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     weights: list[Any] = []
     for index, model in enumerate(accelerator._models):

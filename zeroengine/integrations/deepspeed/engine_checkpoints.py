@@ -14,6 +14,7 @@ import torch
 from zeroengine.engine.engine import Engine
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.integrations.deepspeed.zero_to_fp32 import write_recovery_script
+from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")
 LATEST = "latest"
@@ -62,6 +63,7 @@ class EngineFiles:
         exclude_frozen: bool,
     ) -> bool:
         """Write a checkpoint. See ``DeepSpeedEngine.save_checkpoint``."""
+        folder = checked_path(folder, "save_checkpoint(save_dir)", CheckpointError)
         latest = Path(folder) / LATEST
         named = latest.read_text() if not save_latest and latest.is_file() else None
         parts = self._engine._parts
@@ -99,6 +101,7 @@ class EngineFiles:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint. See ``DeepSpeedEngine.load_checkpoint``."""
         self._engine.wait_for_checkpoint()
+        folder = checked_path(folder, "load_checkpoint(load_dir)", CheckpointError)
         tag = self._all_ranks("to find a checkpoint", _tag_in(folder, tag))[0]
         if tag is None:
             log.warning("%s names no checkpoint to load, and nothing is loaded", Path(folder) / LATEST)
@@ -127,6 +130,7 @@ class EngineFiles:
         """Write the whole state dict with ``torch.save``."""
         state = self.consolidated_state_dict(exclude_frozen)
         if state is not None:
+            folder = checked_path(folder, "save_16bit_model(save_dir)", CheckpointError)
             Path(folder).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(folder) / name)
         self._all_ranks("to save the model")

@@ -116,6 +116,21 @@ def initialize(
         undo.close()
         raise
     engine._parts.undo.push(undo.pop_all())
+    try:
+        # The ranks end the engine together, for that exchanges values.
+        with engine._parts.group.collective_errors("to initialize"):
+            served, loader = _serve(engine, facts, trains, training_data, collate_fn)
+    except Exception:
+        # The caller has no handle on the engine. This makes the model ordinary again, with whole values.
+        engine.release()
+        raise
+    return served, served.optimizer, loader, served.lr_scheduler
+
+
+def _serve(
+    engine: Engine, facts: DeepSpeedConfig, trains: bool, training_data: Any, collate_fn: Any
+) -> tuple[DeepSpeedEngine, Any]:
+    """Return what ``initialize`` gives for an engine: the engine under DeepSpeed's names, and the loader."""
     round_masters(engine)
     if facts.gradient_allreduce_op == "sum":
         engine._parts.reducer.gradient_factor = float(engine.world_size)
@@ -124,8 +139,7 @@ def initialize(
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         loader = engine.dataloader(training_data, **options)
-    served = DeepSpeedEngine(engine, view, facts, loader)
-    return served, served.optimizer, loader, served.lr_scheduler
+    return DeepSpeedEngine(engine, view, facts, loader), loader
 
 
 def round_masters(engine: Engine) -> None:

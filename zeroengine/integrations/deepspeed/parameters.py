@@ -19,6 +19,7 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.parameter_access import (
     LocatedParameter,
+    MissingStateError,
     full_gradient,
     full_master,
     full_optimizer_state,
@@ -200,10 +201,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     try:
         return full_optimizer_state(param, optim_state_key)
-    except ZeroEngineError as error:
-        if "keeps no state" in str(error):
-            return None
-        raise
+    except MissingStateError:
+        return None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:

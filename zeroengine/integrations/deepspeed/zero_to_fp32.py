@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from zeroengine.checkpoint.directory import CheckpointFolder
+from zeroengine.errors import CheckpointError
+from zeroengine.utils.paths import checked_path
 from zeroengine.weights.export import export
 
 # DeepSpeed puts a program of this name beside its checkpoints, and its users know it.
@@ -36,6 +38,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         exclude_frozen_parameters: Not used: what was saved is returned.
         lazy_mode: Not used.
     """
+    checkpoint_dir = checked_path(checkpoint_dir, "the folder of checkpoints", CheckpointError)
     folder = CheckpointFolder(checkpoint_dir)
     with TemporaryDirectory(dir=checkpoint_dir) as temporary:
         export(folder.path, temporary, tag=tag, dtype="fp32")
@@ -59,6 +62,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights of a checkpoint as one file, ``pytorch_model.bin`` or ``model.safetensors``."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    output_dir = checked_path(output_dir, "the folder for the weights", CheckpointError)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if safe_serialization:
         # The format stores every tensor once, and loaders tie parameters themselves.

@@ -29,12 +29,12 @@ def checked_folder(path: str | os.PathLike[str], call: str) -> Path:
             f"{call}: {os.fspath(path)} is no folder of this machine. Every rank writes its part of a checkpoint: name "
             "a folder on a disk that all ranks share, and upload it afterwards."
         )
-    if Path(path).is_file():
+    if Path(path).expanduser().is_file():
         raise ZeroEngineError(
             f"{call}: {os.fspath(path)} is a file, and a checkpoint of zeroengine is a folder. Remove the file or "
             "choose another name."
         )
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def is_engine_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -43,9 +43,10 @@ def is_engine_checkpoint(path: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: There is nothing.
     """
-    if not Path(path).exists():
+    path = Path(path).expanduser()
+    if not path.exists():
         raise CheckpointError(f"there is no checkpoint {os.fspath(path)}")
-    return Path(path).is_dir()
+    return path.is_dir()
 
 
 def client_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

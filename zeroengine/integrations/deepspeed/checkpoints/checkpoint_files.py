@@ -136,13 +136,16 @@ def files_of(path: Path) -> DeepSpeedFiles:
     return DeepSpeedFiles(path, model, optimizer)
 
 
-def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> None:
-    """Check that checkpoints can be written to `out`.
+def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> Path:
+    """Return the path of `out`, where checkpoints can be written.
 
     Raises:
         CheckpointError: It cannot be made, or holds files that would be lost.
     """
-    out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
+    out, source = (
+        Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)),
+        Path(source).expanduser(),
+    )
     # Links are resolved, so that one folder cannot pass as two.
     out_path, source_path = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if out_path == source_path or out_path in source_path.parents or source_path in out_path.parents:
@@ -156,3 +159,4 @@ def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, fo
     # A folder with checkpoints of both kinds would leave unclear which of them a tag or `latest` means.
     if any(is_checkpoint(entry) for entry in entries):
         raise CheckpointError(f"{out} holds checkpoints of DeepSpeed: name another folder")
+    return out

@@ -62,16 +62,16 @@ def import_checkpoint(
     source = find_checkpoint(directory, tag)
     files = files_of(source)
     # The output is checked before the files are read, which may take minutes.
-    check_out(out, directory, force=force)
+    out = check_out(out, directory, force=force)
     with as_checkpoint_errors(f"{source} {NOT_DEEPSPEED}"):
         state = ConvertedState(files)
         entries = {name: tensor.entry() for name, tensor in state.tensors.items()}
         snapshot = Snapshot(entries, state.objects(), state.aliases, state.about())
     # DeepSpeed allows any text as a tag, and zeroengine only names of folders that are safe.
     tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
-    manifest = _write(snapshot, Path(out), tag, lambda name, box, into: state.tensors[name].read(box, into))
+    manifest = _write(snapshot, out, tag, lambda name, box, into: state.tensors[name].read(box, into))
     num_tensors = sum(name.startswith(MODEL) for name in entries)
-    return ImportResult(Path(out) / tag, source, manifest, num_tensors, len(snapshot.aliases), state.notes)
+    return ImportResult(out / tag, source, manifest, num_tensors, len(snapshot.aliases), state.notes)
 
 
 def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Manifest:
