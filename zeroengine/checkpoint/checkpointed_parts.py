@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry, momentum_name
+from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
@@ -20,6 +21,9 @@ from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.model_state import ModelState, read_model_state
+from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.unit import Unit
 
 
@@ -37,6 +41,7 @@ class CheckpointedParts:
         counters: Returns the engine's step counters by name.
         republish: Makes every rank compute with the masters' values, after they were written.
         stateful: The user's registered objects, by name.
+        gatherer: Gathers units where the model's own code reads parameters, for its state dict.
         on_disk: Whether any state is on disk.
         evict: Gives back the memory that reading states on disk took.
     """
@@ -53,13 +58,57 @@ class CheckpointedParts:
     counters: Callable[[], dict[str, int]]
     republish: Callable[[], None]
     stateful: Mapping[str, Any]
+    gatherer: Gatherer
     on_disk: bool
     evict: Callable[[], None]
 
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, which may be released, and the persistent buffers by their own names."""
+        units = self.units
+        own: dict[str, torch.Tensor] = {
+            slot.name: param for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+        }
+        return own | dict(self._persistent_buffers())
+
+    def saved_names(self, state: ModelState | None = None) -> SavedNames:
+        """Return the names that parameters and buffers have in checkpoints and weights. Call it on every rank.
+
+        Args:
+            state: What ``model.state_dict()`` holds, if it is known.
+        """
+        state = state or read_model_state(self.module, self.units, self.gatherer)
+        own_names = {tensor: name for name, tensor in self.own_tensors().items()}
+        keys: dict[str, list[str]] = {}
+        computed: dict[str, Any] = {}
+        for raw_key, value in state.values.items():
+            own = own_names.get(state.tensors[raw_key]) if raw_key in state.tensors else None
+            if own is None:
+                computed[plain_name(raw_key)] = value
+            else:
+                keys.setdefault(own, []).append(plain_name(raw_key))
+        return SavedNames(state, keys, computed)
+
+    def load_by_own_code(self, names: SavedNames, computed: Mapping[str, Any], where: str) -> None:
+        """Give the model's own ``load_state_dict()`` the values that are no parameters or buffers.
+
+        Parameters and buffers have their values already, and keep them. Call it on every rank.
+
+        Args:
+            names: The keys of the state dict.
+            computed: The values by key.
+            where: Where they come from, for messages.
+        """
+        if not computed and not changes_loads(self.module):
+            return
+        own = self.own_tensors()
+        load = StateDictLoad(self.module, self.units, self.gatherer, own.values())
+        # A hook may move any key, so all keys are present, in the order of the state dict.
+        values = {key: load.stand_in(own[name]) for name, keys in names.keys.items() for key in keys} | dict(computed)
+        keys = {raw_key: plain_name(raw_key) for raw_key in names.state.values}
+        load.run(names.state.like({raw: values[key] for raw, key in keys.items() if key in values}), where)
+
     def aliases(self) -> dict[str, str]:
-        """Return the further names of tied parameters and shared buffers, with the name that each is stored under."""
-        # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
-        # models.
+        """Return the further own names of tied parameters and shared buffers, with the first name of each."""
         first_names: dict[int, str] = {}
         aliases: dict[str, str] = {}
         for named_tensors in (self.module.named_parameters, self.module.named_buffers):
@@ -71,9 +120,13 @@ class CheckpointedParts:
         return aliases
 
     def frozen_names(self) -> list[str]:
-        """Return the names of the parameters that were frozen at ``initialize``, tied ones by each of their names."""
-        frozen = {slot.name: None for unit in self.units if not unit.trainable for slot in unit.layout.slots}
-        return [*frozen, *(alias for alias, name in self.aliases().items() if name in frozen)]
+        """Return the own names of the parameters that were frozen at ``initialize``."""
+        return [slot.name for unit in self.units if not unit.trainable for slot in unit.layout.slots]
+
+    def computed_entries(self, names: SavedNames, *, once: bool) -> StateEntries:
+        """Return the tensors that the model's code computes for its state dict. Every rank has them."""
+        tensors = {key: value.detach() for key, value in names.computed.items() if isinstance(value, torch.Tensor)}
+        return {MODEL + key: self._whole_entry(tensor, once) for key, tensor in tensors.items()}
 
     def model_entries(self, *, once: bool, frozen: bool = True) -> StateEntries:
         """Return the masters, persistent buffers and, where ``frozen``, the frozen parameters."""
@@ -91,11 +144,13 @@ class CheckpointedParts:
                 slot = unit.layout.slots[span.param_index]
                 entries[MODEL + slot.name].pieces += _boxes_of_span(slot.shape, span, values, span.shard_offset)
         for name, buffer in self._persistent_buffers():
-            # Every rank holds each buffer in full, so one rank saves it. On a load every rank reads it.
-            box = Box((0,) * buffer.dim(), tuple(buffer.shape), 0)
-            pieces = [] if once and self.group.rank != 0 else [(box, buffer.detach())]
-            entries[MODEL + name] = StateEntry(box.sizes, buffer.dtype, pieces)
+            entries[MODEL + name] = self._whole_entry(buffer.detach(), once)
         return entries
+
+    def _whole_entry(self, tensor: torch.Tensor, once: bool) -> StateEntry:
+        # Every rank holds such a tensor in full, so one rank saves it. On a load every rank reads it.
+        box = Box((0,) * tensor.dim(), tuple(tensor.shape), 0)
+        return StateEntry(box.sizes, tensor.dtype, [] if once and self.group.rank != 0 else [(box, tensor)])
 
     def optimizer_entries(self, *, once: bool) -> StateEntries:
         """Return the optimizer's state of each parameter."""

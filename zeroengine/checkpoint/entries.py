@@ -6,8 +6,10 @@ Names are those that plain PyTorch gives a `{"model": ..., "optimizer": ...}` ch
     optimizer.state.blocks.0.up.weight.exp_avg     the optimizer's state
     optimizer.param_groups.0.lr                    its groups
 
-Only zeroengine reads the momentum of the outer step of `local_steps`:
+A parameter has the key of the model's state dict that holds it. Only zeroengine reads the parameters that no key holds,
+because a hook drops them or saves what it computed from them, and the momentum of the outer step of `local_steps`:
 
+    zeroengine.parameters.blocks.0.up.weight
     local_steps.blocks.0.up.weight.momentum
 """
 
@@ -20,7 +22,7 @@ import torch
 
 from zeroengine.partition.boxes import Box
 
-MODEL, OPTIMIZER = "model.", "optimizer.state."
+MODEL, OPTIMIZER, UNSAVED = "model.", "optimizer.state.", "zeroengine.parameters."
 _OUTER, _MOMENTUM = "local_steps.", ".momentum"
 
 
@@ -32,6 +34,11 @@ def momentum_name(parameter: str) -> str:
 def is_momentum(name: str) -> bool:
     """Return whether ``name`` is one of ``momentum_name``."""
     return name.startswith(_OUTER) and name.endswith(_MOMENTUM)
+
+
+def momentum_parameter(name: str) -> str:
+    """Return the parameter of a name of ``momentum_name``."""
+    return name.removeprefix(_OUTER).removesuffix(_MOMENTUM)
 
 
 @dataclass

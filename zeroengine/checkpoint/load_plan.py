@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
-from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
-from zeroengine.checkpoint.entries import MODEL, StateEntries, is_momentum, momentum_name
+from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, StoredTensor, read_metadata
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, is_momentum, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
+from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
+from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.checkpoint.snapshot import stateful_name
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.partition.cut import plain_name
+from zeroengine.partition.boxes import Box
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.runtime.named_tensors import named_state
 from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
@@ -56,6 +58,8 @@ class LoadPlan:
         reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
         resets_outer: Whether momentum that is not read restarts from zero.
         group_keys: The hyperparameters to take over; None takes all.
+        saved_names: The keys of the model's state dict.
+        computed: The tensors of the state dict that are no parameters or buffers, by their names in the checkpoint.
     """
 
     metadata: DcpMetadata
@@ -69,6 +73,8 @@ class LoadPlan:
     reads_optimizer: bool
     resets_outer: bool
     group_keys: Collection[str] | None
+    saved_names: SavedNames
+    computed: StateEntries
 
 
 def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
@@ -92,10 +98,12 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
     # A load fills every element that this rank holds, also the copies that another rank saved.
     model = parts.model_entries(once=False)
-    names = CheckpointNames(metadata, model, parts.aliases())
+    saved_names = parts.saved_names()
+    aliases = parts.aliases() | saved_names.own_names()
+    names = CheckpointNames(metadata, model, aliases, saved_names.computed)
     match = names.model
     if options.strict and manifest is not None and manifest.left_out:
-        match = _without_left_out(parts, match, manifest.left_out, path)
+        match = _without_left_out(parts, match, manifest.left_out, aliases, path)
     # Without `strict` a checkpoint may hold the optimizer's state alone.
     if match.stored_names or options.strict:
         match.check(str(path), strict=options.strict)
@@ -115,13 +123,21 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
             loads_schedule = parts.lr_scheduler() is not None and schedule in metadata.objects
             group_keys = LEARNING_RATES if loads_schedule else ()
         if manifest is not None:
-            check_param_groups(parts, manifest, path, group_keys)
+            check_param_groups(parts, manifest, path, group_keys, aliases)
         wanted.append(schedule)
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
         # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
         # ones.
         if same_world:
             wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
+    own_prefix = names.model.prefix
+    wanted += [own_prefix + key for key in saved_names.computed]
+    # These tensors have no memory in the engine, and every rank takes the whole values.
+    computed = {
+        own_prefix + key: _own_memory(metadata.tensors[own_prefix + key])
+        for key in saved_names.computed
+        if own_prefix + key in metadata.tensors
+    }
     stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
@@ -139,7 +155,15 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
         reads_optimizer,
         not options.weights_only,
         group_keys,
+        saved_names,
+        computed,
     )
+
+
+def _own_memory(tensor: StoredTensor) -> StateEntry:
+    box = Box((0,) * len(tensor.shape), tensor.shape, 0)
+    values = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
+    return StateEntry(tensor.shape, values.dtype, [(box, values)])
 
 
 def _plan_outer(parts: CheckpointedParts, names: CheckpointNames, metadata: DcpMetadata, path: Path) -> StateEntries:
@@ -161,19 +185,22 @@ def _plan_outer(parts: CheckpointedParts, names: CheckpointNames, metadata: DcpM
     return outer
 
 
-def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], path: Path) -> NameMatch:
+def _without_left_out(
+    parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], aliases: Mapping[str, str], path: Path
+) -> NameMatch:
     """Return a match that expects no value of the frozen parameters which the save left out.
 
     Args:
         parts: The engine.
         match: Of the names in the checkpoint with those of the model.
         left_out: The names that the save left out.
+        aliases: The own name of a parameter, by its other names.
         path: The checkpoint's directory.
 
     Raises:
         CheckpointError: Such a parameter is trained here, or has no values that it could keep.
     """
-    absent = set(left_out).intersection(match.missing)
+    absent = {aliases.get(name, name) for name in left_out}.intersection(match.missing)
     trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
     unset = {name for unit in parts.units for name in unit.unset_params}
     for names, state, advice in (
@@ -185,7 +212,7 @@ def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequ
                 f"{path} was saved with frozen=False, without parameters that {state}: "
                 f"{listed(problems, NUM_SHOWN)}. {advice}."
             )
-    own_names = {plain_name(name) for name, _ in named_state(parts.module)}
+    own_names = {slot.name for unit in parts.units for slot in unit.layout.slots} | aliases.keys()
     return replace(
         match,
         missing=[name for name in match.missing if name not in absent],
@@ -215,5 +242,7 @@ def _plan_optimizer(
             # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
             if expected is not None and keys and not expected <= set(keys):
                 raise CheckpointError(f"{path} lacks optimizer state of {name}")
+            if any(not torch.can_cast(dtype, shard.master.dtype) for dtype, _ in keys.values()):
+                raise CheckpointError(f"{path} holds optimizer state of {name} in a dtype that no rule computes in")
             planned.append((shard, span, keys))
     return planned

@@ -71,6 +71,7 @@ class CheckpointManager:
         arguments: dict[str, object] = {"frozen": frozen}
         with self._group.collective_errors("to save a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
+            folder = path
             arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
             self.check_not_half_loaded("save_checkpoint()")
             snapshot = take_snapshot(self._parts, client_state, frozen=frozen)
@@ -144,15 +145,22 @@ class CheckpointManager:
         options = LoadOptions(weights_only, optimizer, strict)
         arguments = {"tag": tag, "fallback": fallback, **vars(options)}
         with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
-            path = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
-            arguments["directory"] = os.path.abspath(path)
-            if tag is not None and not (isinstance(tag, str) and tag):
+            folder = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
+            arguments["directory"] = os.path.abspath(folder)
+            if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
                 raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
         check_same("load_checkpoint()", all_arguments)
         # A save beside training may be replacing the very checkpoint that is asked for.
         self.wait()
         try:
             with CheckpointSearch(self._group, Path(folder), tag, fallback=fallback).open() as (checkpoint, manifest):
+                if manifest is not None and manifest.tag != checkpoint.name and self._group.rank == 0:
+                    log.warning(
+                        "%s holds the checkpoint that was saved as %s, of step %d: its folder was renamed or copied",
+                        checkpoint,
+                        manifest.tag,
+                        manifest.step,
+                    )
                 restored = restore(self._parts, checkpoint, manifest, options)
         except HalfLoadedError:
             # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, UNSAVED, StateEntries
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.backends.interface import StateKeys
 
@@ -123,18 +123,46 @@ def split_state_name(stored: str) -> tuple[str, str] | None:
 class CheckpointNames:
     """Locate the model's tensors and the optimizer's state in a checkpoint.
 
+    Args:
+        metadata: The checkpoint's.
+        entries: The parameters and buffers of the model, by their own names.
+        aliases: Further names of these, such as their keys in the model's state dict.
+        computed: The keys of the state dict that are no parameters or buffers.
+
     Attributes:
         model: Which stored tensor belongs to each parameter and buffer.
         state_names: The stored name of the optimizer's state, by its name in `CheckpointedParts.optimizer_entries`.
         state_keys: By parameter, the dtype of each key of its state, and the shape of a number for the whole parameter.
     """
 
-    def __init__(self, metadata: DcpMetadata, entries: StateEntries, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        metadata: DcpMetadata,
+        entries: StateEntries,
+        aliases: Mapping[str, str],
+        computed: Collection[str] = (),
+    ) -> None:
         shapes = {name.removeprefix(MODEL): entry.shape for name, entry in entries.items()}
         stored_shapes = {name: tensor.shape for name, tensor in metadata.tensors.items()}
-        match = match_names(stored_shapes, shapes, aliases, default_prefix=MODEL)
+        # What a hook computed may be stored under the name of a parameter, which is stored elsewhere then.
+        unsaved = {name: UNSAVED + name for name in shapes if UNSAVED + name in stored_shapes}
+        matched = {name: shape for name, shape in shapes.items() if name not in unsaved}
+        match = match_names(stored_shapes, matched, aliases, default_prefix=MODEL)
         self.model = replace(
             match,
+            stored_names=match.stored_names | unsaved,
+            shape_problems=match.shape_problems
+            + [
+                f"{name} has shape {stored_shapes[stored]} there and {shapes[name]} here"
+                for name, stored in unsaved.items()
+                if stored_shapes[stored] != shapes[name]
+            ]
+            # A complex number as a real one, or a float as an integer, would be another value.
+            + [
+                f"{name} is {metadata.tensors[stored].dtype} there and {str(dtype).removeprefix('torch.')} here"
+                for name, stored in (match.stored_names | unsaved).items()
+                if not torch.can_cast(torch_dtype(metadata.tensors[stored].dtype), dtype := entries[MODEL + name].dtype)
+            ],
             # DCP stores nothing of a tensor without elements.
             missing=[name for name in match.missing if 0 not in shapes[name]],
             unexpected=[
@@ -142,6 +170,7 @@ class CheckpointNames:
                 for name in match.unexpected
                 # Names of the optimizer's state share the prefix where that is empty, and are matched below.
                 if name.startswith(match.prefix) and "state." not in name
+                if name.removeprefix(match.prefix) not in computed and not name.startswith(UNSAVED)
             ],
         )
         self.state_names: dict[str, str] = {}
@@ -157,10 +186,15 @@ class CheckpointNames:
                     tensor.shape != shapes[name] or (key == "step" and not tensor.shape)
                 )
                 number_shape = tensor.shape if is_number else None
-                self.state_keys.setdefault(name, {})[key] = (_torch_dtype(tensor.dtype), number_shape)
+                self.state_keys.setdefault(name, {})[key] = (torch_dtype(tensor.dtype), number_shape)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name in a checkpoint.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
     # The name may come from a file of another version of torch.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

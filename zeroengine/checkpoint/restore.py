@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,13 @@ from zeroengine.checkpoint.param_groups import apply_param_groups
 from zeroengine.checkpoint.snapshot import random_states, set_random_states
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
+
+log = logging.getLogger("zeroengine")
+
+# The keys that a warning names.
+NUM_SHOWN = 3
 
 
 class HalfLoadedError(CheckpointError):
@@ -72,7 +79,7 @@ def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, opt
     """
     # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
     # does not fit or cannot be read changes nothing.
-    with parts.group.collective_errors("to load a checkpoint"):
+    with parts.group.collective_errors("to load a checkpoint"), as_checkpoint_errors(f"{path} cannot be loaded"):
         plan = make_plan(parts, path, manifest, options)
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
@@ -94,6 +101,8 @@ def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, opt
             # All ranks have written their masters before any rank gathers parameters.
             with loading_errors(parts.group):
                 parts.republish()
+            with loading_errors(parts.group):
+                _load_by_own_code(parts, path, plan, objects)
         # The small state is put back below, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
             raise HalfLoadedError(
@@ -188,12 +197,23 @@ def _load_entries(parts: CheckpointedParts, path: Path, plan: LoadPlan, *, check
     # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
     entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
-    entries |= plan.outer
+    entries |= plan.outer | plan.computed
     total = sum(entry.nbytes for entry in entries.values())
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
     with progress(f"{'checking' if check_only else 'loading'} {path.name}", total, parts.group.rank == 0) as report:
         load_files(path, plan.metadata, entries, (), evicting(report, parts.evict), check_only=check_only)
     return state
+
+
+def _load_by_own_code(parts: CheckpointedParts, path: Path, plan: LoadPlan, objects: Mapping[str, Any]) -> None:
+    """Let the model's own ``load_state_dict()`` take what is no parameter or buffer, such as extra state."""
+    names, prefix = plan.saved_names, plan.names.model.prefix
+    values = {key: objects[prefix + key] for key in names.computed if prefix + key in objects}
+    values |= {stored.removeprefix(prefix): entry.pieces[0][1] for stored, entry in plan.computed.items()}
+    missing = [key for key in names.computed if key not in values]
+    if missing and parts.group.rank == 0:
+        log.warning("%s has no %s, which stays as it is", path, listed(missing, NUM_SHOWN))
+    parts.load_by_own_code(names, values, str(path))
 
 
 def _apply_objects(

@@ -88,10 +88,14 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any, *, frozen: bool) 
     objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(parts.group.device)}
     for name, stateful in parts.stateful.items():
         objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
-    groups = named_param_groups(parts)
+    names = parts.saved_names()
+    groups = [group | {"params": list(map(names.first, group["params"]))} for group in named_param_groups(parts)]
     # These values are the same on all ranks or count from rank 0 only, so rank 0 stores them.
     if rank == 0:
         objects[f"{ZEROENGINE_PREFIX}client_state"] = storable("client_state", client_state)
+        for key, value in names.computed.items():
+            if not isinstance(value, torch.Tensor):
+                objects[MODEL + key] = storable(f"{key!r} of the model's state dict", value)
         if scheduler is not None:
             objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", scheduler.state_dict())
         for i, group in enumerate(groups):
@@ -111,17 +115,22 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any, *, frozen: bool) 
         "param_groups": json.loads(json.dumps(groups, default=_as_plain)),
         "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
         "config": parts.config.to_dict(),
-        "left_out": [] if frozen else parts.frozen_names(),
+        "left_out": [] if frozen else [key for own in parts.frozen_names() for key in names.keys.get(own, [own])],
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
     entries = parts.model_entries(once=True, frozen=frozen) | parts.optimizer_entries(once=True)
     entries |= parts.outer_entries(once=True)
-    aliases = {MODEL + alias: MODEL + name for alias, name in parts.aliases().items()}
+    entries = names.renamed(entries)
+    if frozen:
+        entries |= parts.computed_entries(names, once=True)
+    # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
+    # models.
+    aliases = {MODEL + key: MODEL + keys[0] for keys in names.keys.values() for key in keys[1:]}
     return Snapshot(entries, objects, aliases, about)
 
 
 def named_param_groups(parts: CheckpointedParts) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with names for parameters."""
+    """Return the optimizer's groups, with the own names of parameters."""
     # Objects have no meaning in a file, so parameters are stored by name.
     units = parts.units
     names = {param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)}
@@ -142,10 +151,9 @@ def random_states(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     # Importing NumPy only to save a generator that nobody has used would cost time and memory.
     if "numpy" in sys.modules:
-        # The restricted unpickler reads tensors but no arrays. torch has no arithmetic for uint32, so int64 carries the
-        # values.
+        # The restricted unpickler reads tensors but no arrays. The values are uint32, whose bits int32 carries.
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+        states["numpy"] = (kind, torch.from_numpy(keys.view("int32")), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states

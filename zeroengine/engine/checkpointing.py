@@ -265,6 +265,7 @@ class EngineCheckpoints:
             self._counters,
             lambda: publish_masters(parts),
             self._stateful,
+            parts.gatherer,
             bool(parts.placement.disks),
             parts.placement.evict,
         )

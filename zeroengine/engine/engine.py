@@ -24,10 +24,17 @@ from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.rounds import Rounds
-from zeroengine.errors import ZeroEngineError
-from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
+from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.migration.messages import (
+    end_traceback_in_callers_code,
+    ends_in_callers_code,
+    engine_attribute,
+    explains_arguments,
+    refuses_unpacking,
+)
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
+from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap
@@ -109,6 +116,8 @@ class Engine:
             # torch calls no hooks on Ctrl-C, nor if a compiled model raises. Otherwise this changes nothing.
             if not is_nested:
                 self.gatherer.abandon_forward()
+                if isinstance(error, DivergenceError):
+                    end_traceback_in_callers_code(error)
                 self._forwards.end(error)
             raise
 
@@ -527,17 +536,20 @@ class Engine:
         """Return the bytes that each state holds on this rank now."""
         return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
+    @ends_in_callers_code
     def full_state_dict(
         self, *, names: str | Iterable[str] | None = None, trainable_only: bool = False, rank0_only: bool = False
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Return ``model.state_dict()`` as it would be without partitioning, on the CPU. Call it on every rank.
 
-        Units without any of the requested names are not gathered.
+        The model's own ``state_dict()`` runs, so the keys and values of its hooks and the extra state of its modules
+        are part of the result. Units without any of the requested names are not gathered, except for hooks that read
+        values.
 
         Args:
-            names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
-                return, the same on every rank. None returns all.
-            trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
+            names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the values to return, the same on
+                every rank. None returns all.
+            trainable_only: Whether to return parameters alone, and not those that were frozen at ``initialize``.
             rank0_only: Whether the other ranks return an empty dict. Then they hold only one unit at a time.
 
         Raises:
@@ -552,10 +564,11 @@ class Engine:
             parts.foreign_parameters.check()
             call = "full_state_dict()"
             arguments["names"] = patterns = sorted_patterns(names, call)
-            chosen = choose_names(parts.model, parts.units, patterns, trainable_only=trainable_only, call=call)
+            state = read_model_state(parts.model, parts.units, parts.gatherer)
+            chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
         # Ranks that ask for other names would gather other units.
         check_same(call, all_arguments)
-        return collect_state_dict(parts, chosen, rank0_only)
+        return collect_state_dict(parts, state, chosen, rank0_only)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -680,6 +693,7 @@ class Engine:
         """
         self._checkpoints.wait()
 
+    @ends_in_callers_code
     def save_weights(
         self,
         directory: str | os.PathLike[str],
@@ -711,6 +725,7 @@ class Engine:
         """
         self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only)
 
+    @ends_in_callers_code
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 

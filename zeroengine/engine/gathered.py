@@ -17,10 +17,11 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.partition.cut import plain_name
-from zeroengine.runtime.named_tensors import named_state
+from zeroengine.runtime.model_state import ModelState
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
+from zeroengine.utils.tensor_tree import map_tensors
 
 log = logging.getLogger("zeroengine")
 
@@ -210,30 +211,39 @@ def _contents(unit: Unit) -> list[object]:
     ]
 
 
-def collect_state_dict(parts: EngineParts, chosen: Collection[str], rank0_only: bool) -> dict[str, torch.Tensor]:
-    """Return copies of parameters and persistent buffers. See ``Engine.full_state_dict``. A collective.
+def collect_state_dict(
+    parts: EngineParts, state: ModelState, chosen: Collection[str], rank0_only: bool
+) -> dict[str, Any]:
+    """Return copies of the values of a state dict. See ``Engine.full_state_dict``. A collective.
 
     Args:
         parts: The parts of the engine.
+        state: What ``model.state_dict()`` holds.
         chosen: The names to return, as ``choose_names`` gives them. Units without any of them are not gathered.
         rank0_only: Whether the other ranks return an empty dict.
     """
     returns_values = parts.group.rank == 0 or not rank0_only
-    wanted = {name: tensor for name, tensor in named_state(parts.model) if plain_name(name) in chosen}
-    tensors = set(wanted.values())
-    values: dict[torch.Tensor, torch.Tensor] = {}
+    wanted = {key: value for key, value in state.values.items() if plain_name(key) in chosen}
+    tensors = {value for value in wanted.values() if isinstance(value, torch.Tensor)}
+    copies: dict[Any, torch.Tensor] = {}
     # One unit after another, so that a rank that returns nothing never holds more than one.
     for unit in parts.units:
         params = [param for param in unit.params if param in tensors]
         if params:
             parts.gatherer.gathers.pin(unit)
             if returns_values:
-                values |= {param: param.detach().to("cpu", copy=True) for param in params}
+                copies |= {param: param.detach().to("cpu", copy=True) for param in params}
             parts.gatherer.gathers.unpin(unit)
     if not returns_values:
         return {}
-    # A tensor that no unit holds is a buffer.
-    return {
-        name: values[tensor] if tensor in values else tensor.detach().to("cpu", copy=True)
-        for name, tensor in wanted.items()
-    }
+    # A tensor that no unit holds is a buffer, or was computed.
+    for tensor in tensors - copies.keys():
+        copies[tensor] = tensor.detach().to("cpu", copy=True)
+    # Values other than tensors are copies of theirs already.
+    return state.like(
+        {key: copies[value] if isinstance(value, torch.Tensor) else _on_cpu(value) for key, value in wanted.items()}
+    )
+
+
+def _on_cpu(value: Any) -> Any:
+    return map_tensors(torch.Tensor.cpu, value)

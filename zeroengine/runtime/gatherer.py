@@ -22,7 +22,7 @@ Units that a backward gathered and did not release, such as units with unused pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Gatherer(BackwardListener):
         gathers: Gathers and releases units.
         num_model_forwards: The number of forwards of the whole model that are in progress. They may be nested.
         forward_observer: Is told of the forwards of the whole model, if it is not None.
+        gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Gatherer(BackwardListener):
         self._max_live_numel = zero.max_live_parameters
         self.num_model_forwards = 0
         self.forward_observer: ForwardObserver | None = None
+        self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
         # Whether the outermost of them began with gradients enabled.
         self._forward_has_grad = False
         # The timer's span of the outermost of them.
@@ -193,6 +195,9 @@ class Gatherer(BackwardListener):
         Raises:
             ReleasedParameterError: The use is outside of a forward or backward, where the other ranks may not gather.
         """
+        if self.gather_on_demand is not None:
+            self.gather_on_demand(param, operation)
+            return
         unit = next(u for u in self._units if any(p is param for p in u.params))
         # Every rank launched a gather that is in progress, so this rank may wait for it anywhere.
         if unit.is_released:

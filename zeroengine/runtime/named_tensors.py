@@ -1,31 +1,18 @@
-"""Choose parameters and buffers of a model by name."""
+"""Choose values of a state dict by name."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-
-import torch
-from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
+from zeroengine.runtime.model_state import ModelState
 from zeroengine.runtime.unit import Unit
 
 # The names that a message suggests.
 NUM_SHOWN = 3
-
-
-def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``model.state_dict()`` holds: parameters and persistent buffers, each under all of its names."""
-    # Duplicates are kept, for `model.state_dict()` lists a tied parameter under each of its names.
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        yield from ((f"{dot}{name}", param) for name, param in module._parameters.items() if param is not None)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{dot}{name}", buffer
 
 
 def sorted_patterns(names: str | Iterable[str] | None, call: str) -> list[str] | None:
@@ -48,23 +35,29 @@ def sorted_patterns(names: str | Iterable[str] | None, call: str) -> list[str] |
 
 
 def choose_names(
-    model: nn.Module, units: Sequence[Unit], patterns: list[str] | None, *, trainable_only: bool, call: str
+    state: ModelState, units: Sequence[Unit], patterns: list[str] | None, *, trainable_only: bool, call: str
 ) -> set[str]:
-    """Return the names of the parameters and persistent buffers that are asked for, as ``plain_name`` gives them.
+    """Return the names of the values of a state dict that are asked for, as ``plain_name`` gives them.
 
     Args:
-        model: The model.
-        units: Its units.
+        state: What ``model.state_dict()`` holds.
+        units: The units of the model.
         patterns: Qualified names, or patterns of ``fnmatch``. None takes all.
-        trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
+        trainable_only: Whether to take parameters alone, and not those that were frozen at ``initialize``.
         call: The public method, for messages.
 
     Raises:
         ZeroEngineError: A pattern matches nothing, or there is no trainable parameter.
     """
-    all_tensors = {plain_name(name): tensor for name, tensor in named_state(model)}
+    all_names = {plain_name(key): state.tensors.get(key) for key in state.values}
     trainable = {param for unit in units if unit.trainable for param in unit.params}
-    candidates = {name for name, tensor in all_tensors.items() if not trainable_only or tensor in trainable}
+    trainable_names = {state.slot_names[param] for param in trainable}
+    candidates = {
+        name
+        for name, tensor in all_names.items()
+        # What a hook computed under the name of a parameter counts as that parameter.
+        if not trainable_only or (name in trainable_names if tensor is None else tensor in trainable)
+    }
     if not candidates:
         raise ZeroEngineError(f"{call}: trainable_only=True leaves nothing, for every parameter of the model is frozen")
     if patterns is None:
@@ -73,7 +66,7 @@ def choose_names(
     for pattern in map(plain_name, patterns):
         # A name may contain characters that mean something in a pattern.
         matches = {pattern} & candidates or set(fnmatch.filter(candidates, pattern))
-        if not matches and (pattern in all_tensors or fnmatch.filter(all_tensors, pattern)):
+        if not matches and (pattern in all_names or fnmatch.filter(all_names, pattern)):
             raise ZeroEngineError(
                 f"{call}: {pattern!r} matches only frozen parameters or buffers, which trainable_only=True leaves out"
             )

@@ -133,7 +133,7 @@ class Unit:
         self.initial_master = self._load(broadcast, master_store)
         self.shard = self.full_buffer if shard is None else shard
         self.copy_full_to_shard()
-        self._placeholders = [_placeholder(view) for view in self._views]
+        self._placeholders = [placeholder_of(view) for view in self._views]
         self.writes = GatheredWrites(self.params, [slot.name for slot in self.layout.slots], checks_writes)
         self._required_grad = [param.requires_grad for param in self.params]
         # The storage's Python object, the full buffer, its views, and the parameters, which are views while
@@ -528,7 +528,7 @@ def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> 
     param.data = values.to(dtype, copy=True)
 
 
-def _placeholder(view: torch.Tensor) -> torch.Tensor:
+def placeholder_of(view: torch.Tensor) -> torch.Tensor:
     """Return a NaN (0 in integer dtypes), expanded with stride 0 to the shape of ``view``."""
     value = float("nan") if view.is_floating_point() or view.is_complex() else 0
     return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -6,6 +6,7 @@ memory is that of a few chunks, whatever the model's size.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,15 +30,20 @@ from zeroengine.checkpoint.directory import CheckpointFolder, tag_of
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest, checksum_of_file, find_damage
-from zeroengine.checkpoint.name_mapping import split_state_name
+from zeroengine.checkpoint.name_mapping import split_state_name, torch_dtype
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights.chunked_reads import TakeValues, locate, read_pieces
 from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
+log = logging.getLogger("zeroengine")
+
 MODEL = "model."
+# The names that a warning shows.
+NUM_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,18 @@ def export(
         metadata = read_metadata(path)
         names = _weight_names(metadata.tensors, manifest, prefix, path)
         tensors, tied = metadata.tensors, find_tied_names(metadata.tensors, names)
+        others = [name.removeprefix(MODEL) for name in metadata.objects if name.startswith(MODEL)]
+        if manifest is not None and others:
+            log.warning(
+                "%s holds values other than tensors, which safetensors cannot: %s are left out of %s",
+                path,
+                listed(others, NUM_SHOWN),
+                output.path,
+            )
         # Tied names refer to the same bytes, which are written once.
         stored_names = [stored for stored in names if stored not in tied]
         specs = {
-            names[stored]: TensorSpec(tensors[stored].shape, getattr(torch, tensors[stored].dtype)).cast(target_dtype)
+            names[stored]: TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype)).cast(target_dtype)
             for stored in stored_names
         }
         # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,21 +16,28 @@ import torch
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, part_of_box
-from zeroengine.checkpoint.name_mapping import match_names
+from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.listed import listed
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
-from zeroengine.weights.sources import WeightSource
+from zeroengine.weights.own_code import match_weights
+from zeroengine.weights.sources import WeightSource, check_others
 from zeroengine.weights.transformers_conversion import TensorGroup, as_model_names, plan_for_files
 
+log = logging.getLogger("zeroengine")
+
+# The names that a warning shows.
+NUM_SHOWN = 3
 # So many elements are read or written at a time.
 CHUNK = 1 << 22
 
@@ -74,14 +83,16 @@ def save(
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
         arguments["names"] = patterns = sorted_patterns(names, call)
-        chosen = choose_names(parts.module, parts.units, patterns, trainable_only=trainable_only, call=call)
+        state = read_model_state(parts.module, parts.units, parts.gatherer)
+        chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
+        saved_names = parts.saved_names(state)
     # Ranks with other arguments would compute other positions and overwrite each other's values.
     check_same(call, all_arguments)
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
-        entries, own_tied = _chosen_entries(parts, chosen)
+        entries, own_tied = _chosen_entries(parts, saved_names, chosen)
         own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
         plan = plan_for_files(parts.module, own_specs)
         specs = {name: own_specs[own_name] for name, own_name in plan.old_names.items()}
@@ -117,16 +128,27 @@ def save(
         raise
 
 
-def _chosen_entries(parts: CheckpointedParts, chosen: Collection[str]) -> tuple[StateEntries, dict[str, str]]:
+def _chosen_entries(
+    parts: CheckpointedParts, names: SavedNames, chosen: Collection[str]
+) -> tuple[StateEntries, dict[str, str]]:
     """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
-    stored, aliases = _without_prefix(parts.model_entries(once=True)), parts.aliases()
-    first_names: dict[str, str] = {}
+    stored = _without_prefix(parts.model_entries(once=True))
+    entries: StateEntries = {}
     tied: dict[str, str] = {}
-    for name in (*stored, *aliases):
-        stored_name = aliases.get(name, name)
-        if name in chosen and first_names.setdefault(stored_name, name) != name:
-            tied[name] = first_names[stored_name]
-    return {first_names[name]: entry for name, entry in stored.items() if name in first_names}, tied
+    for own, keys in names.keys.items():
+        if wanted := [key for key in keys if key in chosen]:
+            entries[wanted[0]] = stored[own]
+            tied |= dict.fromkeys(wanted[1:], wanted[0])
+    computed = _without_prefix(parts.computed_entries(names, once=True))
+    entries |= {key: entry for key, entry in computed.items() if key in chosen}
+    others = [key for key in names.computed if key in chosen and key not in computed]
+    if others and parts.group.rank == 0:
+        log.warning(
+            "safetensors hold tensors alone, so save_weights() leaves out %s: full_state_dict() and save_checkpoint() "
+            "keep such values",
+            listed(others, NUM_SHOWN),
+        )
+    return entries, tied
 
 
 def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Report) -> None:
@@ -265,11 +287,12 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     with group.collective_errors("to load weights", arguments) as all_arguments:
         source = _open_source(weights)
         entries = _without_prefix(parts.model_entries(once=False))
-        aliases = parts.aliases()
+        names = parts.saved_names()
+        aliases = parts.aliases() | names.own_names()
         if source is not None:
             source = as_model_names(source, parts.module, [*entries, *aliases])
         if isinstance(weights, (str, os.PathLike)):
-            arguments["weights"] = os.path.abspath(weights)
+            arguments["weights"] = os.path.abspath(os.path.expanduser(weights))
     # Where not all ranks name files, only `strict` is compared: rank 0 has a state dict, or `_is_from_rank_0` reports
     # the mistake.
     all_name_files = all("weights" in other for other in all_arguments)
@@ -281,17 +304,21 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     from_rank_0 = _is_from_rank_0(offers)
     # Only rank 0 may have the state dict, so the other ranks learn its names and shapes from it.
     content = group.all_gather_object(
-        (source.where, source.tensors) if source is not None and group.rank == 0 else None
+        (source.where, source.tensors, source.others) if source is not None and group.rank == 0 else None
     )[0]
     assert content is not None
-    where, specs = content
-    shapes, own_shapes = ({name: side[name].shape for name in side} for side in (specs, entries))
-    match = match_names(shapes, own_shapes, aliases)
+    where, specs, others = content
+    with group.collective_errors("to load weights"):
+        check_others(where, others, names.computed)
+        read_whole = partial(_read_whole, parts, specs, None if from_rank_0 and group.rank else source, from_rank_0)
+        matched = match_weights(parts, entries, names, specs, others, where, read_whole)
+    match = matched.match
     # The check is computed from the same facts on every rank, so all raise or none does.
     match.check(where, strict=strict)
     with group.collective_errors("to load weights"):
+        source = None if source is None else matched.source(source)
         if from_rank_0:
-            _receive_entries(parts, entries, specs, match.stored_names, source)
+            _receive_entries(parts, entries, matched.specs, match.stored_names, source)
         else:
             assert source is not None
             total = sum(entries[name].nbytes for name in match.stored_names)
@@ -300,6 +327,8 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
                     _read_entry(entries[name], source, stored_name, report)
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
     parts.republish()
+    with group.collective_errors("to load weights"):
+        parts.load_by_own_code(names, matched.computed, where)
     return LoadResult(match.missing, match.unexpected)
 
 
@@ -337,6 +366,27 @@ def _is_from_rank_0(offers: list[tuple[bool, str] | None]) -> bool:
         if not first[0] and offer != first:
             raise CheckpointError(f"load_weights(): rank {rank} finds other tensors in its files than rank 0")
     return first[0]
+
+
+def _read_whole(
+    parts: CheckpointedParts,
+    specs: Mapping[str, TensorSpec],
+    source: WeightSource | None,
+    from_rank_0: bool,
+    name: str,
+) -> torch.Tensor:
+    """Return the values of a stored tensor on every rank."""
+    spec = specs[name]
+    box = Box((0,) * len(spec.shape), spec.shape, 0)
+    if not from_rank_0:
+        assert source is not None
+        return source.read(name, box).clone()
+    values = torch.empty(spec.shape, dtype=spec.dtype, device=parts.group.device)
+    if source is not None:
+        values.copy_(source.read(name, box))
+    # Bytes are broadcast, because not every backend knows every dtype.
+    parts.group.broadcast(values.reshape(-1).view(torch.uint8))
+    return values.cpu()
 
 
 def _read_entry(entry: StateEntry, source: WeightSource, name: str, report: Report) -> None:

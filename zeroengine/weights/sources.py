@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,13 @@ class WeightSource:
         where: Where they come from, for messages.
         tensors: Their shapes and dtypes.
         read: Returns a copy or a view of a box of a tensor.
+        others: The other values by name; None where the kind of file holds tensors alone.
     """
 
     where: str
     tensors: dict[str, TensorSpec]
     read: Callable[[str, Box], torch.Tensor] = field(repr=False)
+    others: dict[str, Any] | None = None
 
 
 def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
@@ -53,20 +56,41 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
         CheckpointError: It holds other values, or tensors that cannot be read.
     """
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    # Modules may store anything under `_extra_state`, and it is no weight.
-    others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
-    if others:
-        raise CheckpointError(
-            f"{where} holds {type(state[others[0]]).__name__} under {others[0]!r}: a state dict has names and tensors "
-            "alone, as model.state_dict() gives"
-        )
     for name, value in tensors.items():
         if (problem := _unreadable(value)) is not None:
             raise CheckpointError(f"{where} holds a tensor {problem} under {name!r}")
     specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
     return WeightSource(
-        where, specs, lambda name, box: part_of_box(tensors[name], [0] * len(box.sizes), box.offsets, box.sizes)
+        where,
+        specs,
+        lambda name, box: part_of_box(tensors[name], [0] * len(box.sizes), box.offsets, box.sizes),
+        {str(name): value for name, value in state.items() if name not in tensors},
     )
+
+
+def check_others(where: str, others: Mapping[str, Any] | None, known: Collection[str]) -> None:
+    """Check that values other than tensors are those of a state dict.
+
+    Args:
+        where: Where they are, for the message.
+        others: The values by name.
+        known: The names that the model has for such values.
+
+    Raises:
+        CheckpointError: Some are not.
+    """
+    for name, value in (others or {}).items():
+        # Modules may store anything as their extra state.
+        if name not in known and not is_extra_state(name):
+            raise CheckpointError(
+                f"{where} holds {type(value).__name__} under {name!r}: a state dict has names and tensors alone, as "
+                "model.state_dict() gives"
+            )
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether torch gives this name to the extra state of a module."""
+    return name.endswith("_extra_state")
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
@@ -108,7 +132,10 @@ def of_path(path: Path) -> WeightSource:
         if name not in owner:
             raise CheckpointError(f"{path} is incomplete: its index says that {name} is in {file}, and it is not")
     specs = {name: source.tensors[name] for name, source in owner.items()}
-    return WeightSource(str(path), specs, lambda name, box: owner[name].read(name, box))
+    others = [source.others for source in sources if source.others is not None]
+    return WeightSource(
+        str(path), specs, lambda name, box: owner[name].read(name, box), dict(ChainMap(*others)) if others else None
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -218,7 +245,9 @@ def _pickled(path: Path) -> WeightSource:
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
     source = of_state_dict(state, str(path))
-    return WeightSource(source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path))
+    return WeightSource(
+        source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path), source.others
+    )
 
 
 def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:

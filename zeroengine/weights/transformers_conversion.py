@@ -321,7 +321,7 @@ def as_model_names(source: WeightSource, module: nn.Module, own_names: Collectio
         return source
     tensors = {name: source.tensors[old] for name, old in plan.old_names.items()}
     tensors |= {name: spec for group in plan.groups for name, spec in group.targets.items()}
-    return WeightSource(source.where, tensors, _ConvertedReads(source, plan).read)
+    return WeightSource(source.where, tensors, _ConvertedReads(source, plan).read, source.others)
 
 
 class _ConvertedReads:
