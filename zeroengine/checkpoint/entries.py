@@ -64,6 +64,11 @@ class StateEntry:
 StateEntries = dict[str, StateEntry]
 
 
+def without_prefix(entries: StateEntries) -> StateEntries:
+    """Return entries of parameters and buffers by the names that they have in the model."""
+    return {name.removeprefix(MODEL): entry for name, entry in entries.items()}
+
+
 def part_of_box(
     tensor: torch.Tensor, box_offsets: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
     from zeroengine.checkpoint.manager import CheckpointManager
-    from zeroengine.weights.live_weights import LoadResult, Weights
+    from zeroengine.weights.live_loads import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
 
@@ -200,7 +200,7 @@ class EngineCheckpoints:
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""
-        from zeroengine.weights.live_weights import load
+        from zeroengine.weights.live_loads import load
 
         parts = self._parts
         with parts.group.collective_errors("to load weights"):

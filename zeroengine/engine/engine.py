@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
-    from zeroengine.weights.live_weights import LoadResult, Weights
+    from zeroengine.weights.live_loads import LoadResult, Weights
 
 
 OptimizerCall = Callable[[], None]

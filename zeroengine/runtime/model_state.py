@@ -47,11 +47,6 @@ class ModelState:
     tensors: Mapping[str, torch.Tensor]
     slot_names: Mapping[nn.Parameter, str]
 
-    @property
-    def computed(self) -> dict[str, Any]:
-        """The values that are no parameters or buffers."""
-        return {key: value for key, value in self.values.items() if key not in self.tensors}
-
     def like(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values`` as a dict of the same class, with the versions of the modules that torch attaches."""
         state: OrderedDict[str, Any] = OrderedDict(values)
