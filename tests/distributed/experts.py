@@ -21,8 +21,9 @@ from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine.runtime import gradient_buffers, unit_list
 
 NUM_EXPERTS = 4
-# What the units are: whole layers, or experts and the other parts of a layer.
+# What the units are: whole layers, or experts and the other parts of a layer, or experts and layers without them.
 LAYERS, SINGLE = ["layers.*"], ["layers.*.mixture.experts.*", "layers.*.norm", "layers.*.mixture.shared"]
+NESTED = [*LAYERS, "layers.*.mixture.experts.*"]
 
 Call = Callable[..., Any]
 REENTRANT: Call = partial(checkpoint, use_reentrant=True)

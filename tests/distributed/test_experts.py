@@ -12,6 +12,7 @@ from torch import nn
 import zeroengine
 from tests.distributed.experts import (
     LAYERS,
+    NESTED,
     NON_REENTRANT,
     REENTRANT,
     SINGLE,
@@ -72,7 +73,6 @@ def test_ranks_that_use_different_experts_may_train_in_other_ways(variant: str, 
     assert_same(transport, units, 6, more, Style())
 
 
-BOTH = ["layers.*", "layers.*.mixture.experts.*"]
 STYLES: dict[str, tuple[list[str], Style]] = {
     "checkpointed layers": (SINGLE, Style(of_layer=NON_REENTRANT)),
     "checkpointed layers that end with the experts": (SINGLE, Style(of_layer=NON_REENTRANT, shared_first=True)),
@@ -95,7 +95,9 @@ STYLES: dict[str, tuple[list[str], Style]] = {
     "layers that are frozen after initialize": (SINGLE, Style(rare=True, freezes=True)),
     "no experts before another list": ([*SINGLE, "branches.*"], Style(rare=True, branches=True)),
     "no experts in two losses": (SINGLE, Style(rare=True, losses=(0, 1))),
-    "dropped layers and experts": (BOTH, Style(drops=True)),
+    "dropped layers and experts": (LAYERS, Style(drops=True)),
+    "layers without their experts": (NESTED, Style(rare=True)),
+    "reentrant layers without their experts": (NESTED, Style(of_layer=REENTRANT)),
     "two losses, the last one first": (SINGLE, Style(losses=(1, 0))),
     "two losses, the first one first": (SINGLE, Style(losses=(0, 1))),
     "two losses and plain backwards": (SINGLE, Style(losses=(0, 1), plain=True)),

@@ -160,6 +160,25 @@ def test_patterns_replace_the_rule_and_the_outermost_match_is_the_unit() -> None
     assert [plan.name for plan in cut_units(model, patterns=[])] == ["rest"]
 
 
+def test_what_another_pattern_matches_inside_of_a_unit_is_its_own_unit_and_the_outer_one_is_the_rest() -> None:
+    model = Model(nn.ModuleList([Block(), Block()]))
+    patterns = ["blocks.*", "blocks.*.up"]
+    inner = {f"blocks.{i}.up": [f"blocks.{i}.up.weight", f"blocks.{i}.up.bias"] for i in (0, 1)}
+    outer = {f"blocks.{i}": [name for name in block(f"blocks.{i}") if ".up." not in name] for i in (0, 1)}
+    for written in (patterns, patterns[::-1], [*patterns, "blocks.1.up"]):
+        plans = cut_units(model, patterns=written)
+        assert named(plans) == {"rest": REST} | outer | inner
+        assert [plan.modules for plan in plans if plan.name in ("blocks.1", "blocks.1.up")] == [
+            (model.blocks[1],), (model.blocks[1].up,)
+        ]  # fmt: skip
+    # A unit of which nothing is left is none, and one may nest in another that is nested.
+    assert named(cut_units(model, patterns=["blocks", *patterns])) == {"rest": REST} | outer | inner
+    # What they share is registered in the outer unit first.
+    model.blocks[0].up.weight = model.blocks[0].norm.weight
+    units = named(cut_units(model, patterns=patterns))
+    assert "blocks.0.norm.weight" in units["blocks.0"] and units["blocks.0.up"] == ["blocks.0.up.bias"]
+
+
 def test_a_pattern_that_matches_nothing_is_an_error_that_shows_how_modules_are_named() -> None:
     model = Model(nn.ModuleList([Block(), Block()]))
     message = (
@@ -210,7 +229,9 @@ def test_any_model_is_cut_so_that_each_parameter_has_one_unit_and_each_user_of_i
         setattr(second, name, next(iter(first._parameters.values())))
     for param in model.parameters():
         param.requires_grad_(data.draw(st.booleans()))
-    plans = cut_units(model)
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    patterns = data.draw(st.none() | st.lists(st.sampled_from(names), max_size=4), "units") if names else None
+    plans = cut_units(model, patterns=patterns)
     assert sorted(name for plan in plans for name, _ in plan.params) == sorted(n for n, _ in model.named_parameters())
     assert len({plan.name for plan in plans}) == len(plans)
     unit_of = {param: plan for plan in plans for _, param in plan.params}

@@ -16,6 +16,7 @@ from torch import nn
 
 import zeroengine
 from tests.conftest import ROOT
+from tests.distributed.experts import NESTED
 from tests.distributed.experts import SINGLE as EXPERTS
 from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
@@ -79,10 +80,10 @@ def test_states_are_predicted_to_the_byte(transport: str, world_size: int, setti
 
 
 def test_states_of_experts_of_which_a_rank_uses_some_are_predicted(tmp_path: Path) -> None:
-    units = {"units": EXPERTS}
     # Without prefetching the experts that a rank does not use are gathered one at a time.
     settings = [{}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": 3000}]
-    assert_all_as_predicted([Case("experts", 3, zero=zero, more=units) for zero in settings], "gloo", 2, tmp_path)
+    cases = [Case("experts", 3, zero=zero, more={"units": units}) for units in (EXPERTS, NESTED) for zero in settings]
+    assert_all_as_predicted(cases, "gloo", 2, tmp_path)
 
 
 def replicas(replica_ranks: int, outer: str = "nesterov") -> dict[str, Any]:

@@ -131,8 +131,8 @@ class Config(Section):
     """What `initialize` does where states, buffers and gathered units will not fit into free memory: refuse, warn, or
     nothing."""
     units: list[str] | None = None
-    """Patterns of module names, such as "layers.*". Each module that matches is one unit. null: units are chosen
-    automatically."""
+    """Patterns of module names, such as "layers.*". Each module that matches is one unit. What another pattern matches
+    inside of it is a unit of its own: ["layers.*", "layers.*.experts.*"]. null: units are chosen automatically."""
     checkpoint: Checkpoint = Checkpoint()
     """How checkpoints are saved."""
     comm: Comm = Comm()

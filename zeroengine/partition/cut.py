@@ -88,7 +88,9 @@ def cut_units(
     is trainable or frozen as a whole, so a block of mixed parameters becomes several units.
 
     Args:
-        patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks.
+        patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks. Of
+            the matches of one pattern the outermost count. A match of another pattern inside of a block is a block of
+            its own, and the outer block is the rest: ``["layers.*", "layers.*.experts.*"]``.
         compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
         keep_fp32: Parameters that are converted to fp32 instead.
 
@@ -99,13 +101,19 @@ def cut_units(
     check_has_parameters(model)
     names = {param: plain_name(name) for name, param in model.named_parameters()}
     roots = dict(_repeated_blocks(model)) if patterns is None else _match(model, patterns)
-    groups: list[_Group] = []
+    params_of: dict[str, list[nn.Parameter]] = {name: [] for name in roots}
     taken: set[nn.Parameter] = set()
-    for name, root in roots.items():
-        params = [(names[param], param) for param in root.parameters() if param not in taken]
-        taken.update(root.parameters())
-        if params:
-            groups.append(_Group(name, root, params))
+    for name, param in model.named_parameters(remove_duplicate=False):
+        # The innermost of the blocks around it.
+        root_name = next((outer for outer in _above(plain_name(name)) if outer in roots), None)
+        if root_name is not None and param not in taken:
+            taken.add(param)
+            params_of[root_name].append(param)
+    groups = [
+        _Group(name, root, [(names[param], param) for param in params_of[name]])
+        for name, root in roots.items()
+        if params_of[name]
+    ]
     groups += _group_rest([(name, param) for param, name in names.items() if param not in taken])
     order = {param: i for i, param in enumerate(names)}
     # The order of registration is the same on every rank.
@@ -185,9 +193,15 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
             raise ZeroEngineError(
                 f"units: the pattern {pattern!r} matches no module with parameters. Modules are named like: {known}"
             )
-        roots.update(matches)
-    # "layers.*" also matches "layers.0.attention", and only the outermost match is a unit.
-    return {name: module for name, module in roots.items() if not any(name.startswith(f"{other}.") for other in roots)}
+        # "layers.*" also matches "layers.0.attention", and only the outermost match of a pattern is a unit.
+        roots.update({name: module for name, module in matches.items() if matches.keys().isdisjoint(_above(name))})
+    return roots
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the names of the modules that the module ``name`` is inside of, but for the model itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:

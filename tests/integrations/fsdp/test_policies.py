@@ -127,6 +127,10 @@ def errors_of_modules() -> dict[str, str]:
         fully_shard(model, mesh=line)
         return config_of_module(model)
 
+    nested = untied()
+    for module in (nested.blocks[1].up, *nested.blocks):
+        fully_shard(module, mesh=line)
+    results["nested"] = repr(config_of_module(fully_shard(nested, mesh=line))["units"])
     results["equal number"] = repr(one_block(reshard_after_forward=2)["zero_optimization"])
     note("plain", lambda: config_of_module(untied()))
     note("engine", lambda: config_of_module(zeroengine))
@@ -154,6 +158,7 @@ def test_a_module_tells_its_configuration_or_what_to_write() -> None:
             "gradient_accumulation_steps": 1,
         }
     )
+    assert results.pop("nested") == repr(["blocks.*", "blocks.1.up"])
     assert results.pop("equal number") == repr({"stage": 3})
     # Two replicas, each of which is partitioned over one rank.
     assert results.pop("square") == results.pop("mesh") == repr({"degrees": {"parameters": 1}})

@@ -40,7 +40,7 @@ def config_of_module(model: nn.Module, *, gradient_accumulation_steps: Accumulat
 
     - the stage: 3 unless ``reshard_after_forward`` is False for every module; or degrees, where a mesh has two
       dimensions (HSDP);
-    - the modules that ``fully_shard`` was applied to, as units; nested ones belong to the outermost below the root;
+    - the modules that ``fully_shard`` was applied to, as units, also nested ones;
     - precision, with modules that compute in fp32 as ``keep_fp32_modules``;
     - offload.
 
@@ -175,13 +175,12 @@ def _precision_keys(model: nn.Module, modules: Sequence[ShardedModule]) -> dict[
 
 
 def _shortened(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return patterns of the outermost modules, with ``blocks.*`` in place of all children of ``blocks``."""
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    """Return patterns of the modules, with ``blocks.*`` in place of all children of ``blocks``."""
     patterns: list[str] = []
-    for name in outermost:
+    for name in names:
         parent = name.rpartition(".")[0]
         siblings = [f"{parent}.{child}" for child, _ in model.get_submodule(parent).named_children()] if parent else []
-        pattern = f"{parent}.*" if len(siblings) > 1 and set(siblings) <= set(outermost) else name
+        pattern = f"{parent}.*" if len(siblings) > 1 and set(siblings) <= set(names) else name
         if pattern not in patterns:
             patterns.append(pattern)
     return patterns
