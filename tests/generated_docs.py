@@ -17,7 +17,9 @@ from zeroengine.config.optimizers import ImportedOptimizerConfig
 from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, MODULE
 
 SCHEMA = ROOT / "configs" / "schema.json"
-CONFIGURATION, FROM_DEEPSPEED = (ROOT / "docs" / name for name in ("configuration.md", "from-deepspeed.md"))
+CONFIGURATION, FROM_DEEPSPEED, INTEGRATIONS = (
+    ROOT / "docs" / name for name in ("configuration.md", "from-deepspeed.md", "integrations/index.md")
+)
 
 
 def honored_table() -> str:
@@ -79,6 +81,18 @@ def migration_tables() -> Iterator[str]:
     yield "\n".join([head.format("the package"), *map(table_row, rows.items())])
 
 
+def integrations_table() -> str:
+    """Return the title of each page of an integration, the import that it begins with, and a link."""
+    rows = ["| framework | what you write | page |", "|---|---|---|"]
+    for page in sorted(page for page in INTEGRATIONS.parent.glob("*.md") if page != INTEGRATIONS):
+        text = page.read_text()
+        title = text.partition("\n")[0].removeprefix("# ")
+        imported = re.search(r"^\s*((?:from|import) zeroengine\.integrations\S*.*?)(?:  #.*)?$", text, re.MULTILINE)
+        assert imported is not None, page
+        rows.append(f"| {title} | `{imported[1]}` | [{title}]({page.name}) |")
+    return "\n".join(rows)
+
+
 def table_row(item: tuple[str, str]) -> str:
     name, text = item
     return f"| {name} | {text[:1].lower()}{text[1:]} |"
@@ -86,7 +100,11 @@ def table_row(item: tuple[str, str]) -> str:
 
 def main() -> None:
     SCHEMA.write_text(json.dumps(reference.json_schema(), indent=2) + "\n")
-    for path, tables in ((CONFIGURATION, (honored_table(), deepspeed_table())), (FROM_DEEPSPEED, migration_tables())):
+    for path, tables in (
+        (CONFIGURATION, (honored_table(), deepspeed_table())),
+        (FROM_DEEPSPEED, migration_tables()),
+        (INTEGRATIONS, (integrations_table(),)),
+    ):
         text = path.read_text()
         for table in tables:
             # A table is found by its first line, and ends with its last row.

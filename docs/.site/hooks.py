@@ -10,7 +10,6 @@ from typing import Any
 REASON = re.compile(r"^(\s*```\w+) no-run: .*$", re.MULTILINE)
 MESSAGE = re.compile(r"^```text$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)\)")
-ROWS = "<!-- one row for each page of this folder -->\n"
 PACKAGES = "<!-- the packages of zeroengine.integrations -->\n"
 
 
@@ -26,8 +25,6 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Return a page with its generated parts, and without the reasons why the suite does not run a fence."""
     docs = Path(config.docs_dir)
-    if page.file.src_uri == "integrations/index.md":
-        markdown = replaced(markdown, ROWS, integration_rows(docs))
     if page.file.src_uri == "api/integrations.md":
         markdown = replaced(markdown, PACKAGES, integration_reference(docs.parent))
     if page.file.src_uri.startswith("trouble/"):
@@ -63,18 +60,6 @@ def replaced(text: str, placeholder: str, value: str) -> str:
 def integration_pages(docs: Path) -> list[Path]:
     """Return the pages of the integrations, without the overview."""
     return sorted(page for page in (docs / "integrations").glob("*.md") if page.stem != "index")
-
-
-def integration_rows(docs: Path) -> str:
-    """Return a row of the overview's table for each page: its title, the import, and a link."""
-    rows = []
-    for page in integration_pages(docs):
-        text = page.read_text()
-        title = text.partition("\n")[0].removeprefix("# ")
-        imported = re.search(r"^\s*((?:from|import) zeroengine\.integrations\S*.*?)(?:  #.*)?$", text, re.MULTILINE)
-        what = f"`{imported[1]}`" if imported else ""
-        rows.append(f"| {title} | {what} | [{title}]({page.name}) |\n")
-    return "".join(rows)
 
 
 def integration_reference(root: Path) -> str:

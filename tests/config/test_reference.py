@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.generated_docs import CONFIGURATION, SCHEMA, deepspeed_table, honored_table
+from tests.generated_docs import (
+    CONFIGURATION,
+    INTEGRATIONS,
+    SCHEMA,
+    deepspeed_table,
+    honored_table,
+    integrations_table,
+)
 from zeroengine.config import load, reference
 from zeroengine.errors import ConfigError
 
@@ -35,6 +42,7 @@ def test_the_tables_in_the_docs_are_current() -> None:
     text = CONFIGURATION.read_text()
     for table in (honored_table(), deepspeed_table()):
         assert table in text, "run: python -m tests.generated_docs"
+    assert integrations_table() in INTEGRATIONS.read_text(), "run: python -m tests.generated_docs"
 
 
 def test_there_is_a_ready_file_for_each_stage() -> None:
