@@ -16,12 +16,15 @@ import logging
 from collections.abc import Iterable
 
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
 
 # The units that the warning names.
 NUM_SHOWN = 3
+# Between steps, fewer bytes are not worth a warning: they cost nothing but memory.
+WARNED_BYTES = 64 << 20
 
 
 class DeferredFrees:
@@ -31,7 +34,7 @@ class DeferredFrees:
         self._units: dict[Unit, None] = {}
         # A graph saved parameters of these units through the user's hooks, so a read in the backward goes unnoticed.
         self._saved_by_user_hooks: set[Unit] = set()
-        self._warned_of: set[Unit] = set()
+        self._warnings: set[str] = set()
 
     def __contains__(self, unit: Unit) -> bool:
         """Return whether the full buffer of ``unit`` is waiting to be freed."""
@@ -72,21 +75,28 @@ class DeferredFrees:
         """Give ``unit`` a new full buffer if its old one is still aliased."""
         if unit in self._units and unit.is_released and unit not in self._saved_by_user_hooks:
             # The next gather would write new values into memory that other tensors still read. They keep the old memory
-            # instead. That costs a buffer, so the user gets a warning.
-            self.warn()
+            # instead. That costs a buffer, and a view no longer follows its parameter, so the user gets a warning.
+            self._warn("are held at a step")
             unit.replace_full_buffer()
             del self._units[unit]
 
-    def warn(self) -> None:
-        """Warn, once for each unit, about buffers that cannot be freed."""
-        units = [unit for unit in self._units if unit not in self._warned_of]
-        if not units:
+    def warn_of_memory(self) -> None:
+        """Warn, once, if buffers that cannot be freed hold much memory."""
+        if self._nbytes() >= WARNED_BYTES:
+            self._warn("stay gathered for now")
+
+    def _nbytes(self) -> int:
+        return sum(unit.gathered_bytes() for unit in self._units)
+
+    def _warn(self, what: str) -> None:
+        if what in self._warnings:
             return
-        self._warned_of.update(units)
+        self._warnings.add(what)
         log.warning(
-            "%.1f MiB of parameters stay gathered for now (%s): a tensor shares their memory, such as a view or "
-            ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as "
-            "weight.detach().clone(); a tensor that shares their memory at the next step keeps the old values.",
-            sum(unit.gathered_bytes() for unit in units) / 2**20,
-            listed([unit.name for unit in units], NUM_SHOWN),
+            "%s of parameters %s (%s): a tensor shares their memory, such as a view or .detach() that is kept, or a "
+            "graph. engine.memory() counts them. Keep a copy, such as weight.detach().clone(); a tensor that shares "
+            "their memory at the next step keeps the old values.",
+            format_byte_size(self._nbytes()),
+            what,
+            listed([unit.name for unit in self._units], NUM_SHOWN),
         )

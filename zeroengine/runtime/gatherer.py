@@ -297,7 +297,7 @@ class Gatherer(BackwardListener):
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
         self._release_unhooked_uses()
         if not self._graph_tasks:
-            self.gathers.deferred_frees.warn()
+            self.gathers.deferred_frees.warn_of_memory()
         self._timer.end(self._forward_span)
         if not self._graph_tasks:
             # A forward without autograd is one of an evaluation, or of generation.
@@ -575,7 +575,7 @@ class Gatherer(BackwardListener):
             if unit not in self._unhooked_uses:
                 self.gathers.release(unit)
         if not self.num_model_forwards:
-            self.gathers.deferred_frees.warn()
+            self.gathers.deferred_frees.warn_of_memory()
 
 
 def _restore_view(gatherer_ref: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:
