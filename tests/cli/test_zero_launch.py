@@ -141,15 +141,15 @@ def test_a_wrong_configuration_is_refused(refuse: Refuse, tmp_path: Path) -> Non
     assert "stag" in message and "stage" in message
 
 
-def test_more_processes_than_files_may_be_open_are_refused(refuse: Refuse) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        message = refuse("--nproc", "80", "--cpu", "train.py")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert message == (
-        "the output of 80 ranks needs 320 open files (Too many open files). Allow more (ulimit -n), or start fewer"
+def test_more_processes_than_files_may_be_open_are_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_allowed(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr(resource, "setrlimit", not_allowed)
+    assert refuse("--nproc", "2", "--cpu", "train.py") == (
+        "2 ranks of this node need 116 open files, and 24 are allowed here. Allow more (ulimit -n 116, or nofile in "
+        "/etc/security/limits.conf), or start fewer"
     )
 
 

@@ -15,7 +15,7 @@ from tests.view.generated_runs import run_facts, run_lines, write_run
 from zeroengine.cli.zero_view import main
 from zeroengine.view.live_line import fit, live_parts
 from zeroengine.view.run_reader import RunReader
-from zeroengine.view.terminal import render_run, sparkline
+from zeroengine.view.terminal import COLORS, letter_of, render_run, sparkline
 
 
 def test_a_run_is_shown_as_plain_text_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +117,10 @@ def test_a_narrow_line_keeps_the_most_important_parts(tmp_path: Path) -> None:
         assert line.cell_len <= width and line.plain.startswith("step 200/400 (50 %)")
     assert "loss" in fit(parts, 40).plain and "tokens/s" in fit(parts, 80).plain
     assert "backward" in fit(parts, 300).plain and "1 restart" in fit(parts, 300).plain
+
+
+def test_parts_of_a_step_have_letters_that_differ() -> None:
+    assert len({letter_of(name) for name in COLORS}) == len(COLORS)
 
 
 def test_a_sparkline_follows_the_numbers() -> None:

@@ -102,13 +102,17 @@ def launch_locally(options: argparse.Namespace) -> int:
             outcome = agent.run_ranks(local_job, outputs, handler)
             console.finish()
         events.append_outcome(outcome)
-        sys.stderr.write(failure_report(outcome, console))
         # A request for a restart by the script itself, or a signal, ends the loop as well as success does.
-        if not outcome.failures or outcome.is_final or restart == options.max_restarts:
+        is_last = not outcome.failures or outcome.is_final or restart == options.max_restarts
+        if is_last:
+            console.close()
+        # The report comes last on the screen.
+        console.print_own(failure_report(outcome, console))
+        if is_last:
             break
         notice = f"restart {restart + 1} of {options.max_restarts}"
         events.append("restart", notice)
-        print(f"zero-launch: {notice}", file=sys.stderr, flush=True)
+        console.print_own(f"zero-launch: {notice}\n")
     return outcome.code
 
 
@@ -309,6 +313,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         outcome = run_cluster(request, nodes, console, events)
         console.finish()
     events.append_outcome(outcome)
+    console.close()
     console.print_own(failure_report(outcome, console))
     return outcome.code
 

@@ -8,6 +8,7 @@ output and progress bars go on as usual. Drawing saves and restores the cursor, 
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -176,7 +177,10 @@ class LiveLine:
 
     def _read(self) -> None:
         reader = RunReader(self._folder, MAX_GROUPS, wait=True)
-        while not self._is_over.wait(READ_INTERVAL_S):
+        is_over = False
+        # What is written until the end is read once more.
+        while not is_over:
+            is_over = self._is_over.wait(READ_INTERVAL_S)
             try:
                 reader.read()
             except OSError:
@@ -231,7 +235,12 @@ class LiveLine:
         rows, self._rows, self._drawn = self._rows, 0, ""
         return f"{SAVE_CURSOR}\x1b[r\x1b[{rows};1H\x1b[2K{RESTORE_CURSOR}" if rows else ""
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self) -> str:
+        """End the thread. Return what remains on the screen: how far the run came and what shows it."""
         self._is_over.set()
         self._thread.join(1.0)
+        if not self._parts:
+            return ""
+        reached = ", ".join(text for text, _, _ in self._parts)
+        command = f"zero-view {shlex.quote(str(self._folder))}"
+        return f"zero-launch: {reached}\nzero-launch: to look at this run: {command}\n"

@@ -39,8 +39,8 @@ COLORS = {
 }
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_CHARACTERS = str.maketrans(f"{SPARKS}░■·µ", "_.,-=+*#.#-u")
-# The blocks of a bar where there are no colors, one for each part in turn.
-PLAIN_BLOCKS = "FBGRUOC."
+# The blocks of a bar where there are no colors. A part that is not listed has its first letter.
+LETTERS = {"other": "."}
 STATE_COLORS = {"running": "green", "ended": "green", "failed": "red", "silent": "yellow", "starting": "cyan"}
 # A terminal of so many columns has two columns of tables.
 TWO_COLUMNS = 150
@@ -159,26 +159,31 @@ def render_split(summary: dict[str, Any], width: int, colors: bool) -> Group:
     seconds = sum(split.values()) or 1.0
     bar, used, total = Text(), 0, 0.0
     bar_width = max(20, min(width - 2, 100))
-    for index, (name, value) in enumerate(split.items()):
+    for name, value in split.items():
         total += value
         columns = round(bar_width * total / seconds) - used
         used += columns
-        letter = "█" if colors else PLAIN_BLOCKS[index % len(PLAIN_BLOCKS)]
+        letter = "█" if colors else letter_of(name)
         bar.append(letter * columns, style=COLORS.get(name, "white"))
     legend = Table.grid(padding=(0, 3))
-    shown = [(index, name, value) for index, (name, value) in enumerate(split.items()) if value > 0]
     cells = [
         Text.assemble(
-            ("■" if colors else PLAIN_BLOCKS[index % len(PLAIN_BLOCKS)], COLORS.get(name, "white")),
+            ("■" if colors else letter_of(name), COLORS.get(name, "white")),
             f" {name} {format_duration(value)} ",
             (format_share(value / seconds), "dim"),
         )
-        for index, name, value in shown
+        for name, value in split.items()
+        if value > 0
     ]
     per_row = max(1, width // 31)
     for start in range(0, len(cells), per_row):
         legend.add_row(*cells[start : start + per_row])
     return Group(Text(f"Where a step's time goes (newest {summary['recent']['steps']} steps)", "bold"), bar, legend)
+
+
+def letter_of(name: str) -> str:
+    """Return the letter of a part of a step; those of ``COLORS`` differ."""
+    return LETTERS.get(name, name[:1].upper())
 
 
 def render_memory(summary: dict[str, Any]) -> Table | None:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.launch.hosts import ROOT
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.connections import allow_descriptors
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.nodes import Nodes
 from zeroengine.launch.cluster.protocol import MESSAGE_PREFIX
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.shells import RemoteShell, ssh_shell
 from zeroengine.launch.local.console import Console
+from zeroengine.launch.local.descriptors import allow_descriptors
 
 
 def test_more_nodes_than_the_soft_limit_of_open_files_allows() -> None:

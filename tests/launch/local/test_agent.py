@@ -122,6 +122,14 @@ def test_exit_codes_are_passed_on(launch: Launch, script: Script, body: str, cod
     assert result.err.splitlines()[-1] == last
 
 
+@pytest.mark.usefixtures("short_waits")
+def test_the_report_of_a_killed_rank_ends_with_the_signal(launch: Launch, script: Script) -> None:
+    body = "if rank == 0:\n    print('a notice', file=sys.stderr, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    lines = launch(script(f"{body}\ntime.sleep(60)")).err.splitlines()
+    assert lines[-2] == "[rank 0] a notice"
+    assert lines[-1].startswith("zero-launch: rank 0 failed (exit code 137: killed by SIGKILL, often because")
+
+
 def test_after_a_sudden_death_the_others_are_heard(launch: Launch, script: Script) -> None:
     body = """
 if rank == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 import subprocess
 import time
 
@@ -111,3 +112,17 @@ else:
     assert launcher.returncode == 0
     text = re.sub(r"\x1b\[\?25h|\x1b\[0m", "", screen.decode()).replace("\r\n", "\n")
     assert text == ("[rank 0] True 51 51\n\r[rank 0] 50%\r\x1b[K[rank 1] from one False\n[rank 0] 50%\r[rank 0] 100%\n")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "cause"), [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")]
+)
+def test_output_that_cannot_be_written_ends_the_run_with_the_cause(
+    script: Script, redirection: str, cause: str
+) -> None:
+    name = script("while True: print('step', flush=True); time.sleep(0.01)")
+    command = shlex.join([*COMMAND, "--nproc", "1", "--cpu", name])
+    done = subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].startswith(
+        f"zero-launch: stopped, because stdout cannot be written ({cause}); every rank has ended. Send the output"
+    )

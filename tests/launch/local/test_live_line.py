@@ -56,6 +56,10 @@ def test_a_run_on_a_terminal_has_a_line_at_the_bottom_and_unchanged_output(scrip
     lines = [line for line in rest.split("\n") if line.startswith("[rank 0] output")]
     assert lines == [f"[rank 0] output {step}" for step in range(1, 41)] * 2
     assert re.search(r"step \d+/80 \(\d+ %\)", drawn) and "tokens/s" in drawn and "backward" in drawn
+    # What remains on the screen names the command that shows more.
+    assert re.search(
+        r"zero-launch: step 40/80 \(50 %\), loss .*\nzero-launch: to look at this run: zero-view .*run\n$", rest
+    )
     # The rows are all given back at the end.
     assert drawn.rindex("\x1b[r") > drawn.rindex("\x1b[1;29r")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]

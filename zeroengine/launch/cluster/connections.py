@@ -15,7 +15,6 @@ import contextlib
 import functools
 import math
 import queue
-import resource
 import subprocess
 import threading
 import time
@@ -23,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import protocol
 from zeroengine.launch.cluster.protocol import Message
 
@@ -38,8 +36,6 @@ MESSAGE_OVERHEAD_BYTES = 100
 POLL_INTERVAL_S = 0.1
 READ_BYTES = 1 << 16
 DESCRIPTORS_PER_CONNECTION = 3
-# The descriptors that stay free for everything else in the launcher.
-SPARE_DESCRIPTORS = 100
 
 Receive = Callable[[Message, Callable[[], None]], None]
 
@@ -255,28 +251,3 @@ class ConnectionThread:
             for connection in self._open:
                 connection.send_heartbeat()
             await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
-
-
-def allow_descriptors(count: int, purpose: str) -> None:
-    """Raise this process's limit of open files, if necessary, to `count` more than it needs anyway.
-
-    Args:
-        count: The number of further files.
-        purpose: What they are for, in words for the message.
-
-    Raises:
-        LaunchError: The system does not allow so many.
-    """
-    limit = count + SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        return
-    hard_is_enough = hard == resource.RLIM_INFINITY or hard >= limit
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard if hard_is_enough else limit))
-    except (OSError, ValueError):
-        # Only root may raise the hard limit.
-        raise LaunchError(
-            f"{purpose} need {limit} open files, and {hard} are allowed here. Allow more (ulimit -n {limit}, or "
-            "nofile in /etc/security/limits.conf), or start fewer"
-        ) from None

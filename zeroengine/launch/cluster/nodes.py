@@ -15,7 +15,6 @@ from zeroengine.launch.cluster.connections import (
     DESCRIPTORS_PER_CONNECTION,
     POLL_INTERVAL_S,
     ConnectionThread,
-    allow_descriptors,
 )
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
@@ -24,6 +23,7 @@ from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local.console import Console
+from zeroengine.launch.local.descriptors import allow_descriptors
 from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, signal_handlers
 

@@ -121,6 +121,9 @@ class Console:
         log_dir: A folder that receives each rank's output unchanged, as `rank0.log` and so on. It is created.
         live_line: How the run goes, in one line below the ranks' output; None for no such line.
 
+    Attributes:
+        stop_reason: Why the console has ended the run; empty if it has not.
+
     Raises:
         LaunchError: The folder cannot be created.
     """
@@ -135,7 +138,10 @@ class Console:
         self._outputs: dict[tuple[int, int], RankOutput] = {}
         # The unfinished line of this output is the last one on the terminal.
         self._drawn: RankOutput | None = None
-        self._run_is_over = self._output_is_closed = False
+        self._run_is_over = False
+        # Why nothing is written any more to STDOUT or STDERR.
+        self._write_errors: dict[int, OSError] = {}
+        self.stop_reason = ""
 
     def assign(self, names: Sequence[str], terminal: bool = False) -> None:
         """Set the ranks' names for the next round.
@@ -198,6 +204,11 @@ class Console:
         """Mark the run as over: from now on a closed terminal no longer stops it."""
         self._run_is_over = True
 
+    def close(self) -> None:
+        """Print how far the run has come and where it is recorded, unless there is no live line."""
+        if self._live_line is not None:
+            self.print_own(self._live_line.close())
+
     def print_own(self, text: str) -> None:
         """Print the launcher's own lines on stderr, above the line that is being drawn there."""
         data = text.encode(errors="replace")
@@ -245,18 +256,20 @@ class Console:
         self._write(output.target, data)
 
     def _write(self, target: int, data: bytes) -> None:
-        """Write all of it. If nobody reads any more (a closed pipe or terminal), end the run."""
+        """Write all of it. If that is impossible (a closed pipe or terminal, a full disk), end the run."""
         rest = memoryview(data)
-        while rest and not self._output_is_closed:
+        while rest and target not in self._write_errors:
             try:
                 rest = rest[os.write(target, rest) :]
             except BlockingIOError:
                 # Whoever started zero-launch has made the pipe non-blocking, and it is full.
                 time.sleep(0.01)
-            except OSError:
-                # The reader of a closed output does not come back, so nothing is written any more.
-                self._output_is_closed = True
-                if not self._run_is_over:
+            except OSError as error:
+                # The reader of a closed output does not come back, so nothing is written there any more.
+                self._write_errors[target] = error
+                if not self._run_is_over and not self.stop_reason:
+                    name = "stderr" if target == STDERR else "stdout"
+                    self.stop_reason = f"{name} cannot be written ({error.strerror})"
                     # The signal ends the run in the same order as Ctrl-C would. When the run is over, only its last
                     # message is lost.
                     os.kill(os.getpid(), signal.SIGTERM)

@@ -10,6 +10,8 @@ from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 
 # So many failures are named besides the first one.
 MAX_NAMED_FAILURES = 4
+# The exit code of a process that signal n has killed is this plus n.
+SIGNAL_CODES = 128
 
 
 def failure_report(outcome: RunOutcome, console: Console) -> str:
@@ -18,6 +20,11 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     The failures' tracebacks are added to the ranks' log files.
     """
     if outcome.stop_signal is not None:
+        if console.stop_reason:
+            return (
+                f"zero-launch: stopped, because {console.stop_reason}; every rank has ended. Send the output where it "
+                "can be written, such as > /dev/null; --log-dir keeps it in files\n"
+            )
         return f"zero-launch: stopped by {outcome.stop_signal.name}; every rank has ended\n"
     for failure in outcome.failures:
         console.log(failure.rank, failure.text.encode(errors="replace"))
@@ -32,16 +39,19 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     lines = [f"zero-launch: {o.label} failed as well: {reason}" for o, reason in zip(named, reasons, strict=True)]
     if len(others) > len(named):
         lines.append(f"zero-launch: and {len(others) - len(named)} more ranks")
-    lines.append(f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})")
+    failed = f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})"
     text = first.text.rstrip("\n") or console.tail(first.rank)
-    lines += [console.prefix(first.rank) + line for line in text.split("\n") if text]
+    output = [console.prefix(first.rank) + line for line in text.split("\n") if text]
+    # The cause comes last: the traceback or the last output, or the signal that killed a rank whatever it had printed.
+    is_killed = not first.text and first.code > SIGNAL_CODES
+    lines += [*output, failed] if is_killed else [failed, *output]
     return "\n".join([*lines, *nodes]) + "\n"
 
 
 def describe_exit_code(code: int) -> str:
     """Return an exit code in words."""
     try:
-        name = signal.Signals(code - 128).name
+        name = signal.Signals(code - SIGNAL_CODES).name
     except ValueError:
         return f"exit code {code}"
     if name == "SIGKILL":

@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local.console import STDERR, STDOUT
+from zeroengine.launch.local.descriptors import allow_descriptors
 from zeroengine.launch.local.signals import signal_handlers
 
+# Two pipes, what torch elastic opens of them, and the connections to the store.
+DESCRIPTORS_PER_RANK = 8
 # The arguments are the local rank, STDOUT or STDERR, and the data.
 Receive = Callable[[int, int, bytes], None]
 
@@ -41,6 +44,7 @@ class Pipes:
         idle: Callable[[bool], None] = lambda _: None,
         terminals: Mapping[int, int] | None = None,
     ) -> None:
+        allow_descriptors(DESCRIPTORS_PER_RANK * ranks, f"{ranks} ranks of this node")
         self._receive, self._idle = receive, idle
         self._terminals = dict(terminals or {})
         self._ends: dict[tuple[int, int], tuple[int, int]] = {}  # (local rank, target) to (reader, writer)
@@ -51,10 +55,7 @@ class Pipes:
         except OSError as error:
             # The descriptors opened before the failing one must not stay open.
             self._close()
-            raise LaunchError(
-                f"the output of {ranks} ranks needs {4 * ranks} open files ({error.strerror}). Allow more (ulimit -n), "
-                "or start fewer"
-            ) from None
+            raise LaunchError(f"the output of {ranks} ranks cannot be opened ({error.strerror}): start fewer") from None
         self._ranks_ended = threading.Event()
         self._handlers = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="zero-launch output", daemon=True)
