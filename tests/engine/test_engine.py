@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import zeroengine
 from tests.distributed.models import ADAMW, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
+from zeroengine.utils.byte_size import format_byte_size
 
 
 def attributes() -> None:
@@ -47,7 +49,7 @@ def printed() -> tuple[str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroengine").addHandler(handler)
-    settings = config(1, steps_per_print=2, dump_state=True, graph_harvesting=True)
+    settings = config(1, steps_per_print=2, dump_state=True, graph_harvesting=True, monitor={"total_steps": 9})
     with contextlib.redirect_stdout(io.StringIO()) as out:
         engine = zeroengine.initialize(build(), config=settings)
         for step in range(5):
@@ -64,25 +66,40 @@ def test_rank_0_prints_its_progress_the_configuration_and_what_it_ignores() -> N
     lines = text.splitlines()
     assert any(line.split()[:2] == ["zero_optimization.stage", "1"] for line in lines)
     assert any(line.split()[:2] == ["train_batch_size", "4"] for line in lines), "the resolved values"
-    assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 2", "step 4"]
-    assert any("lr 0.003, grad norm " in line for line in lines)
+    progress = [line for line in lines if line.startswith("step")]
+    assert [line.split(":")[0] for line in progress] == ["step 2/9", "step 4/9"]
+    pattern = r": loss of rank 0 \d+\.\d+, lr 0\.003, grad norm \d\.\d+, [\d.]+ (steps/s|s a step)$"
+    assert all(re.search(pattern, line) for line in progress), progress
     assert any("graph_harvesting" in record for record in records)
     assert "step 2 skipped: the gradient of tok.weight is not finite" in records, "the first in forward order"
 
 
-def tables() -> str:
+def tables() -> tuple[str, str, str]:
+    """``engine.memory()`` as a table, its bytes of states in words, and what ``initialize`` says on stderr."""
     start()
-    engine = zeroengine.initialize(build(), config=config(3, bf16={"enabled": True}))
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        engine = zeroengine.initialize(build(), config=config(3, bf16={"enabled": True}))
+        logging.getLogger("zeroengine").setLevel("WARNING")
+        zeroengine.initialize(build(), config=config(3))
     memory = engine.memory()
     assert memory.total == memory.states + memory.buckets + memory.gathered
     assert memory.states == memory.parameters + memory.gradients + memory.master + memory.optimizer
     with zeroengine.gathered(engine.module):
         assert engine.memory().gathered > 0
-    return str(memory)
+    names = ("parameters", "gradients", "master", "optimizer")
+    return str(memory), ", ".join(f"{n} {format_byte_size(getattr(memory, n))}" for n in names), err.getvalue()
 
 
-def test_the_memory_prints_as_a_table() -> None:
-    lines = run_ranks(2, tables)[0].splitlines()
+def test_the_memory_prints_as_a_table_and_rank_0_says_it_at_the_start() -> None:
+    (table, states, said), (_, _, said_by_other) = run_ranks(2, tables)
+    assert said_by_other == ""
+    start_lines = [line for line in said.splitlines() if line.startswith("zeroengine ")]
+    assert len(start_lines) == 1, "and not where the level of the logger forbids it"
+    assert re.search(
+        r": TinyLM, [\d.]+ k parameters in \d units, stage 3 over 2 ranks, [\d.]+ KiB a rank: ", start_lines[0]
+    )
+    assert states in start_lines[0]
+    lines = table.splitlines()
     assert lines[0] in ("on cpu", "on cuda:0")
     assert [line.split()[0] for line in lines[1:]] == [
         "parameters", "gradients", "master", "optimizer", "buckets", "gathered", "total"

@@ -124,7 +124,8 @@ class Config(Section):
     gradient_predivide_factor: Annotated[AboveZero, AUTO] = 1.0
     """Without prescale_gradients: divide by this factor before the sum, and by the ranks over this factor after it."""
     steps_per_print: Annotated[Positive | None, BeforeValidator(_finite_or_never), AUTO] = None
-    """Number of steps between two lines of progress on rank 0. null: none are printed."""
+    """Number of steps between two lines of progress on rank 0: the loss, the learning rates, the norm of the gradient
+    and the steps per second. null: none are printed."""
     dump_state: bool = False
     """Print the resolved configuration on rank 0 at the start."""
     memory_check: Annotated[Literal["error", "warn", "off"], AUTO] = "error"

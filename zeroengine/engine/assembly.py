@@ -24,6 +24,7 @@ from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.monitoring import start_monitor
 from zeroengine.engine.peak_rates import peak_flops_of
+from zeroengine.engine.progress import ProgressPrinter
 from zeroengine.engine.restoration import Restoration
 from zeroengine.engine.step import StepRunner
 from zeroengine.errors import ZeroEngineError
@@ -108,6 +109,7 @@ class EngineParts:
         outside_writes: Finds values that user code wrote into the model.
         optimizer: Updates this rank's shards.
         outer_step: Turns what the replicas have become into common parameters; None without ``local_steps``.
+        progress: Prints a line from time to time; None if nothing asks for it, and on other ranks than 0.
         step_runner: Clips, updates, steps the LR schedule, and counts.
         foreign_parameters: Finds parameters that ``initialize`` was not given.
         input_comparison: Warns where ranks train on the same samples.
@@ -218,6 +220,10 @@ class EngineParts:
             self.restoration.shards = self.optimizer.shards
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)
             self.outer_step = self._make_outer_step()
+        self.progress: ProgressPrinter | None = None
+        if config.steps_per_print is not None and group.rank == 0:
+            self.progress = ProgressPrinter(config, group.world_size)
+            self.backward.subscribe(self.progress)
         self.step_runner = StepRunner(
             config,
             self.optimizer,
@@ -231,6 +237,7 @@ class EngineParts:
             self.backward,
             timer,
             self.report_event,
+            self.progress,
         )
         undo.callback(self.step_runner.close)
         # This records the present model, so everything that replaces parameters must be done before.
@@ -258,6 +265,13 @@ class EngineParts:
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         if self.save_on_signal is not None:
             undo.callback(self.save_on_signal.close)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Tell those who report the loss what a backward was given."""
+        if self.monitor is not None:
+            self.monitor.note_loss(loss)
+        if self.progress is not None:
+            self.progress.note_loss(loss)
 
     def report_event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""

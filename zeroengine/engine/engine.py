@@ -166,13 +166,11 @@ class Engine:
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
         # A backward that raises is no part of the step, so this comes after it.
-        if self._parts.monitor is not None:
-            self._parts.monitor.note_loss(loss)
+        self._parts.note_loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        if self._parts.monitor is not None:
-            self._parts.monitor.note_loss(loss)
+        self._parts.note_loss(loss)
         return self._parts.backward.mark_scaled(self._parts.scaler.scaled(loss))
 
     @property

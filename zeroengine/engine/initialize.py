@@ -27,6 +27,7 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.model_checks import check_one_device, check_undistributed, check_unowned
+from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
@@ -189,14 +190,19 @@ def _make_engine(
     )
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)
+    # The prediction looks at the caller's optimizer, which the engine empties.
+    start = describe_start(model, planner, replica_ranks, num_replicas)
     parts = (model, base_optimizer, planner.config, group, replicas, transport, planner, plans)
     try:
-        return Engine(partial(EngineParts, *parts, lr_scheduler, async_step, copies, undo))
+        engine = Engine(partial(EngineParts, *parts, lr_scheduler, async_step, copies, undo))
     except RuntimeError as error:
         if is_out_of_memory(error):
             holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."
             add_advice(error, planner, group.device, holds)
         raise
+    if group.rank == 0:
+        announce(start)
+    return engine
 
 
 def _restore_hyperparameters(

@@ -22,6 +22,12 @@ def trainable_share(plans: Sequence[UnitPlan]) -> float:
     return sum(plan.numel for plan in plans if plan.trainable) / max(sum(plan.numel for plan in plans), 1)
 
 
+def planned_steps(config: Config) -> int | None:
+    """Return the number of updates of the whole run, if the configuration says so."""
+    schedule = {} if config.scheduler is None else dict(config.scheduler.params)
+    return config.monitor.total_steps or schedule.get("total_num_steps")
+
+
 def describe_run(
     model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan], hosts: Sequence[str]
 ) -> dict[str, Any]:
@@ -29,7 +35,6 @@ def describe_run(
     on_gpu = group.device.type == "cuda"
     # The package imports this file, so this file does not import the package.
     version = sys.modules["zeroengine"].__version__
-    schedule = {} if config.scheduler is None else dict(config.scheduler.params)
     return {
         "zeroengine": version,
         "started": time.time(),
@@ -49,5 +54,5 @@ def describe_run(
             "zeroengine": version,
         },
         "peak_flops": peak_flops_of(config, group.device),
-        "steps_planned": config.monitor.total_steps or schedule.get("total_num_steps"),
+        "steps_planned": planned_steps(config),
     }

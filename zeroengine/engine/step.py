@@ -31,6 +31,7 @@ import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
+from zeroengine.engine.progress import ProgressPrinter
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.monitor.record import EventKind
 from zeroengine.monitor.timer import Timer
@@ -84,6 +85,7 @@ class StepRunner(BackwardListener):
         backward: Reports when the next backward begins.
         timer: Times the update.
         report_event: Called with the kind, the step and the text of an event.
+        progress: Prints a line from time to time, if there is one.
 
     Attributes:
         issued_step: The last step, or None before the first.
@@ -108,7 +110,9 @@ class StepRunner(BackwardListener):
         backward: BackwardTracker,
         timer: Timer,
         report_event: Callable[[EventKind, int, str], None],
+        progress: ProgressPrinter | None,
     ) -> None:
+        self._progress = progress
         self.issued_step: IssuedStep | None = None
         self._timer, self._report_event = timer, report_event
         self.num_updates = self.num_skipped = 0
@@ -230,6 +234,8 @@ class StepRunner(BackwardListener):
             self._reducer.end_step()
             raise
         self._gatherer.end_update()
+        if self._progress is not None:
+            self._progress.end_step()
         number = self.num_updates + self.num_skipped + 1
         self.issued_step = IssuedStep(number, rates, loss_scale, result, self._skips)
         schedule = self.schedule
@@ -329,7 +335,9 @@ class StepRunner(BackwardListener):
             report_step()
             if not scheduled:
                 self._step_schedule()
-            self._print_progress()
+            if self._progress is not None:
+                rates = [group["lr"] for group in self._optimizer.param_groups]
+                self._progress.count_update(self.num_updates, rates, self.grad_norm)
         else:
             self.num_skipped += 1
         scale = self._scaler.scale
@@ -367,9 +375,3 @@ class StepRunner(BackwardListener):
         for optimizer in (self._optimizer, self.base_optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._guard.step()
-
-    def _print_progress(self) -> None:
-        every = self._config.steps_per_print
-        if every and self._replicas.rank == 0 and self.num_updates % every == 0:
-            rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
-            print(f"step {self.num_updates}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)

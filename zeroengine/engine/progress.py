@@ -1,0 +1,127 @@
+"""The lines that say how a run is set up and how it goes: one at its start, and others by ``steps_per_print``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zeroengine.config import Config
+from zeroengine.config.degrees import STATES as DEGREE_STATES
+from zeroengine.engine.run_description import planned_steps
+from zeroengine.plan.automatic import StatePlanner
+from zeroengine.runtime.backward_tracker import BackwardListener
+from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.view.formats import format_count, format_loss
+
+log = logging.getLogger("zeroengine")
+
+
+def announce(line: str) -> None:
+    """Log ``line`` at INFO, or print it to stderr if the program has not configured logging.
+
+    Without a configuration Python shows warnings alone, and this is none. ``logging.basicConfig`` or a level of the
+    logger "zeroengine" makes the configuration decide.
+    """
+    if log.level == logging.NOTSET and not log.hasHandlers():
+        print(line, file=sys.stderr, flush=True)
+    else:
+        log.info("%s", line)
+
+
+def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int) -> str:
+    """Return one line: the model, how it is partitioned, and the bytes of a rank as the planner predicts them."""
+    version = sys.modules["zeroengine"].__version__
+    zero, need = planner.config.zero_optimization, planner.need(planner.current())
+    ranks = _counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
+    how = f"stage {zero.stage} over {ranks}"
+    if zero.degrees is not None:
+        how = f"{', '.join(f'{state} over {getattr(zero.degrees, state)}' for state in DEGREE_STATES)} of {ranks}"
+    total = sum(plan.numel for plan in planner.plans)
+    trainable = sum(plan.numel for plan in planner.plans if plan.trainable)
+    frozen = "" if trainable == total else f" ({format_count(trainable)} trainable)"
+    of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in need.states.device.items() if n)
+    elsewhere = {"CPU memory": need.states.cpu_total, "NVMe": sum(need.states.nvme.values())}
+    more = "".join(f"; {format_byte_size(nbytes)} in {place}" for place, nbytes in elsewhere.items() if nbytes)
+    return (
+        f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
+        f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(need.states.device_total)} a rank: "
+        f"{of_states}{more}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+class ProgressPrinter(BackwardListener):
+    """Prints a line every ``steps_per_print`` updates. Make one on rank 0 only.
+
+    The loss is copied to the host when a step is issued, and read when the result of that step is known, so it makes
+    nothing wait.
+
+    Args:
+        config: The resolved configuration.
+        world_size: The number of ranks. Of several, the loss is that of rank 0.
+    """
+
+    def __init__(self, config: Config, world_size: int) -> None:
+        assert config.steps_per_print is not None
+        self._interval, self._total = config.steps_per_print, planned_steps(config)
+        self._divisor = config.micro_steps_in_mean
+        self._loss_name = "loss" if world_size == 1 else "loss of rank 0"
+        self._loss: torch.Tensor | None = None
+        self._issued_loss: HostCopy | None = None
+        # The time since which updates are counted, and the number of updates at that time.
+        self._since: tuple[float, int] | None = None
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Add what ``backward`` was given to the loss of the step."""
+        # The copy is made now, because the user may change the tensor afterwards.
+        value = loss.detach().to(torch.float64, copy=True).view(())
+        self._loss = value if self._loss is None else self._loss + value
+
+    def drop_gradients(self) -> None:
+        """Forget the losses of the step in progress, which starts again."""
+        self._loss = None
+
+    def fail_backward(self, after_others: bool) -> None:
+        """Forget what the dropped gradients belong to."""
+        self._loss = None
+
+    def end_step(self) -> None:
+        """Note that a step was issued."""
+        self._issued_loss = None if self._loss is None else HostCopy(self._loss.view(1))
+        self._loss = None
+
+    def count_update(self, number: int, rates: Sequence[float | torch.Tensor], grad_norm: float | None) -> None:
+        """Print a line if it is time to. The result of the issued step is known now.
+
+        Args:
+            number: The number of updates so far.
+            rates: The learning rate of each param group.
+            grad_norm: The norm of the gradient.
+        """
+        now = time.monotonic()
+        # A load changes the number. The first interval has no start of its first step.
+        if self._since is None or self._since[1] >= number:
+            self._since = (now, number)
+        if number % self._interval:
+            return
+        parts = []
+        if self._issued_loss is not None:
+            parts.append(f"{self._loss_name} {format_loss(self._issued_loss.read()[0] / self._divisor)}")
+        parts.append(f"lr {', '.join(f'{rate:.3g}' for rate in rates)}")
+        parts.append(f"grad norm {grad_norm:.4g}")
+        seconds, updates = now - self._since[0], number - self._since[1]
+        if updates and seconds > 0:
+            rate = updates / seconds
+            parts.append(f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s a step")
+        self._since = (now, number)
+        total = f"/{self._total}" if self._total else ""
+        print(f"step {number}{total}: {', '.join(parts)}", flush=True)
