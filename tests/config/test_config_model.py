@@ -200,3 +200,10 @@ def test_every_field_has_a_docstring() -> None:
                 walk(inner)
 
     walk(Config)
+
+
+def test_sizes_that_auto_becomes_are_listed() -> None:
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "units": ["a"]}
+    resolved = load(sizes).resolve(world_size=2)
+    expected = '"auto" stands for train_batch_size = 2, train_micro_batch_size_per_gpu = 1.'
+    assert resolved.notices == resolved.resolve(world_size=2).notices == (expected,)

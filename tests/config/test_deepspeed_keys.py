@@ -214,20 +214,31 @@ ON = {
 @pytest.mark.parametrize("path", deepspeed_keys.TABLE)
 def test_every_row_speaks_where_its_key_asks_for_something(path: str) -> None:
     row = deepspeed_keys.TABLE[path]
-    tree = awake(path, ON.get(path, 77))
+    of_kind = {"boolean": True, "string": "x", "list": ["x"], "block": {(row.keys or "x").split()[0]: 1}}.get(
+        row.kind, 77
+    )
+    refuses = row.status == "refused"
+    tree = awake(path, ON.get(path, 77 if refuses else of_kind))
     try:
         told = "\n".join(load(tree).notices)
         assert row.status == "no effect"
     except ConfigError as error:
         assert row.status == "refused"
         told = str(error)
-    assert path in told and row.reason in told
+    # A value that is always right asks for nothing, whichever it is.
+    assert (path in told and row.reason in told) or (not refuses and row.is_off(of_kind))
+    if refuses or row.kind == "any":
+        return
+    for wrong in ([{}], True if row.kind == "number" else 7.5, 1 if row.kind == "string" else "yes"):
+        if not (row.kind == "list" and isinstance(wrong, list)):
+            with pytest.raises(ConfigError, match=r"found .*; write .*, or remove it: "):
+                load(awake(path, wrong))
 
 
 @pytest.mark.parametrize("path", deepspeed_keys.TABLE)
 def test_every_row_is_silent_where_its_key_asks_for_nothing(path: str) -> None:
     row = deepspeed_keys.TABLE[path]
-    for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.switch and not row.keys else [])):
+    for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.kind == "boolean" else [])):
         tree = awake(path, value)
         assert not any(path in notice for notice in load(tree).notices)
 

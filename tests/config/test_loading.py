@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroengine.config import load
+from zeroengine.config import deepspeed_keys, load
 from zeroengine.config.keys import known_paths
 from zeroengine.errors import ConfigError, ZeroEngineError
 
@@ -141,10 +141,11 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
     )
     with pytest.raises(ConfigError) as caught:
         load(path)
+    reason = deepspeed_keys.TABLE["fp16.fp16_master_weights_and_grads"].reason
     assert str(caught.value).splitlines() == [
         f"{path}: 4 problems",
         "  zero_optimization.stge (line 3): unknown key. Did you mean zero_optimization.stage?",
-        "  fp16.fp16_master_weights_and_grads (line 5): the value true is refused; the master weights are fp32.",
+        f"  fp16.fp16_master_weights_and_grads (line 5): the value true is refused; {reason}.",
         '  train_batch_size (line 6): found "32" (a string); write an integer: 32, without quotes.',
         "  optimizer.params.lr (line 7): found -1 (an integer); write a value of at least 0.0.",
     ]

@@ -56,6 +56,10 @@ def test_auto_without_a_default_says_what_to_write() -> None:
             {"type": "WarmupLR", "params": {"total_num_steps": 3}},
             "total_num_steps: WarmupLR does not take it; WarmupDecayLR and WarmupCosineLR do",
         ),
+        (
+            {"type": "WarmupLR", "params": {"total_num_step": 3}},
+            "total_num_step: unknown key. If total_num_steps is meant: WarmupLR does not take it; WarmupDecayLR and",
+        ),
         ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "at least 1"),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": []}}, r"found \[\] \(a list\); write at least 1 value"),
         (
@@ -70,3 +74,20 @@ def test_auto_without_a_default_says_what_to_write() -> None:
 def test_a_wrong_scheduler(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load({"scheduler": section})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": 10}),
+        ("WarmupCosineLR", {"total_num_steps": 10}),
+        ("WarmupLR", {}),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+    ],
+)
+def test_a_rate_that_rises_until_the_run_ends_gets_a_notice(kind: str, params: dict[str, Any]) -> None:
+    config = {"gradient_clipping": 1.0, "monitor": {"total_steps": 10}}
+    (notice,) = load(config | {"scheduler": {"type": kind, "params": params}}).notices
+    assert "and the run has 10 steps: the learning rate rises until the end" in notice
+    short = params | {"cycle_first_step_size" if kind == "OneCycle" else "warmup_num_steps": 9}
+    assert load(config | {"scheduler": {"type": kind, "params": short}}).notices == ()

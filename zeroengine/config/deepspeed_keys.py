@@ -20,6 +20,15 @@ from zeroengine.config.source import ConfigSource, KeyPath, as_json, describe
 COMMENT_PREFIXES = ("_comment", "$comment", "//")
 SWITCHED_OFF = (False, None, 0, "none", "auto")
 
+# The kinds of values: their types in Python, and what to write.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "boolean": ((bool, dict), "true or false"),
+    "number": ((int, float), "a number"),
+    "string": ((str,), "a string"),
+    "list": ((list, tuple), "a list, [...]"),
+    "block": ((dict,), "an object, {...}"),
+}
+
 
 @dataclass(frozen=True)
 class DeepSpeedKey:
@@ -32,6 +41,7 @@ class DeepSpeedKey:
         off: The values that ask for nothing.
         keys: The keys that a block may have, separated by spaces. An empty string leaves them unchecked.
         switch: The key that turns a block on; a block without it is off. An empty string: the block is always on.
+        takes: The kind of the values in DeepSpeed, of ``_KINDS``, or "any". Empty: it follows from the others.
     """
 
     status: Literal["no effect", "refused"]
@@ -40,6 +50,30 @@ class DeepSpeedKey:
     off: tuple[Any, ...] = (False, None)
     keys: str = ""
     switch: str = "enabled"
+    takes: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the values in DeepSpeed, of ``_KINDS``, or "any"."""
+        if self.takes:
+            return self.takes
+        if self.keys or not self.switch:
+            return "block"
+        kinds = {bool: "boolean", int: "number", list: "list", str: "string"}
+        return next((kinds[type(off)] for off in self.off if off is not None), "boolean")
+
+    def expected(self, value: Any) -> str | None:
+        """Return what to write instead of a value of a wrong kind; None if it is right.
+
+        A key without effect is read nowhere, so nothing else would find the mistake.
+        """
+        is_section = isinstance(value, dict) and bool(value)
+        if self.kind == "any" or (self.is_off(value) and not is_section):
+            return None
+        types, words = _KINDS[self.kind]
+        # Python counts a boolean as an integer. pydantic, by which DeepSpeed reads, takes 0 and 1 as booleans.
+        is_right = isinstance(value, types) and (self.kind != "number" or not isinstance(value, bool))
+        return None if is_right or (self.kind == "boolean" and value in (0, 1)) else words
 
     def is_off(self, value: Any) -> bool:
         """Tell whether `value` asks for nothing: an off value, an empty block, or a block that is switched off."""
@@ -82,16 +116,17 @@ _ROWS = {
         _no_effect("timers.throughput.synchronized", "the device is never made to wait for a timer",
             off=(True, False, None)),
         _no_effect("comms_logger.debug", "units are always named, and nothing else calls collectives"),
-        _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
-        _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
+        _no_effect("log_level", "set the level of Python's logger \"zeroengine\"", takes="any"),
+        _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment", takes="number"),
         _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
         _no_effect("disable_allgather", "updated parameters are always gathered"),
         _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
         _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
         _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
-        _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY),
+        _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY, takes="number"),
         _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),
-        _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism", off=_NULL_ONLY),
+        _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism",
+            off=_NULL_ONLY, takes="string"),
         _no_effect("graph_harvesting", "no CUDA graphs are captured; the numbers are the same"),
         _no_effect("aio.intra_op_parallelism aio.thread_count", "one queue of queue_depth requests serves a rank",
             off=(1, None)),
@@ -101,7 +136,8 @@ _ROWS = {
         _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
             keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
                  "synchronize_checkpoint_boundary profile", switch=""),
-        _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank", off=_NULL_ONLY),
+        _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank",
+            off=_NULL_ONLY, takes="any"),
         _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
         _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
         _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
@@ -120,7 +156,7 @@ _ROWS = {
         _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
         _no_effect("torch_autocast.lower_precision_safe_modules",
             "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions",
-            off=_NULL_ONLY),
+            off=_NULL_ONLY, takes="list"),
         _refused("amp", "Apex is not supported; use bf16"),
         _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=_NULL_ONLY),
         _no_effect("data_types.keep_in_fp32_modules",
@@ -153,23 +189,24 @@ _ROWS = {
                    "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
                    "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
                    "keep_int_input_tensors keep_all_input_tensors passes", "only DeepCompile reads it",
-            off=(False, True, None)),
+            off=(False, True, None), takes="any"),
     ],
     "zero_optimization.": [
         _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
         _no_effect("reduce_scatter", "it is used wherever gradients are partitioned", off=_NULL_ONLY),
         _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always", off=_NULL_ONLY),
         _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
-        _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them", off=_NULL_ONLY),
+        _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them",
+            off=_NULL_ONLY, takes="number"),
         _no_effect("compute_grad_norm", "the norm is always computed: it is also the test for overflow",
             off=(True, None)),
         _no_effect("load_from_fp32_weights", "checkpoints hold the fp32 master", off=_NULL_ONLY),
         _no_effect("elastic_checkpoint", "every checkpoint loads at any stage and world size"),
-        _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY),
+        _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY, takes="number"),
         _no_effect("model_persistence_threshold stage3_model_persistence_threshold",
-            "param_persistence_threshold alone decides", off=_NULL_ONLY),
+            "param_persistence_threshold alone decides", off=_NULL_ONLY, takes="number"),
         _no_effect("max_reuse_distance stage3_max_reuse_distance",
-            "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY),
+            "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY, takes="number"),
         _no_effect("gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
                    "gather_fp16_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
             "engine.full_state_dict() gathers at every stage"),
@@ -184,7 +221,7 @@ _ROWS = {
         _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
         _no_effect("legacy_stage1", "there is one implementation of every stage"),
         _no_effect("round_robin_gradients", "ranks own equal shards of every unit already"),
-        _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
+        _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer", takes="any"),
         _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched",
             off=_NULL_ONLY),
         _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),
@@ -199,10 +236,11 @@ _ROWS = {
             "reads, update and writes always run beside one another", off=_NULL_ONLY),
         _no_effect("offload_optimizer.fast_init", "states are never written before the first step", off=_NULL_ONLY),
         _no_effect("offload_optimizer.cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes",
-            off=_NULL_ONLY),
+            off=_NULL_ONLY, takes="number"),
         _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
-        _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
-        _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
+        _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY, takes="number"),
+        _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory",
+            off=_NULL_ONLY, takes="number"),
         _refused("zenflow", "ZenFlow changes results", switch=""),
         _no_effect("mics_hierarchical_params_gather", "a degree of one machine gathers within it, and NCCL knows which "
             "ranks share a machine"),
@@ -290,12 +328,15 @@ class KeySorter:
             known = row.keys.split()
             self.unknown += [(*path, str(key)) for key in value if key not in known]
         # A key that asks for nothing is accepted silently, as files often list every key with its default.
-        if row.is_off(value):
+        wrong = row.expected(value) if row.status == "no effect" else None
+        if wrong is None and row.is_off(value):
             return
         if row.status == "refused":
             # A block's value would be too long for the message.
             shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
             self.refused[path] = f"{shown}refused; {row.reason}."
+        elif wrong is not None:
+            self.refused[path] = f"found {describe(value)}; write {wrong}, or remove it: {row.reason}."
         else:
             self.notices.append(f"{self._source.label(path)} has no effect: {row.reason}.")
 

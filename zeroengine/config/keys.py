@@ -92,6 +92,13 @@ def types_that_take(path: KeyPath) -> list[str]:
     return [name for name, model in _types(path[0]).items() if path_in_section in _fields(model, "")]
 
 
+def keys_of_types(path: KeyPath) -> list[str]:
+    """Return the keys that may stand beside a key in the sections of any type of optimizer or scheduler."""
+    parent = ".".join(path[1:-1])
+    paths = (known.rpartition(".") for model in _types(path[0]).values() for known in _fields(model, ""))
+    return [name for above, _, name in paths if above == parent]
+
+
 def _types(section: str) -> dict[str, type[BaseModel]]:
     """Return the models of the section, by type."""
     models = _models(Config.model_fields[section].annotation)

@@ -16,6 +16,7 @@ from zeroengine.config.filling import changed_source, filled_source
 from zeroengine.config.keys import most_similar
 from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
 from zeroengine.config.model import Config
+from zeroengine.config.schedulers import long_warmup
 from zeroengine.config.source import ConfigSource, KeyPath, copy_tree, describe, override, printable, read_file, walk
 from zeroengine.errors import ConfigError
 
@@ -270,6 +271,8 @@ def _default_notices(
     if autos:
         chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
+    if config.scheduler is not None and (notice := long_warmup(config.scheduler, config.monitor.total_steps)):
+        yield notice
     if may_be_deepspeeds and "gradient_clipping" not in tree:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.comm.register_buffers == "symmetric":

@@ -76,6 +76,17 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
         verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings)
         return Problem(path, f"{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}.")
     # Comparing a very long key with every known one takes too long, and no such key is a spelling mistake.
+    if kind is not None and len(path[-1]) <= MAX_KEY_LENGTH:
+        # Of a parameter that another type takes, a similar one of this type would be a wrong suggestion.
+        meant = keys.most_similar(path[-1], [*siblings, *keys.keys_of_types(path)], cutoff=0.75)
+        if meant is not None and meant not in siblings:
+            others, known = keys.types_that_take((*path[:-1], meant)), ", ".join(siblings)
+            verb = "does" if len(others) == 1 else "do"
+            return Problem(
+                path,
+                f"unknown key. If {meant} is meant: {kind} does not take it; {_enumerate(others)} {verb}. {kind} takes "
+                f"{known}.",
+            )
     near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY_LENGTH else None
     if near:
         return Problem(path, f"unknown key. Did you mean {near}?")

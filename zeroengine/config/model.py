@@ -305,7 +305,16 @@ class Config(Section):
         # The model may be fp16 on purpose, so this is a notice and no error. It is given once.
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)
+        if notice := self._auto_sizes_notice(sizes):
+            resolved._notices = (*resolved._notices, notice)
         return resolved
+
+    def _auto_sizes_notice(self, sizes: Mapping[str, Any]) -> str | None:
+        """Return what stands for the batch sizes that are "auto" and that nothing has filled in."""
+        written = {} if self._written is None else self._written.tree
+        open_sizes = {name: size for name, size in sizes.items() if getattr(self, name) is None and size is not None}
+        autos = [f"{name} = {size}" for name, size in open_sizes.items() if written.get(name) == "auto"]
+        return f'"auto" stands for {", ".join(autos)}.' if autos else None
 
     def _resolve_local_steps(
         self, world_size: int, ranks_per_node: int | None, shard_ranks: int | None

@@ -162,3 +162,21 @@ NEEDED_PARAMS = {
     "cycle_max_lr": "the highest learning rate, such as 0.001",
 }
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+
+
+def long_warmup(scheduler: SchedulerConfig, total_steps: int | None) -> str | None:
+    """Return a notice if the rate rises for at least as long as the run, so that it never falls or never peaks.
+
+    Args:
+        scheduler: The section.
+        total_steps: The number of steps of the run, where the schedule does not say it; None: unknown.
+    """
+    params = scheduler.params
+    name = "cycle_first_step_size" if scheduler.type == "OneCycle" else "warmup_num_steps"
+    rising, total = params.get(name), params.get("total_num_steps") or total_steps
+    if not rising or not total or rising < total:
+        return None
+    return (
+        f"scheduler.params.{name} is {rising}, and the run has {total} steps: the learning rate rises until the end. "
+        f"Write fewer, such as {max(1, total // 20)}, or correct the number of steps."
+    )
