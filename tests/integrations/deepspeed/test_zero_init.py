@@ -108,3 +108,7 @@ def check_writes() -> None:
 
 def test_one_ranks_writes_count_before_initialize_and_others_can_be_refused() -> None:
     run_ranks(2, check_writes)
+
+
+def test_mics_init_builds_without_memory_too() -> None:
+    assert deepspeed.zero.MiCS_Init is deepspeed.zero.Init, "and initialize() reads mics_shard_size"

@@ -22,6 +22,9 @@ from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
 from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
 
+# The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
+from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401
+
 
 class GatheredParameters:
     """A context in which parameters are whole: ``zeroengine.gathered``, where one rank's writes count.
