@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.released_parameter import is_released_parameter, mark_gathered, mark_released
+from zeroengine.runtime.released_parameter import has_no_values, mark_gathered, mark_released
 from zeroengine.runtime.unit import Unit, placeholder_of
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
@@ -164,12 +164,12 @@ class StandIns(TorchFunctionMode):
         unit = self._unit_of.get(original)  # type: ignore[call-overload]
         placeholder = None
         with torch._C.DisableTorchFunction():
-            if unit is None or not (unit.is_releasable or is_released_parameter(original)):
+            if unit is None or not (unit.is_releasable or has_no_values(original)):
                 detached = original.detach()
             else:
                 # It has a version of its own, which shows a write to it.
                 detached, placeholder = original.data, placeholder_of(original)
-        if is_released_parameter(original):
+        if has_no_values(original):
             mark_released(detached, self._resolve)  # type: ignore[arg-type]
         self._detached[id(detached)] = detached, original, placeholder, detached._version
         return detached
@@ -194,7 +194,7 @@ class StandIns(TorchFunctionMode):
                 self._gatherer.gathers.pin(unit)
                 self._pinned[unit] = None
             for tensor, original, _, _ in self._detached.values():
-                if self._unit_of.get(original) is unit and is_released_parameter(tensor):  # type: ignore[call-overload]
+                if self._unit_of.get(original) is unit and has_no_values(tensor):  # type: ignore[call-overload]
                     mark_gathered(tensor)  # type: ignore[arg-type]
                     tensor.data = original.detach()
 

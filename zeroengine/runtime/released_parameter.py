@@ -131,7 +131,7 @@ def _edge_of(tensor: torch.Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(tensor)
 
 
-def resolver_of(param: nn.Parameter) -> Resolver:
+def resolver_of(param: torch.Tensor) -> Resolver:
     """Return the resolver of a released parameter."""
     resolver: Resolver = param.__dict__["_zeroengine_resolver"]
     return resolver
@@ -180,7 +180,7 @@ def stop_watching_gradient(param: nn.Parameter) -> None:
         mark_gathered(param)
 
 
-def has_no_values(param: nn.Parameter) -> bool:
+def has_no_values(param: torch.Tensor) -> bool:
     """Return whether the values of ``param`` are away, so that a use would gather them or raise."""
     return is_released_parameter(param) and resolver_of(param) is not _use_watched
 
