@@ -48,12 +48,22 @@ def test_a_disk_that_fills_up_is_said_to_wherever_it_does(
     numel: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = {"x": StateEntry((numel,), torch.float32, [(Box((0,), (numel,), 0), torch.ones(numel))])}
-    monkeypatch.setattr(dcp_save, "create", lambda path: Full(room))
+    monkeypatch.setattr(dcp_save, "create", lambda path, known_bytes: Full(room))
     with pytest.raises(CheckpointException) as caught:
         save_files(tmp_path, entries, {}, {}, None, lambda n: None)
     assert failure_reason(caught.value).endswith("the disk is full (the file)"), (
         "torch.save has words of its own for it"
     )
+
+
+def test_a_save_allocates_no_more_than_the_tensors_of_this_rank_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = []
+    monkeypatch.setattr(dcp_save, "create", lambda path, known_bytes: known.append(known_bytes) or open(path, "wb"))
+    pieces = [(Box((start,), (8,), start), torch.ones(8)) for start in (0, 16)]
+    save_files(tmp_path, {"x": StateEntry((32,), torch.float32, pieces)}, {"y": [1]}, {}, None, lambda n: None)
+    assert known == [2 * 8 * 4, 0], "of the file of tensors, and of the metadata"
 
 
 def save_one(path: Path) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -118,12 +118,14 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self, report: Report) -> None:
         self.checksums: dict[str, str] = {}
+        # What the next file holds for certain.
+        self.known_bytes = 0
         self._report = report
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a new file, and note its checksum when it is closed."""
-        with create(path) as file:
+        with create(path, self.known_bytes) as file:
             hashed = _HashedFile(file, self._report)
             try:
                 yield hashed
@@ -148,9 +150,16 @@ class _DcpWriter(FileSystemWriter):
         self._path, self._aliases = path, aliases
         self.files: dict[str, FileRecord] = {}
 
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Write this rank's items, and describe the files. DCP makes an error in here an error of all ranks."""
-        results = super().write_data(*args, **kwargs)
+        # All items go to one file, since there is one thread.
+        self._hashing.known_bytes = sum(
+            data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            for data in (item.tensor_data for item in plan.items)
+            if data is not None
+        )
+        results = super().write_data(plan, planner)
+        self._hashing.known_bytes = 0
         written = {result.index: result.storage_data for result in results.value()}
         for i, result in enumerate(results.value()):
             if (first := self._compact.repeated.get(result.index)) is not None:

@@ -2,8 +2,9 @@
 
 Guarantees: ``close`` syncs a file (``fsync``) before it returns, so what was written survives a power cut; syncing the
 folder that holds its name is the caller's part. ``DirectFile`` writes past the page cache with O_DIRECT in aligned
-buffers, pads the last one to the alignment, and cuts the file to its true size afterwards. A file whose ``close``
-raised or never ran holds a part of its bytes.
+buffers, pads the last one to the alignment, and cuts the file to its true size afterwards. It takes no space from the
+disk that the file does not need, apart from one buffer's padding: other files may be written beside it, and the space
+may be just enough for all. A file whose ``close`` raised or never ran holds a part of its bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
 
 BUFFER_BYTES, NUM_BUFFERS = 4 << 20, 4
-# How much of the disk is allocated before it is written, so that a file lies in few extents.
-PREALLOCATED_BYTES = 256 << 20
 # Local file systems whose fallocate() takes space without writing it. On others the page cache serves better.
 DIRECT_FILESYSTEMS = ("ext4", "xfs", "btrfs", "f2fs", "overlay")
 
 
-def create(path: str | os.PathLike[str]) -> DirectFile | SyncedFile:
+def create(path: str | os.PathLike[str], known_bytes: int = 0) -> DirectFile | SyncedFile:
     """Return a new file, or an empty one in the place of another: a ``DirectFile`` on a local disk.
+
+    Args:
+        path: Its path.
+        known_bytes: As of ``DirectFile``.
 
     Raises:
         OSError: It cannot be made.
@@ -39,7 +42,7 @@ def create(path: str | os.PathLike[str]) -> DirectFile | SyncedFile:
         # Without the disk library the page cache serves.
         with contextlib.suppress(OffloadError):
             _aio.library()
-            return DirectFile(path)
+            return DirectFile(path, known_bytes)
     return SyncedFile(io.FileIO(path, "w"))
 
 
@@ -63,6 +66,11 @@ class DirectFile(io.RawIOBase):
     Its errors are ``OSError``, as of any file. Where a ``with`` block ends with another exception, the file is left
     unfinished and not synced.
 
+    Args:
+        path: Its path.
+        known_bytes: What will be written for certain. This much of the disk is allocated before the first transfer, so
+            that the file lies in few extents.
+
     Attributes:
         path: Its path.
         nbytes: A bound for the queue, which refuses transfers behind the end of a file: this one grows.
@@ -71,8 +79,8 @@ class DirectFile(io.RawIOBase):
 
     nbytes = 1 << 62
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path: str | os.PathLike[str], known_bytes: int = 0) -> None:
+        self.path, self._known_bytes = os.fspath(path), known_bytes
         flags = os.O_RDWR | os.O_CLOEXEC
         self.descriptors = Descriptors(os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o666))
         # Where O_DIRECT is refused the blocks pass through the page cache.
@@ -85,7 +93,6 @@ class DirectFile(io.RawIOBase):
         self._current = 0
         self._filled_bytes = 0
         self._sent_bytes = 0
-        self._allocated_bytes = 0
 
     def writable(self) -> bool:
         """Return True."""
@@ -146,18 +153,17 @@ class DirectFile(io.RawIOBase):
             self._send(padded)
         for i in range(NUM_BUFFERS):
             self._wait(i)
-        # The padding of the last block, and what was allocated ahead, are cut off.
+        # The padding of the last block is cut off.
         os.ftruncate(self.descriptors.buffered, size)
 
     def _send(self, nbytes: int) -> None:
         """Start to write the first ``nbytes`` of the current buffer, and make the next one current once it is free."""
         if self._queue is None:
             self._queue = DiskQueue()
-        if self._sent_bytes + nbytes > self._allocated_bytes:
-            # Only an optimization: where the disk is full the write below says so.
+            # Only an optimization: where the disk is full the write below says so. Nothing is known of most files, and
+            # the system refuses to allocate 0 bytes.
             with contextlib.suppress(OSError):
-                os.posix_fallocate(self.descriptors.buffered, self._sent_bytes, PREALLOCATED_BYTES)
-            self._allocated_bytes = self._sent_bytes + PREALLOCATED_BYTES
+                os.posix_fallocate(self.descriptors.buffered, 0, self._known_bytes)
         i = self._current
         self._writes[i] = self._queue.write(self, self._sent_bytes, self._buffers[i][:nbytes])
         self._sent_bytes += self._filled_bytes
