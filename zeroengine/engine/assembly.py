@@ -33,12 +33,16 @@ from zeroengine.monitor.profile_table import ProfiledRank
 from zeroengine.monitor.record import EventKind
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies
-from zeroengine.offload.placement import place_states
+from zeroengine.offload.placement import Placement, place_states
 from zeroengine.offload.state_offloader import StateOffloader
+from zeroengine.optim.backends.interface import UpdateRequest
 from zeroengine.optim.caller_optimizer import redirect_calls
+from zeroengine.optim.choice import choose_backend
 from zeroengine.optim.loss_scaler import LossScaler
-from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
+from zeroengine.optim.lr_schedules import LRSchedulerLike, check_scheduler, make_scheduler
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import Nesterov, OuterStep
+from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.replicas import ReplicaLayout
@@ -47,6 +51,7 @@ from zeroengine.plan.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
@@ -83,6 +88,7 @@ class EngineParts:
             values at that time, and that free the engine's threads, files and other resources.
         end_step: Called by ``step()`` of either optimizer.
         zero_grad: Called by ``zero_grad()`` of either optimizer.
+        call_optimizer: Called by the methods that the class of ``base_optimizer`` adds to torch's ``Optimizer``.
 
     Attributes:
         model: The module that was passed to ``initialize``.
@@ -116,6 +122,7 @@ class EngineParts:
         state_offloader: Moves states away from the device on request.
         save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
         restoration: Makes the parameters whole and ordinary when the engine ends.
+        elementwise_members: Methods of the optimizer's class that were found to work on shards.
         undo: The calls that end the engine. ``restoration`` is one of them.
     """
 
@@ -137,6 +144,7 @@ class EngineParts:
         undo: ExitStack,
         end_step: Callable[[], None],
         zero_grad: Callable[[], None],
+        call_optimizer: CallOverShards,
     ) -> None:
         self.model, self.config, self.group, self.undo = model, config, group, undo
         self.transport, self.planner = transport, planner
@@ -165,13 +173,22 @@ class EngineParts:
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
+        self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
+        if self.save_on_signal is not None:
+            undo.callback(self.save_on_signal.close)
+        # Whatever can be refused without a unit is refused up to here, while the model is still as it was.
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
+            check_scheduler(lr_scheduler, base_optimizer, config)
             self.placement = place_states(plans, rules, config, self.transport, group.device, timer, copies)
-        undo.callback(self.placement.close)
+            undo.callback(self.placement.close)
+            check_hooks_allowed(_hooked_modules(model, plans, rules, self.placement))
+            request = _update_request(base_optimizer, plans, self.placement, config, group.device, async_step)
+            backend = choose_backend(request)
         self.units: list[Unit] = []
-        self.restoration = Restoration(self.units, group, self.replica_group, self.transport, self.placement)
+        shards: list[OptimizerShard] = []
+        self.restoration = Restoration(self.units, group, self.replica_group, self.transport, self.placement, shards)
         undo.push(self.restoration)
         # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
         self.units.extend(self._make_units(plans, rules))
@@ -189,22 +206,31 @@ class EngineParts:
         # these lines matters, because listeners are called in this order, and at the end of a backward in reverse.
         self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward)
         self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward, timer)
+        for handle in self.gatherer.hook_handles:
+            undo.callback(handle.remove)
         collects_copies = group.device.type == "cuda" if async_step is None else async_step
         stores = self.placement.optimizer_stores
         scaler = self.scaler
         self.reducer = Reducer(
             self.units, self.transport, config, self.backward, stores, collects_copies, lambda: scaler.scale, timer
         )
-        for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
+        for handle in self.reducer.hook_handles:
             undo.callback(handle.remove)
         # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
         self.outside_writes = OutsideWrites(
             self.units, self.replica_group, self.reducer.assigned_checksums, config.check_parameter_writes
         )
-        # These check the caller's optimizer and schedule, and may raise on one rank alone.
+        # What the caller's optimizer and schedule do here may raise on one rank alone.
         with group.collective_errors("to initialize"):
+            # As with units, a shard is in the list as soon as it holds a master.
+            shards.extend(
+                OptimizerShard(index, unit_grads, store)
+                for index, (unit_grads, store) in enumerate(zip(self.reducer.gradients, stores, strict=True))
+            )
             self.optimizer = ShardedOptimizer(
                 base_optimizer,
+                backend,
+                shards,
                 self.reducer,
                 self.transport,
                 after_update=self.gatherer.gathers.publish_update,
@@ -213,11 +239,8 @@ class EngineParts:
                 writes=self.outside_writes,
                 timer=timer,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
-                stores=stores,
                 pipeline=self.placement.pipeline,
-                async_step=async_step,
             )
-            self.restoration.shards = self.optimizer.shards
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)
             self.outer_step = self._make_outer_step()
         self.progress: ProgressPrinter | None = None
@@ -246,6 +269,8 @@ class EngineParts:
         # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on
         # this rank alone.
         redirect_calls(base_optimizer, end_step, zero_grad, undo)
+        forward_own_methods(base_optimizer, call_optimizer, undo)
+        self.elementwise_members: set[str] = set()
         # The casts come last because they prepend their hooks, so inputs are cast before the gatherer's hooks run.
         mixed_precision.install(model, config, group.device, undo)
         # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
@@ -262,9 +287,6 @@ class EngineParts:
                     listed(dropped, NUM_SHOWN),
                 )
         self.state_offloader = StateOffloader()
-        self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
-        if self.save_on_signal is not None:
-            undo.callback(self.save_on_signal.close)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Tell those who report the loss what a backward was given."""
@@ -314,6 +336,35 @@ class EngineParts:
             # rounded.
             count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
             yield unit
+
+
+def _hooked_modules(
+    model: nn.Module, plans: Sequence[UnitPlan], rules: DegreeRules, placement: Placement
+) -> Iterator[nn.Module]:
+    """Yield the modules that the gatherer registers hooks on. See ``register_hooks``."""
+    yield model
+    for plan, stored in zip(plans, placement.parameter_shards, strict=True):
+        if stored is not None or rules.of_unit(plan).optimizer > 1:
+            yield from plan.modules
+
+
+def _update_request(
+    optimizer: torch.optim.Optimizer,
+    plans: Sequence[UnitPlan],
+    placement: Placement,
+    config: Config,
+    device: torch.device,
+    async_step: bool | None,
+) -> UpdateRequest:
+    trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
+    return UpdateRequest(
+        optimizer,
+        frozenset(torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable),
+        all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable))),
+        device,
+        FLOATS[config.optimizer_state_dtype],
+        async_step,
+    )
 
 
 def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:

@@ -23,6 +23,7 @@ from zeroengine.engine.ending import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import (
@@ -33,6 +34,7 @@ from zeroengine.migration.messages import (
     refuses_unpacking,
 )
 from zeroengine.migration.names import UNPACKED_ENGINE
+from zeroengine.optim.own_methods import CallOverShards
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
@@ -71,11 +73,11 @@ class Engine:
 
     Args:
         make_parts: Builds the parts of the engine, from the functions that ``step()`` and ``zero_grad()`` of either
-            optimizer call.
+            optimizer call, and the one that other methods of the optimizer's class call.
     """
 
-    def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall], EngineParts]) -> None:
-        self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
+    def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall, CallOverShards], EngineParts]) -> None:
+        self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
         self._rounds = Rounds(parts)
         self._checkpoints = EngineCheckpoints(parts, self._rounds)
         # Parameters refer to their owner weakly.
@@ -357,6 +359,13 @@ class Engine:
         self._check_step("optimizer.step()")
         self._parts.accumulation.check_optimizer_step()
         self._update(OPTIMIZER_STEP)
+
+    @disable_compile
+    @explain_out_of_memory
+    def _call_optimizer(self, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
+        """Run a method of the optimizer that was passed to ``initialize`` on the optimizer that holds the state."""
+        self._checkpoints.check_not_half_loaded(f"optimizer.{name}")
+        return call_over_shards(self._parts, name, act, reads=reads)
 
     def _check_step(self, call: str) -> None:
         """Raise if a step cannot end here.

@@ -202,6 +202,9 @@ def _make_engine(
         raise
     if group.rank == 0:
         announce(start)
+    # The backend has copied the state that some optimizers have from the start. Unsharded it would only take memory,
+    # and could be mistaken for the current state. Until here a failure leaves the optimizer as it was.
+    base_optimizer.state.clear()
     return engine
 
 

@@ -17,9 +17,13 @@ from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.plan.free_memory import measure_free_memory
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 
 log = logging.getLogger("zeroengine")
+
+# The number of parameters that a message names.
+NUM_SHOWN = 5
 
 
 class Restoration:
@@ -34,17 +38,21 @@ class Restoration:
         replica_group: The ranks that parameters are partitioned over.
         transport: Moves bytes between these ranks.
         placement: Holds the stores of offloaded states.
-
-    Attributes:
-        shards: The shards of the optimizer, which hold the fp32 master weights; empty before it is built.
+        shards: The shards of the optimizer that have been made, which hold the fp32 master weights of their units. This
+            list may grow likewise.
     """
 
     def __init__(
-        self, units: Sequence[Unit], group: Group, replica_group: Group, transport: Transport, placement: Placement
+        self,
+        units: Sequence[Unit],
+        group: Group,
+        replica_group: Group,
+        transport: Transport,
+        placement: Placement,
+        shards: Sequence[OptimizerShard],
     ) -> None:
         self._units, self._group, self._replica_group = units, group, replica_group
-        self._transport, self._placement = transport, placement
-        self.shards: Sequence[OptimizerShard] = ()
+        self._transport, self._placement, self._shards = transport, placement, shards
         self._reason_not_whole = ""
 
     def check_room(self) -> None:
@@ -91,9 +99,11 @@ class Restoration:
         alone = self._group.world_size == 1
         if not (alone or error is None or self._group.is_error_of_all_ranks(error)):
             reason = f"initialize() failed on some rank ({type(error).__name__}: {error})"
+        if error is not None and self._group.rank == 0:
+            self._warn_of_rounded_parameters()
         # Copies between the device and the host may still be in progress.
         self._placement.finish_copies()
-        shard_of = {shard.unit: shard for shard in self.shards}
+        shard_of = {shard.unit: shard for shard in self._shards}
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
@@ -110,6 +120,22 @@ class Restoration:
             # A peer may still read the last parameters from this rank's memory, which is freed next.
             self._transport.fence()
         trim_heap()
+
+    def _warn_of_rounded_parameters(self) -> None:
+        """Warn of parameters whose original values a failed ``initialize`` has lost: no fp32 master has them."""
+        rounded = [
+            slot.name
+            for unit in self._units
+            if unit.is_mixed_precision
+            for slot, dtype in zip(unit.layout.slots, unit.original_dtypes, strict=True)
+            if dtype.itemsize > (4 if unit.trainable else unit.dtype.itemsize)
+        ]
+        if rounded:
+            log.warning(
+                "initialize() failed after it had rounded parameters, frozen ones or in fp64, to lower precision: %s. "
+                "Build the model anew to use it in another precision.",
+                listed(rounded, NUM_SHOWN),
+            )
 
     def _master_values(self, unit: Unit, shard: OptimizerShard | None) -> Iterator[torch.Tensor]:
         """Yield the whole fp32 values of each parameter of ``unit``."""

@@ -15,6 +15,7 @@ All references to the engine and the optimizer are weak.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
@@ -29,6 +30,8 @@ from zeroengine.errors import ZeroEngineError
 # The attributes that wrappers and `redirect_calls` put on an instance.
 REPLACED = ("step", "zero_grad", "load_state_dict")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# The attributes that belong to one optimizer object, where copies of it share the others.
+_OWN = frozenset((*REPLACED, *_STEP_HOOKS, "param_groups", "state"))
 # The attribute that marks the pre-hook of `redirect_calls`.
 _MARK = "_zeroengine_step"
 # Between a call of `step` in torch and here are wrappers of `step`, such as those of torch itself and of schedules.
@@ -166,19 +169,36 @@ def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Opt
     return clone
 
 
+def copy_attributes(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give ``target``, a copy of ``source`` or its original, the attributes of ``source`` besides groups and state."""
+    vars(target).update({name: value for name, value in vars(source).items() if name not in _OWN})
+
+
 def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `optimizer` has step hooks besides the one of `redirect_calls`."""
     return any(not hasattr(hook, _MARK) for name in _STEP_HOOKS for hook in getattr(optimizer, name).values())
 
 
+def deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+    """Return an optimizer of its own, as of a deep copy of a schedule to plot: ``__deepcopy__``. It has no state."""
+    cls = type(self)
+    clone = memo[id(self)] = object.__new__(cls)
+    clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+    return clone
+
+
+def refuse_copy(self: Any, protocol: Any) -> Any:
+    """Refuse to pickle or copy an optimizer with partitioned state, or its ``state_dict()``: ``__reduce_ex__``."""
+    raise ZeroEngineError(
+        "this optimizer's state is partitioned over the ranks: the object and its state_dict() on one of them have "
+        "none of it, and cannot be saved or copied. Use engine.save_checkpoint() and engine.load_checkpoint()."
+    )
+
+
 class PartitionedStateDict(dict[str, Any]):
     """The `state_dict()` of an optimizer with partitioned state: hyperparameters that can be read but not saved."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ZeroEngineError(
-            "this optimizer's state is partitioned over the ranks: its state_dict() on one of them has none of it, and "
-            "cannot be saved or copied. Use engine.save_checkpoint() and engine.load_checkpoint()."
-        )
+    __reduce_ex__ = refuse_copy
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -7,11 +7,14 @@ results differ, the model would train otherwise at each number of ranks.
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from zeroengine.optim.caller_optimizer import copy_without_parameters
+from zeroengine.utils.tensor_tree import leaves_in
 
 # The update of an element depends on other elements, so these optimizers are wrong on a shard.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
@@ -31,20 +34,57 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if type(optimizer).__module__.startswith(("torch.optim.", "zeroengine.")):
         return True
+    return acts_elementwise(optimizer, lambda copied: None)
+
+
+def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any]) -> bool:
+    """Return whether steps of ``optimizer`` and then ``act`` do and return the same on whole parameters and on parts.
+
+    Args:
+        optimizer: Copies of it take the steps.
+        act: Is called with a copy after its steps. What it does may depend on its state.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
-            whole_result, other_seed_result = (_updated(optimizer, [SHAPES], seed=seed) for seed in (0, 1))
-            if not torch.equal(whole_result, other_seed_result):
+            whole, other_seed = (_updated(optimizer, [SHAPES], act, seed=seed) for seed in (0, 1))
+            if not torch.equal(whole.elements, other_seed.elements):
                 return True
-            cut_result = _updated(optimizer, [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])], seed=0)
+            cut_shapes = [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])]
+            cut = _updated(optimizer, cut_shapes, act, seed=0)
     except Exception:
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
         return True
-    return torch.allclose(whole_result, cut_result, rtol=1e-5, atol=1e-7)
+    if not torch.allclose(whole.elements, cut.elements, rtol=1e-5, atol=1e-7):
+        return False
+    return all(_is_same(whole.results[0], result) for result in cut.results)
 
 
-def _updated(optimizer: torch.optim.Optimizer, ranks: list[Any], seed: int) -> torch.Tensor:
-    """Return the elements of all parameters after a few steps, where each rank updates parameters of some shapes.
+def _is_same(whole: Any, part: Any) -> bool:
+    """Return whether two results are the same numbers. Objects of other kinds count as the same."""
+    pairs = list(zip(leaves_in(whole), leaves_in(part), strict=False))
+    if len(pairs) != len(list(leaves_in(part))) or len(pairs) != len(list(leaves_in(whole))):
+        return False
+    for left, right in pairs:
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            if left.shape != right.shape or not torch.allclose(left, right, rtol=1e-5, atol=1e-7, equal_nan=True):
+                return False
+        elif isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            if not math.isclose(left, right, rel_tol=1e-5, abs_tol=1e-7):
+                return False
+    return True
+
+
+class _Updated(NamedTuple):
+    """The elements of all parameters after a few steps, and what each rank's ``act`` returned then."""
+
+    elements: torch.Tensor
+    results: list[Any]
+
+
+def _updated(
+    optimizer: torch.optim.Optimizer, ranks: list[Any], act: Callable[[torch.optim.Optimizer], Any], seed: int
+) -> _Updated:
+    """Take a few steps and then ``act``, where each rank has parameters of some shapes.
 
     Args:
         optimizer: The optimizer. A copy of it takes the steps.
@@ -54,7 +94,7 @@ def _updated(optimizer: torch.optim.Optimizer, ranks: list[Any], seed: int) -> t
     generator = torch.Generator(device="cpu").manual_seed(0)
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     draws = [torch.randn(numel, generator=generator, device="cpu") for _ in range(1 + NUM_STEPS)]
-    updated, start = [], 0
+    updated, results, start = [], [], 0
     for shapes in ranks:
         torch.manual_seed(seed)
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -76,9 +116,10 @@ def _updated(optimizer: torch.optim.Optimizer, ranks: list[Any], seed: int) -> t
                 for param, gradient in zip(group_params, gradients, strict=True):
                     param.grad = gradient.clone().view_as(param)
             on_rank.step()
+        results.append(act(on_rank))
         updated.append(torch.stack([torch.cat([p.detach().flatten() for p in group]) for group in params]))
         start = stop
-    return torch.cat(updated, dim=1)
+    return _Updated(torch.cat(updated, dim=1), results)
 
 
 def _independent_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -189,9 +189,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
             "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
         )
-    # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. Any other state is
-    # taken to come from a step.
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+    # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. A method that looks
+    # for the state of a parameter leaves an empty one. Any other state is taken to come from a step.
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values() if state):
         raise ZeroEngineError(
             f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
             "initialize() before training."

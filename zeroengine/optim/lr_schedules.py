@@ -21,6 +21,20 @@ from zeroengine.errors import ConfigError, ZeroEngineError
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
 
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raise what ``make_scheduler`` would raise, as far as no schedule has to be made for that.
+
+    Args:
+        scheduler: As of ``make_scheduler``.
+        optimizer: The optimizer that was passed to ``initialize``.
+        config: The resolved configuration.
+    """
+    if scheduler is None and config.scheduler is not None:
+        _params_of_groups(config.scheduler.params, len(optimizer.param_groups))
+    elif scheduler is not None and not _makes_schedule(scheduler):
+        _check(scheduler, optimizer)
+
+
 def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
     """Return the LR schedule of an engine, or None.
 
@@ -34,7 +48,9 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
             configuration lists parameters of another number of param groups.
     """
     if scheduler is not None:
-        return _checked_scheduler(scheduler, optimizer)
+        schedule = scheduler(optimizer) if _makes_schedule(scheduler) else scheduler
+        _check(schedule, optimizer)
+        return schedule
     if config.scheduler is None:
         return None
     kind = config.scheduler.type
@@ -71,9 +87,12 @@ def _params_of_groups(params: dict[str, Any], num_groups: int) -> list[dict[str,
     ]
 
 
-def _checked_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+def _makes_schedule(scheduler: Any) -> bool:
     # A scheduler class has no attribute `optimizer`, so it is called like any other callable.
-    schedule = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
+    return callable(scheduler) and not hasattr(scheduler, "optimizer")
+
+
+def _check(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(schedule, type) or not callable(getattr(schedule, "step", None)):
         raise ZeroEngineError(
             f"lr_scheduler is a scheduler object, or a callable that takes the optimizer and returns one; found "
@@ -90,7 +109,6 @@ def _checked_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
             "ReduceLROnPlateau needs a metric at each step: do not pass it, build it over engine.optimizer and call "
             "its step(metric) yourself"
         )
-    return schedule
 
 
 class ScheduleGuard:

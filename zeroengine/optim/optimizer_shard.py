@@ -46,11 +46,13 @@ class OptimizerShard:
         self.medium: Medium | None = None if store is None else store.medium
         self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
         self.may_be_written = unit.is_mixed_precision and not unit.is_releasable
+        # The unit drops its reference, so that a master that was copied is freed. It does so last, because a unit
+        # without a master cannot be restored if anything above fails.
+        unit.initial_master = None
 
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit already has one if its parameters were built in a wider dtype."""
-        # The unit drops its reference, so that a master that is copied to a store is freed.
-        initial_master, self.unit.initial_master = self.unit.initial_master, None
+        initial_master = self.unit.initial_master
         if initial_master is not None and self.store is not None and self.store.holds(initial_master):
             return initial_master
         master = self.empty(torch.float32)

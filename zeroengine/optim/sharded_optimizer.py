@@ -1,10 +1,9 @@
-"""The optimizer over shards, for every stage: a torch optimizer that chooses an update backend and delegates to it."""
+"""The optimizer over shards, for every stage: a torch optimizer that delegates to an update backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,23 +11,23 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Medium, OffloadStore
+from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.state_offloader import resident_bytes
-from zeroengine.optim.backends.async_adam import AsyncAdam
-from zeroengine.optim.backends.blocking_adam import BlockingAdam
 from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanState, UpdateBackend
-from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
-from zeroengine.optim.caller_optimizer import PartitionedStateDict, check_step_call, load_hyperparameters
+from zeroengine.optim.caller_optimizer import (
+    PartitionedStateDict,
+    check_step_call,
+    deep_copy,
+    load_hyperparameters,
+    refuse_copy,
+)
 from zeroengine.optim.factory import add_param_group
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_reduction import GradientReducer, StepReduction
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
-
-# The first backend that serves an optimizer runs it; the last one serves any.
-BACKENDS: tuple[type[UpdateBackend], ...] = (AsyncAdam, BlockingAdam, TorchOptimizer)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -39,6 +38,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         base_optimizer: The caller's optimizer. Its class says how to update.
+        backend: The class of the backend that updates so. See ``choose_backend``.
+        shards: The optimizer shard of every trainable unit, in the order of registration.
         reducer: Owns the gradients.
         transport: Sums the norm over the ranks.
         after_update: Called with a unit right after the update of its shard: this rank's part of the unit's
@@ -47,24 +48,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: Called by ``zero_grad()``. Drops the gradients since the last step.
         writes: Knows which parameters were written from outside.
         moments_dtype: The dtype of Adam's moments; bf16 is rounded stochastically.
-        stores: For each unit, where its masters and optimizer state live. None: on the device.
         pipeline: Brings offloaded states to the update.
         timer: Times the norm and the updates.
-        async_step: See ``BackendParts``.
 
     Attributes:
-        shards: The optimizer shard of every trainable unit, in the order of registration.
+        shards: See above.
         backend: Computes norms and runs the updates.
         reduction: Sums norms and flags over the ranks.
         base_optimizer_name: The class of the caller's optimizer.
-
-    Raises:
-        ZeroEngineError: The optimizer's backend cannot keep states in bf16, or not outside the device's memory.
     """
 
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
+        backend: type[UpdateBackend],
+        shards: Sequence[OptimizerShard],
         reducer: GradientReducer,
         transport: Transport,
         *,
@@ -74,16 +72,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         writes: OutsideWrites,
         timer: Timer,
         moments_dtype: torch.dtype = torch.float32,
-        stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
-        async_step: bool | None = None,
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
-        self.shards = [
-            OptimizerShard(index, unit_grads, store)
-            for index, (unit_grads, store) in enumerate(zip_longest(reducer.gradients, stores))
-        ]
+        self.shards = shards
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
@@ -101,24 +94,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after_update=after_update,
             moments_dtype=moments_dtype,
             pipeline=pipeline,
-            async_step=async_step,
             timer=timer,
         )
-        # These checks come before the backend allocates the state, which may be most of the memory.
-        backend = next(backend for backend in BACKENDS if backend.serves(parts))
-        name = self.base_optimizer_name
-        if moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
-            raise ZeroEngineError(
-                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
-                "the key"
-            )
-        offloaded = any(shard.unit.offloaded_shards is not None or shard.store is not None for shard in self.shards)
-        if offloaded and not backend.supports_offload:
-            raise ZeroEngineError(
-                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
-                'write "device": "none"'
-            )
         self.backend = backend(parts)
+        # Only from here on attributes that this object lacks are those of the caller's optimizer.
+        self._base_optimizer = base_optimizer
 
     # -- as a torch optimizer ---------------------------------------------------------------------
 
@@ -148,6 +128,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, as ``Engine.zero_grad`` does."""
         self._zero_grad()
+
+    # Methods, properties and attributes of the caller's class serve here, too. See "Methods of an optimizer's own" in
+    # ``optim/own_methods.py``.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute that only the caller's optimizer has."""
+            if name.startswith("_") or "_base_optimizer" not in vars(self):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return getattr(self._base_optimizer, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute: that of the caller's optimizer where only that one has it."""
+            base = vars(self).get("_base_optimizer")
+            is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+            if base is None or is_own or not (name in vars(base) or hasattr(type(base), name)):
+                object.__setattr__(self, name, value)
+            else:
+                setattr(base, name, value)
+
+    __reduce_ex__, __deepcopy__ = refuse_copy, deep_copy
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups' hyperparameters. Saving or copying the dict raises, because it lacks the state."""

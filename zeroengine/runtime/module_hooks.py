@@ -72,6 +72,20 @@ def is_in_function_forward() -> bool:
     return next(calls_in_progress(_FUNCTION_APPLY), None) is not None
 
 
+def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
+    """Check that hooks can be registered on ``modules``.
+
+    Raises:
+        ZeroEngineError: One is a ScriptModule.
+    """
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ZeroEngineError(
+                f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
+                "it was before torch.jit. torch.compile serves instead."
+            )
+
+
 def register_hooks(
     listener: ForwardListener,
     model: nn.Module,
@@ -86,9 +100,6 @@ def register_hooks(
 
     Returns:
         The handles of the hooks.
-
-    Raises:
-        ZeroEngineError: A module is a ScriptModule.
     """
     # The model owns the hooks. A strong reference would keep the full buffers alive as long as the model.
     listener_ref = weakref.ref(listener)
@@ -109,14 +120,8 @@ def register_hooks(
     units_of_hooked = {
         module: units
         for module, units in units_of.items()
-        if any(unit.is_releasable or unit.degrees.optimizer > unit.degrees.parameters for unit in units)
+        if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in units)
     }
-    for module in (model, *units_of_hooked):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ZeroEngineError(
-                f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
-                "it was before torch.jit. torch.compile serves instead."
-            )
     handles: list[Any] = []
     # A list of the model itself is completed before the forward of the model ends, so these hooks come first.
     for module in list_users:

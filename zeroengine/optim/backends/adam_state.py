@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from zeroengine.disk.mapped_memory import populate
-from zeroengine.optim.backends.interface import SpanState, StateKeys
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys, UpdateRequest
+from zeroengine.optim.backends.over_shards import OptimizerOverShards
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 
+T = TypeVar("T")
 
-def runs_fused_adam(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> bool:
-    """Return whether the fused Adam kernels update as ``optimizer`` does."""
-    return has_adam_rule(optimizer) and all(shard.master.dtype is torch.float32 for shard in shards)
+
+def runs_fused_adam(request: UpdateRequest) -> bool:
+    """Return whether the fused Adam kernels update as the optimizer does."""
+    return has_adam_rule(request.optimizer) and request.master_dtypes <= {torch.float32}
 
 
 def has_adam_rule(optimizer: torch.optim.Optimizer) -> bool:
@@ -81,3 +85,41 @@ class AdamState:
         return list(self.moments[shard.index])
 
     whole_shard_tensors = tensors
+
+
+def run_over_adam_state(parts: BackendParts, state: AdamState, act: Callable[[torch.optim.Optimizer], T]) -> T:
+    """Return what ``act`` returns of the caller's optimizer over the shards, whose state is ``state`` during the call.
+
+    Raises:
+        ZeroEngineError: ``act`` gave a parameter another state than Adam's.
+    """
+    over_shards = OptimizerOverShards(parts)
+    states = over_shards.optimizer.state
+    for shard, span, param in over_shards:
+        values = state.of(shard, span)
+        # A read of a mapped file whose disk fails would end the process; this raises.
+        for tensor in (param, *values.elements.values()):
+            populate(tensor, write=True)
+        # torch's Adam has no state before the first step of a parameter.
+        if values.numbers["step"]:
+            elements = {key: value.view_as(param) for key, value in values.elements.items()}
+            states[param] = {**values.numbers, **elements}
+    result = over_shards.run(act)
+    for shard, span, param in over_shards:
+        present = states.get(param, {})
+        unknown = sorted(present.keys() - state.keys)
+        if unknown:
+            raise ZeroEngineError(
+                f"{type(over_shards.optimizer).__name__}: a method gave parameters the state {', '.join(unknown)}, and "
+                "the fused kernel, which runs the step of Adam and AdamW, keeps exp_avg, exp_avg_sq and step alone. "
+                "Override step() too, such as by one that calls super().step(): then torch runs it."
+            )
+        if not present:
+            state.clear(shard, span)
+            continue
+        for key, value in state.of(shard, span).elements.items():
+            # Most methods write in place. Others assign a new tensor.
+            if present[key].data_ptr() != value.data_ptr():
+                value.copy_(present[key].reshape(-1))
+        state.set_numbers(shard, span, {"step": torch.as_tensor(present["step"])})
+    return result

@@ -14,20 +14,21 @@ the step's result is known. Counts that were set on the host are copied to the d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from zeroengine import ops
 from zeroengine.errors import DivergenceError
 from zeroengine.ops import AdamSegment, AdamTable, SegmentList
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
-from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state, runs_fused_adam
+from zeroengine.optim.backends.interface import BackendParts, UpdateRequest
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
 
+T = TypeVar("T")
 # A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``checksums`` of ``StepSums``.
 HAS_GRAD_OFFSET = len(GradientFactor._fields)
 
@@ -40,16 +41,14 @@ class AsyncAdam:
     is_async: ClassVar[bool] = True
 
     @classmethod
-    def serves(cls, parts: BackendParts) -> bool:
+    def serves(cls, request: UpdateRequest) -> bool:
         """Return whether the fused kernels update as the optimizer does, on a device that holds every state."""
-        shards = parts.shards
-        if not (shards and runs_fused_adam(parts.base_optimizer, shards) and all(s.on_device for s in shards)):
+        if not (request.master_dtypes and request.on_device and runs_fused_adam(request)):
             return False
         # Tests choose this backend on the CPU, too.
-        if parts.async_step is not None:
-            return parts.async_step
-        device = parts.reduction.device
-        return device.type == "cuda" and ops.cuda_library(device) is not None
+        if request.async_step is not None:
+            return request.async_step
+        return request.device.type == "cuda" and ops.cuda_library(request.device) is not None
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
@@ -106,6 +105,10 @@ class AsyncAdam:
         result = StepResult(read)
         self._pending = result, values
         return result
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """See ``UpdateBackend``."""
+        return run_over_adam_state(self._parts, self.state, act)
 
     def await_step_counts(self) -> None:
         """Wait until the host's step counts are those of the device.

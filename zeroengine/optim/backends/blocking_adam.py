@@ -10,23 +10,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from zeroengine import ops
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
+from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state, runs_fused_adam
 from zeroengine.optim.backends.host_step import step_on_host
-from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.backends.interface import BackendParts, UpdateRequest
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.work import Work
 
+T = TypeVar("T")
 # The lists of segments that are cached for each shard: one for each set of parameters that had a gradient. Without a
 # limit, a model whose branches keep varying would fill the memory.
 MAX_CACHED_LISTS = 16
@@ -42,9 +43,9 @@ class BlockingAdam:
     is_async: ClassVar[bool] = False
 
     @classmethod
-    def serves(cls, parts: BackendParts) -> bool:
+    def serves(cls, request: UpdateRequest) -> bool:
         """Return whether the fused kernels update as the optimizer does."""
-        return runs_fused_adam(parts.base_optimizer, parts.shards)
+        return runs_fused_adam(request)
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
@@ -65,6 +66,10 @@ class BlockingAdam:
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
         return step_on_host(self._parts.reduction, settings, self._update)
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """See ``UpdateBackend``."""
+        return run_over_adam_state(self._parts, self.state, act)
 
     def await_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""

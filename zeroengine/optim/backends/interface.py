@@ -1,6 +1,6 @@
 """The protocol of an update backend, which updates the shards for the sharded optimizer.
 
-There are three backends, and the first one that serves an optimizer runs it (`BACKENDS` in `sharded_optimizer.py`):
+There are three backends, and the first one that serves an optimizer runs it (`BACKENDS` in `optim/choice.py`):
 
     AsyncAdam        Adam and AdamW, issued without waiting for the norm; every state is on the device
     BlockingAdam     Adam and AdamW, after the host knows the norm; states may be offloaded
@@ -24,21 +24,21 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
 3. The state. Write a class like `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
 4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `serves` returns whether the
-   `step` of `base_optimizer` is that of `optim.lion.Lion`, as `runs_fused_adam` does for Adam (the factory may have
-   made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a function that calls
+   `step` of the request's optimizer is that of `optim.lion.Lion`, as `runs_fused_adam` does for Adam (the factory may
+   have made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a function that calls
    `lion_step` for each segment of each shard, and `after_update` after each shard. Set `supports_offload` to False, or
    bring offloaded states to the kernel with `Pipeline` as `BlockingAdam` does.
-5. The choice. Put the class before `TorchOptimizer` in `BACKENDS`. Norm, clipping, loss scaling, checkpoints,
-   `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the bytes of two
-   moments that `offload/placement.py` counts, and two messages in `sharded_optimizer.py` that name Adam alone. The test
-   to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
+5. The choice. Put the class before `TorchOptimizer` in `BACKENDS` of `optim/choice.py`. Norm, clipping, loss scaling,
+   checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the
+   bytes of two moments that `offload/placement.py` counts, and two messages in `optim/choice.py` that name Adam alone.
+   The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -51,6 +51,7 @@ from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
+T = TypeVar("T")
 # By name: the dtype, and the shape of a number for the whole parameter; None for a state with a value per element.
 StateKeys = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
@@ -94,6 +95,27 @@ class ShardState(Protocol):
 
 
 @dataclass(frozen=True)
+class UpdateRequest:
+    """What a backend is asked to update. It is known before any parameter is partitioned.
+
+    Attributes:
+        optimizer: The caller's optimizer, whose class says how to update.
+        master_dtypes: The dtypes of the masters, which are none if everything is frozen.
+        on_device: Whether parameters, gradients, masters and optimizer state are all on the device.
+        device: The device that the model computes on.
+        moments_dtype: The dtype of Adam's moments.
+        async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
+    """
+
+    optimizer: torch.optim.Optimizer
+    master_dtypes: frozenset[torch.dtype]
+    on_device: bool
+    device: torch.device
+    moments_dtype: torch.dtype = torch.float32
+    async_step: bool | None = None
+
+
+@dataclass(frozen=True)
 class BackendParts:
     """The parts that a backend works with.
 
@@ -107,7 +129,6 @@ class BackendParts:
         after_update: Called with a unit right after the update of its shard.
         moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
-        async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
         timer: Times the updates.
     """
 
@@ -120,7 +141,6 @@ class BackendParts:
     after_update: Callable[[Unit], None]
     moments_dtype: torch.dtype
     pipeline: Pipeline | None
-    async_step: bool | None
     timer: Timer
 
 
@@ -138,8 +158,8 @@ class UpdateBackend(Protocol):
     is_async: ClassVar[bool]
 
     @classmethod
-    def serves(cls, parts: BackendParts) -> bool:
-        """Return whether this backend updates as ``parts.base_optimizer`` does."""
+    def serves(cls, request: UpdateRequest) -> bool:
+        """Return whether this backend updates as ``request.optimizer`` does."""
 
     def __init__(self, parts: BackendParts) -> None:
         """Allocate the state of every shard."""
@@ -166,6 +186,16 @@ class UpdateBackend(Protocol):
 
         Raises:
             DivergenceError: The ranks wrote different values into the parameters. Nothing has changed.
+        """
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """Return what ``act`` returns of an optimizer of the caller's class over this rank's shards.
+
+        Its parameters are views of the masters, which ``act`` may write, as it may write the state and the settings.
+        Call ``await_step_counts`` before.
+
+        Raises:
+            ZeroEngineError: ``act`` gave a parameter a state that this backend cannot keep.
         """
 
     def await_step_counts(self) -> None:

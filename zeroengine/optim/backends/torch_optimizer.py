@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from zeroengine.optim.backends.host_step import step_on_host
-from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
-from zeroengine.optim.caller_optimizer import copy_without_parameters
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys, UpdateRequest
+from zeroengine.optim.backends.over_shards import OptimizerOverShards
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.layout import ShardSpan
+
+T = TypeVar("T")
 
 
 class TorchOptimizer:
@@ -25,30 +27,25 @@ class TorchOptimizer:
     keys = None
 
     @classmethod
-    def serves(cls, parts: BackendParts) -> bool:
+    def serves(cls, request: UpdateRequest) -> bool:
         """Return True: ``check_optimizer`` refuses optimizers that cannot run on shards."""
         return True
 
     def __init__(self, parts: BackendParts) -> None:
         self._parts = parts
-        # For each shard, by the index of a parameter: its span, and the parameter that the optimizer on shards updates.
-        self._params: list[dict[int, tuple[ShardSpan, torch.nn.Parameter]]] = [{} for _ in parts.shards]
-        self._on_shards = copy_without_parameters(parts.base_optimizer)
+        self._over_shards = OptimizerOverShards(parts)
         caller_state = parts.base_optimizer.state
-        for shard in parts.shards:
-            for span in shard.spans():
-                param = shard.unit.params[span.param_index]
-                # A parameter that lies wholly in this shard keeps its shape, because some optimizers use it.
-                shape = param.shape if span.numel == param.numel() else (span.numel,)
-                on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
-                self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
-                self._params[shard.index][span.param_index] = (span, on_shard)
-                if param in caller_state:
-                    self._on_shards.state[on_shard] = {
-                        key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
-                    }
-        # The caller's unsharded state would only take memory, and could be mistaken for the current state.
-        caller_state.clear()
+        for shard, span, on_shard in self._over_shards:
+            param = shard.unit.params[span.param_index]
+            if param in caller_state:
+                self._state[on_shard] = {
+                    key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
+                }
+
+    @property
+    def _state(self) -> Any:
+        # A method of the optimizer may replace it.
+        return self._over_shards.optimizer.state
 
     @property
     def state(self) -> TorchOptimizer:
@@ -66,27 +63,23 @@ class TorchOptimizer:
     def await_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
 
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """See ``UpdateBackend``."""
+        return self._over_shards.run(act)
+
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         # The update starts from the masters, which lack values written into the parameters since the last step.
         for shard in self._parts.shards:
             if shard.may_be_written:
                 shard.reload_master()
-        caller_groups, groups = self._parts.optimizer.param_groups, self._on_shards.param_groups
-        # Schedules and users change the caller's groups, not those of the copy.
-        for group, caller_group in zip(groups, caller_groups, strict=True):
-            group.update(_hyperparameters(caller_group))
-        for shard, flags in zip(self._parts.shards, has_grad, strict=True):
-            for span, param in self._params[shard.index].values():
-                # The optimizer skips a parameter without a gradient, as in plain torch.
-                if flags[span.param_index]:
-                    gradient = shard.gradient[span.shard_slice]
-                    param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
-        self._on_shards.step()
+        for shard, span, param in self._over_shards:
+            # The optimizer skips a parameter without a gradient, as in plain torch.
+            if has_grad[shard.index][span.param_index]:
+                gradient = shard.gradient[span.shard_slice]
+                param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
+        self._over_shards.run(lambda optimizer: optimizer.step())
         # The copies of the gradients would take memory until the next step.
-        self._on_shards.zero_grad(set_to_none=True)
-        # Some optimizers keep state in their groups, and checkpoints save the caller's groups.
-        for group, caller_group in zip(groups, caller_groups, strict=True):
-            caller_group.update(_hyperparameters(group))
+        self._over_shards.optimizer.zero_grad(set_to_none=True)
         for shard in self._parts.shards:
             if shard.low_precision_param is not None:
                 # This also rounds parameters without a gradient. Their masters were reloaded above, so they keep values
@@ -98,11 +91,11 @@ class TorchOptimizer:
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
-        whole_span, param = self._params[shard.index][span.param_index]
+        _, whole_span, param = self._over_shards.params[shard.index][span.param_index]
         # ``span`` may be a part of the rank's span, as when reading a checkpoint of another number of ranks.
         start = span.param_offset - whole_span.param_offset
         state = SpanState({}, {})
-        for key, value in self._on_shards.state.get(param, {}).items():
+        for key, value in self._state.get(param, {}).items():
             # The step count has the shape of the parameter, too, if that is 0-d.
             if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
                 state.elements[key] = value.view(-1)[start : start + span.numel]
@@ -114,8 +107,8 @@ class TorchOptimizer:
 
     def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """See ``ShardState``."""
-        _, param = self._params[shard.index][span.param_index]
-        state = self._on_shards.state[param]
+        param = self._over_shards.params[shard.index][span.param_index].param
+        state = self._state[param]
         for key in [key for key in state if key not in keys]:
             # A state that the checkpoint lacks would keep its previous value.
             del state[key]
@@ -129,7 +122,7 @@ class TorchOptimizer:
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
-        state = self._on_shards.state[self._params[shard.index][span.param_index][1]]
+        state = self._state[self._over_shards.params[shard.index][span.param_index].param]
         for key, value in numbers.items():
             present = state[key]
             if isinstance(present, torch.Tensor):
@@ -139,20 +132,16 @@ class TorchOptimizer:
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
-        self._on_shards.state.pop(self._params[shard.index][span.param_index][1], None)
+        self._state.pop(self._over_shards.params[shard.index][span.param_index].param, None)
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
-        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.index].values())
+        states = (self._state.get(param, {}) for _, _, param in self._over_shards.params[shard.index].values())
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
         return []
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:

@@ -1,0 +1,79 @@
+"""Run a method of the caller's optimizer over the shards of all ranks. See ``optim/own_methods.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroengine.comm.group import check_same
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.master_weights import publish_masters, settle_parameters
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.elementwise import acts_elementwise
+
+
+def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
+    """Return what a member of the caller's optimizer returns. See ``CallOverShards``. A collective, unless it reads.
+
+    Before it, masters take over what the user wrote into the model; after it, all ranks compute with what it made of
+    them, as after a step.
+
+    Raises:
+        ZeroEngineError: The member looks at whole parameters where there are shards, or it is called inside of a
+            forward, of a backward or of ``gathered``. On every rank; nothing has changed.
+        Exception: The member's own, on every rank.
+    """
+    backend, call = parts.optimizer.backend, f"optimizer.{name}"
+    if reads:
+        _check_elementwise(parts, name, act)
+        backend.await_step_counts()
+        parts.optimizer.reload_masters()
+        return _callers(parts, backend.run(act))
+    # A plain loss.backward() may not have been ended yet.
+    parts.backward.end_if_over()
+    with parts.group.collective_errors(f"to call {call}", {"call": call}) as calls:
+        parts.state_offloader.check_resident(call)
+        parts.placement.check_intact()
+        if parts.gatherer.gathers.num_pins:
+            raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+        if parts.gatherer.num_model_forwards or torch._C._current_graph_task_id() >= 0:
+            raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
+        _check_elementwise(parts, name, act)
+    check_same("a method of the optimizer", calls)
+    parts.step_runner.await_result()
+    settle_parameters(parts)
+    # Ranks may read this rank's parameters in place.
+    parts.transport.fence()
+    result, error = None, None
+    try:
+        result = backend.run(act)
+    except Exception as raised:
+        error = raised
+    # In plain PyTorch, what a method did before it raised stays done.
+    publish_masters(parts)
+    parts.placement.evict()
+    with parts.group.collective_errors(f"to call {call}"):
+        if error is not None:
+            raise error
+    return _callers(parts, result)
+
+
+def _callers(parts: EngineParts, result: Any) -> Any:
+    """Return the optimizer that the user has in place of the one that the method saw, as of ``return self``."""
+    caller = parts.step_runner.base_optimizer
+    return caller if isinstance(result, torch.optim.Optimizer) else result
+
+
+def _check_elementwise(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any]) -> None:
+    optimizer = parts.step_runner.base_optimizer
+    if name in parts.elementwise_members or all(shard.unit.degrees.optimizer == 1 for shard in parts.optimizer.shards):
+        return
+    if not acts_elementwise(optimizer, act):
+        raise ZeroEngineError(
+            f"{type(optimizer).__name__}.{name}: what it does with an element, or returns, depends on other elements, "
+            "and each rank has a part of each parameter. Call it at zero_optimization.stage 0, or compute the same "
+            "from zeroengine.full_master(), full_optimizer_state() and set_full_master()."
+        )
+    parts.elementwise_members.add(name)

@@ -1,0 +1,79 @@
+"""The caller's optimizer over this rank's shards: a copy whose parameters are views of the master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.caller_optimizer import copy_attributes, copy_without_parameters
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.layout import ShardSpan
+
+T = TypeVar("T")
+
+
+class ShardParameter(NamedTuple):
+    """The part of a parameter that is in this rank's shard, as a parameter of its own."""
+
+    shard: OptimizerShard
+    span: ShardSpan
+    param: torch.nn.Parameter
+
+
+class OptimizerOverShards:
+    """Runs code of the caller's optimizer on this rank's shards.
+
+    Hyperparameters and plain attributes are those of the caller's optimizer, which schedules and users change: they are
+    copied before each run, and back after it, because some optimizers count or adapt in them.
+
+    Attributes:
+        optimizer: The copy. Its state belongs to these parameters.
+        params: For each shard, by the index of a parameter in its unit, what the copy updates.
+    """
+
+    def __init__(self, parts: BackendParts) -> None:
+        self._caller, self._groups = parts.base_optimizer, parts.optimizer.param_groups
+        self.optimizer = copy_without_parameters(parts.base_optimizer)
+        self.params: list[dict[int, ShardParameter]] = [{} for _ in parts.shards]
+        for shard in parts.shards:
+            for span in shard.spans():
+                original = shard.unit.params[span.param_index]
+                # A parameter that lies wholly in this shard keeps its shape, because some optimizers use it.
+                shape = original.shape if span.numel == original.numel() else (span.numel,)
+                param = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
+                self.optimizer.param_groups[parts.group_of_param[original]]["params"].append(param)
+                self.params[shard.index][span.param_index] = ShardParameter(shard, span, param)
+
+    def __iter__(self) -> Iterator[ShardParameter]:
+        """Yield the parameters of all shards."""
+        for params in self.params:
+            yield from params.values()
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """Return what ``act`` returns of the copy, with the caller's present settings."""
+        groups = self.optimizer.param_groups
+        for group, caller_group in zip(groups, self._groups, strict=True):
+            group.update(_hyperparameters(caller_group))
+        copy_attributes(self._caller, self.optimizer)
+        try:
+            return act(self.optimizer)
+        finally:
+            # Checkpoints save the caller's groups, and users read its attributes.
+            for group, caller_group in zip(groups, self._groups, strict=True):
+                caller_group.update(_hyperparameters(group))
+            copy_attributes(self.optimizer, self._caller)
+            for shard, span, param in self:
+                master = shard.master[span.shard_slice]
+                if param.data_ptr() != master.data_ptr():
+                    # The optimizer assigned to ``data``, and the new memory is no part of the shard.
+                    populate(master, write=True)
+                    master.copy_(param.detach().view(-1))
+                    param.data = master.view(param.shape)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

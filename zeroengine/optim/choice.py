@@ -1,0 +1,35 @@
+"""Choose the backend that updates as the caller's optimizer does, before anything is partitioned."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.backends.async_adam import AsyncAdam
+from zeroengine.optim.backends.blocking_adam import BlockingAdam
+from zeroengine.optim.backends.interface import UpdateBackend, UpdateRequest
+from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
+
+# The first backend that serves an optimizer runs it; the last one serves any.
+BACKENDS: tuple[type[UpdateBackend], ...] = (AsyncAdam, BlockingAdam, TorchOptimizer)
+
+
+def choose_backend(request: UpdateRequest) -> type[UpdateBackend]:
+    """Return the class of the backend that serves ``request``.
+
+    Raises:
+        ZeroEngineError: The backend cannot keep states in bf16, or not outside the device's memory.
+    """
+    backend = next(backend for backend in BACKENDS if backend.serves(request))
+    name = type(request.optimizer).__name__
+    if request.moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
+        raise ZeroEngineError(
+            f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
+            "the key"
+        )
+    if not request.on_device and not backend.supports_offload:
+        raise ZeroEngineError(
+            f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; write "
+            '"device": "none"'
+        )
+    return backend
