@@ -14,9 +14,14 @@ from zeroengine.deferred_init.trace import Trace
 _TRACE = "_zeroengine_trace"
 
 
-def make_meta(param: nn.Parameter, trace: Trace) -> None:
-    """Make ``param`` a parameter on the meta device, which takes no memory, and attach the way to its values."""
-    meta = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+def make_meta(param: nn.Parameter, trace: Trace, meta: torch.Tensor) -> None:
+    """Make ``param`` a parameter on the meta device, which takes no memory, and attach the way to its values.
+
+    Args:
+        param: The parameter.
+        trace: The way to its values.
+        meta: A tensor of its shape on the meta device, whose storage shows what it shares memory with.
+    """
     swap_data(param, meta)
     attach_trace(param, trace)
 

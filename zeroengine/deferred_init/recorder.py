@@ -114,13 +114,21 @@ class Recorder:
                 tracked.check_writes()
             except ZeroEngineError as error:
                 unseen_write = error
+        # Parameters that share memory go on sharing it, so that ``initialize`` sees that they do.
+        meta_storages: dict[int, torch.UntypedStorage] = {}
         for param, name in self._params.items():
             # A lazy parameter gets its shape in the first forward, and its values after that.
             if param.is_meta or torch.nn.parameter.is_lazy(param):
                 continue
             trace = self._trace_or_reason(param)
             if isinstance(trace, Trace):
-                make_meta(param, trace)
+                source = self._tracked_of(param)
+                assert source is not None
+                if source.number not in meta_storages:
+                    meta_storages[source.number] = torch.UntypedStorage(source.nbytes, device="meta")
+                meta = torch.empty(0, dtype=param.dtype, device="meta")
+                meta.set_(meta_storages[source.number], param.storage_offset(), param.shape, param.stride())
+                make_meta(param, trace, meta)
             else:
                 in_memory.append((name, param.nbytes, trace))
         # From here on nothing is evicted: the storages that are left are filled for good.

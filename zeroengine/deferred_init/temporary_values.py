@@ -24,22 +24,22 @@ def temporary_values(params: Iterable[nn.Parameter]) -> Iterator[None]:
     Raises:
         ZeroEngineError: A parameter has no trace of its values, or autograd has a graph of one that has no values.
     """
-    deferred: list[tuple[nn.Parameter, Trace, object]] = []
+    deferred: list[tuple[nn.Parameter, torch.Tensor, Trace, object]] = []
     try:
         for param in params:
             # A parameter may be given twice, or have its values by an outer `with`.
             if param.is_meta:
-                trace = _compute_values(param)
-                deferred.append((param, trace, _contents(param, trace)))
+                meta, trace = param.data, _compute_values(param)
+                deferred.append((param, meta, trace, _contents(param, trace)))
         yield
     finally:
         in_graph = False
-        for param, trace, contents in deferred:
+        for param, meta, trace, contents in deferred:
             if _contents(param, trace) != contents:
                 continue
             # The graph would go on with the memory that is taken away. Values can stay, but none must not become zeros.
             if not has_graph(param):
-                make_meta(param, trace)
+                make_meta(param, trace, meta)
             else:
                 in_graph = in_graph or trace.is_unset
     if in_graph:

@@ -45,7 +45,7 @@ def make_optimizer(
     # torch's optimizers refuse an empty list. Frozen parameters get no gradients, so no update changes them.
     params = trainable or list(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
-        base_optimizer = _unwrapped(optimizer)
+        base_optimizer = unwrapped(optimizer)
     elif optimizer is not None:
         if not callable(optimizer):
             raise ZeroEngineError(
@@ -66,12 +66,12 @@ def make_optimizer(
     return base_optimizer, _freeze_left_out(base_optimizer, model, undo)
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's wrapper, which forwards to it and updates nothing itself."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
-    unwrapped: torch.optim.Optimizer = optimizer
-    return unwrapped
+    base_optimizer: torch.optim.Optimizer = optimizer
+    return base_optimizer
 
 
 def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
