@@ -60,6 +60,10 @@ def with_parameter(values: torch.Tensor) -> nn.Module:
     return model
 
 
+def by_import_path(kind: str, params: dict[str, Any]) -> None:
+    zeroengine.initialize(build(), None, config(1, optimizer={"type": kind, "params": params}))
+
+
 def second_initialize() -> None:
     model = build()
     engine = initialize(model)
@@ -218,6 +222,28 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "callable that makes none": (
         lambda: initialize(build(), lambda params: list(params) and None),
         "the optimizer callable returned None, not a torch.optim.Optimizer",
+    ),
+    "SparseAdam": (
+        lambda: (lambda model: initialize(model, torch.optim.SparseAdam(model.parameters()), stage=0))(build()),
+        r"SparseAdam takes sparse gradients alone, .* Use an optimizer such as AdamW",
+    ),
+    "a flag for a rate": (
+        lambda: zeroengine.initialize(
+            build(), None, config(1, optimizer={"type": "torch.optim.RAdam", "params": {"lr": True}})
+        ),
+        r"optimizer.params.lr of torch.optim.RAdam: found True; write a number",
+    ),
+    "a word for a flag": (
+        lambda: zeroengine.initialize(
+            build(), None, config(1, optimizer={"type": "torch.optim.AdamW", "params": {"fused": "yes"}})
+        ),
+        r"optimizer.params.fused of torch.optim.AdamW: found 'yes'; write true or false",
+    ),
+    "a number for a pair": (
+        lambda: zeroengine.initialize(
+            build(), None, config(1, optimizer={"type": "torch.optim.RAdam", "params": {"betas": 0.9}})
+        ),
+        r"optimizer.params.betas of torch.optim.RAdam: found 0.9; write a list of 2 values",
     ),
     "LBFGS": (
         lambda: (lambda model: initialize(model, torch.optim.LBFGS(model.parameters()), stage=0))(build()),

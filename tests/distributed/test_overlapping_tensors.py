@@ -152,6 +152,12 @@ def refused() -> None:
         with pytest.raises(ZeroEngineError, match=message):
             zeroengine.initialize(model, None, config(3))
         assert before == {name: (value.data_ptr(), value.tolist()) for name, value in model.state_dict().items()}
+    # A parameter is on the meta device, and its buffer is not.
+    for case in (slice_of_parameter, buffer_of_row):
+        with zeroengine.meta_init():
+            model = model_of(case)
+        with pytest.raises(ZeroEngineError, match=REFUSED[case]):
+            zeroengine.initialize(model, None, config(3))
     # Two groups of other settings cannot hold what is one parameter.
     model = model_of(lambda model: setattr(model.second.weight, "data", model.first.weight.data))
     groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.second.weight], "lr": 0.2}]

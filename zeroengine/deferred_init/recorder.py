@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroengine.deferred_init.dispatch_modes import OpaqueAccessMode, OperationMode, is_recording
 from zeroengine.deferred_init.memory_budget import ParamRef, StorageCache, TrackedStorage
 from zeroengine.deferred_init.op_call import METADATA, OpCall, is_plain
-from zeroengine.deferred_init.parameter import has_graph, make_meta
+from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, take_trace
 from zeroengine.deferred_init.trace import (
     RecordedOp,
     StorageVersion,
@@ -116,6 +116,7 @@ class Recorder:
                 unseen_write = error
         # Parameters that share memory go on sharing it, so that ``initialize`` sees that they do.
         meta_storages: dict[int, torch.UntypedStorage] = {}
+        params_of: dict[int, list[nn.Parameter]] = {}
         for param, name in self._params.items():
             # A lazy parameter gets its shape in the first forward, and its values after that.
             if param.is_meta or torch.nn.parameter.is_lazy(param):
@@ -129,6 +130,7 @@ class Recorder:
                 meta = torch.empty(0, dtype=param.dtype, device="meta")
                 meta.set_(meta_storages[source.number], param.storage_offset(), param.shape, param.stride())
                 make_meta(param, trace, meta)
+                params_of.setdefault(source.number, []).append(param)
             else:
                 in_memory.append((name, param.nbytes, trace))
         # From here on nothing is evicted: the storages that are left are filled for good.
@@ -142,6 +144,13 @@ class Recorder:
                 self._cache.touch(tracked)
                 if not tracked.live_params():
                     in_memory.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
+            # Such a tensor may be a buffer. The parameters keep the memory with it, so that both are seen to share it.
+            for param in params_of.get(tracked.number, ()):
+                if self._values:
+                    take_trace(param)
+                    view = torch.empty(0, dtype=param.dtype, device=storage.device)
+                    view.set_(storage, param.storage_offset(), param.shape, param.stride())
+                    swap_data(param, view)
             delattr(storage, _TRACKED_ATTRIBUTE)
         trim_heap()
         if unseen_write is not None:

@@ -152,9 +152,8 @@ def _regions(model: nn.Module) -> Iterator[_Region]:
         if not tensor.numel():
             continue
         spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        storage: Any = tensor.untyped_storage()
         # A tensor without memory has no address.
-        space = ("meta", storage._cdata) if tensor.is_meta else tensor.device
+        space = ("meta", tensor.untyped_storage()._cdata) if tensor.is_meta else tensor.device
         start = tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
         yield _Region(name, tensor, space, int(start), int(start + (spread + 1) * tensor.element_size()))
 

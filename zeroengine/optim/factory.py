@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -89,6 +92,7 @@ def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.
     undecorated = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
+    _check_hyperparameters(kind, cls, hyperparameters)
     try:
         # A subclass carries the undecorated method, because torch's class must not change for other code.
         built: torch.optim.Optimizer = type(cls.__name__, (cls,), undecorated)(params, **hyperparameters)
@@ -98,6 +102,40 @@ def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict
             f"{inspect.signature(cls)}."
         ) from error
     return built
+
+
+def _check_hyperparameters(kind: str, cls: type, hyperparameters: Mapping[str, Any]) -> None:
+    """Check values against the signature of ``cls``. torch compares a rate of True with 0, and takes it for 1.
+
+    Raises:
+        ZeroEngineError: A flag is no flag, or a number is no number.
+    """
+    signature = inspect.signature(cls)
+    with contextlib.suppress(NameError, TypeError, SyntaxError):
+        # The module of the class may postpone the evaluation of its annotations.
+        signature = inspect.signature(cls, eval_str=True)
+    for name, value in hyperparameters.items():
+        parameter = signature.parameters.get(name)
+        # A missing value stands for the class's own choice, and an unknown name is the class's to refuse.
+        if parameter is None or value is None:
+            continue
+        annotation, default = parameter.annotation, parameter.default
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        kinds = {*typing.get_args(annotation), type(default)} if is_union else {annotation, type(default)}
+        numbers = kinds & {int, float}
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_list = isinstance(value, (tuple, list)) and not any(isinstance(item, bool) for item in value)
+        if type(value) in kinds or (numbers and is_number):
+            continue
+        if bool in kinds:
+            wanted = "true or false"
+        elif numbers:
+            wanted = "a number"
+        elif isinstance(default, (tuple, list)) and not (is_list and len(value) == len(default)):
+            wanted = f"a list of {len(default)} values"
+        else:
+            continue
+        raise ZeroEngineError(f"optimizer.params.{name} of {kind}: found {value!r}; write {wanted}")
 
 
 def _imported(path: str) -> type[torch.optim.Optimizer]:
@@ -183,6 +221,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
         raise ZeroEngineError(
             f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
             "optimizer such as AdamW."
+        )
+    if "SparseAdam" in names:
+        raise ZeroEngineError(
+            f"{name} takes sparse gradients alone, and the engine reduces dense ones, also of "
+            "nn.Embedding(sparse=True). Use an optimizer such as AdamW."
         )
     if degrees.optimizer > 1 and not is_elementwise(optimizer):
         raise ZeroEngineError(
