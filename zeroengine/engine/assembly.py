@@ -35,9 +35,8 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies
 from zeroengine.offload.placement import Placement, place_states
 from zeroengine.offload.state_offloader import StateOffloader
-from zeroengine.optim.backends.interface import UpdateRequest
 from zeroengine.optim.caller_optimizer import redirect_calls
-from zeroengine.optim.choice import choose_backend
+from zeroengine.optim.choice import choose_backend, update_request
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, check_scheduler, make_scheduler
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -184,8 +183,9 @@ class EngineParts:
             self.placement = place_states(plans, rules, config, self.transport, group.device, timer, copies)
             undo.callback(self.placement.close)
             check_hooks_allowed(_hooked_modules(model, plans, rules, self.placement))
-            request = _update_request(base_optimizer, plans, self.placement, config, group.device, async_step)
-            backend = choose_backend(request)
+            backend = choose_backend(
+                update_request(base_optimizer, plans, self.placement, config, group.device, async_step)
+            )
         self.units: list[Unit] = []
         shards: list[OptimizerShard] = []
         self.restoration = Restoration(self.units, group, self.replica_group, self.transport, self.placement, shards)
@@ -346,25 +346,6 @@ def _hooked_modules(
     for plan, stored in zip(plans, placement.parameter_shards, strict=True):
         if stored is not None or rules.of_unit(plan).optimizer > 1:
             yield from plan.modules
-
-
-def _update_request(
-    optimizer: torch.optim.Optimizer,
-    plans: Sequence[UnitPlan],
-    placement: Placement,
-    config: Config,
-    device: torch.device,
-    async_step: bool | None,
-) -> UpdateRequest:
-    trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
-    return UpdateRequest(
-        optimizer,
-        frozenset(torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable),
-        all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable))),
-        device,
-        FLOATS[config.optimizer_state_dtype],
-        async_step,
-    )
 
 
 def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.placement import Placement
 from zeroengine.optim.backends.async_adam import AsyncAdam
 from zeroengine.optim.backends.blocking_adam import BlockingAdam
 from zeroengine.optim.backends.interface import UpdateBackend, UpdateRequest
 from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
+from zeroengine.partition.cut import UnitPlan
 
 # The first backend that serves an optimizer runs it; the last one serves any.
 BACKENDS: tuple[type[UpdateBackend], ...] = (AsyncAdam, BlockingAdam, TorchOptimizer)
+
+
+def update_request(
+    optimizer: torch.optim.Optimizer,
+    plans: Sequence[UnitPlan],
+    placement: Placement,
+    config: Config,
+    device: torch.device,
+    async_step: bool | None,
+) -> UpdateRequest:
+    """Return what a backend is asked to update, for the arguments of ``EngineParts``."""
+    trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
+    return UpdateRequest(
+        optimizer,
+        frozenset(torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable),
+        all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable))),
+        device,
+        FLOATS[config.optimizer_state_dtype],
+        async_step,
+    )
 
 
 def choose_backend(request: UpdateRequest) -> type[UpdateBackend]:
