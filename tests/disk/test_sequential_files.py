@@ -49,9 +49,10 @@ def test_the_file_is_what_was_written_to_it(path: Path, pieces: list[int], seed:
 def test_no_space_is_taken_from_the_disk_but_what_is_known_to_be_written(path: Path, known_bytes: int) -> None:
     with DirectFile(path, known_bytes) as file:
         file.write(bytes(2 * BUFFER_BYTES - 1))
-        assert path.stat().st_blocks * 512 <= max(known_bytes, BUFFER_BYTES) + 4096, "two more buffers are not sent yet"
+        # One buffer is sent. A file system may count blocks of its own.
+        assert path.stat().st_blocks * 512 <= max(known_bytes, BUFFER_BYTES) + (1 << 16)
         file.write(bytes(BUFFER_BYTES + 1))
-    assert path.stat().st_blocks * 512 <= 3 * BUFFER_BYTES + 4096
+    assert path.stat().st_blocks * 512 <= 3 * BUFFER_BYTES + (1 << 16)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
