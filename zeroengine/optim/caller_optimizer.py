@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.released_parameter import drop_gradient_of
 
 # The attributes that wrappers and `redirect_calls` put on an instance.
 REPLACED = ("step", "zero_grad", "load_state_dict")
@@ -147,7 +148,7 @@ def _refuse_initialization_of_state(optimizer: torch.optim.Optimizer) -> None:
         if "lr" in group:
             group["lr"] = next(rates, group["lr"])
         for param in group["params"]:
-            param.grad = None
+            drop_gradient_of(param)
     raise ZeroEngineError(
         "get_optimizer_state_dict(), get_state_dict() or set_optimizer_state_dict() of "
         "torch.distributed.checkpoint.state_dict: the optimizer's state is partitioned by zeroengine, and this object "
