@@ -78,6 +78,15 @@ class SendMemory:
             self._sent.append((memory, work))
 
 
+def rounded(shard: torch.Tensor) -> torch.Tensor:
+    """Return what quantized gathers show of ``shard``, 1-D."""
+    packet = torch.empty(ops.packet_bytes(shard.numel(), GATHER_BITS), dtype=torch.uint8, device=shard.device)
+    ops.quantize(shard, packet, bits=GATHER_BITS)
+    values = torch.empty_like(shard)
+    ops.dequantize_sum(values, packet, bits=GATHER_BITS, num_slices=1)
+    return values
+
+
 class QuantizedGather:
     """Gathers of parameters for use, as integers of 8 bits. Takes the place of ``Channel.all_gather``."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -39,7 +40,7 @@ class ParameterOwner:
 
     def __init__(self, parts: EngineParts, engine: weakref.ref[Any]) -> None:
         self.parts, self.engine = parts, engine
-        self._warned_of_missing_gradient = False
+        self._warned_places: set[tuple[str, int]] = set()
         for unit in parts.units:
             for param in unit.params:
                 param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
@@ -91,19 +92,24 @@ class ParameterOwner:
         names = [slot.name for slot, writer in zip(unit.layout.slots, writers, strict=True) if writer >= 0]
         self.parts.note_new_masters(unit, names)
 
-    def note_gradient_cleared(self, param: nn.Parameter) -> None:
-        """Drop the gradient of ``param``, whose ``grad`` user code has set to None after a backward."""
+    def note_gradient_assigned(self, param: nn.Parameter) -> None:
+        """Note that user code has assigned to ``grad`` of ``param``, perhaps None, outside of a backward."""
         if torch._C._current_graph_task_id() < 0:
-            self.parts.reducer.user_gradients.note_cleared(param)
+            self.parts.reducer.note_assigned(param)
 
     def note_gradient_read(self, param: nn.Parameter) -> None:
-        """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""
-        has_gradients = self.parts.accumulation.has_new_gradients or self.parts.backward.in_progress
+        """Warn where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None.
+
+        Each place in the user's code is warned of once.
+        """
+        has_gradients = self.parts.accumulation.has_gradients or self.parts.backward.in_progress
         # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
-        is_inside_backward = torch._C._current_graph_task_id() >= 0
-        if self._warned_of_missing_gradient or not has_gradients or is_inside_backward:
+        if not has_gradients or torch._C._current_graph_task_id() >= 0:
             return
-        self._warned_of_missing_gradient = True
+        place = _place_of_call()
+        if place in self._warned_places:
+            return
+        self._warned_places.add(place)
         if self.parts.group.rank == 0:
             log.warning(
                 "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
@@ -112,6 +118,14 @@ class ParameterOwner:
                 "zeroengine.full_gradient(param) gives the gradient, zeroengine.set_full_gradient(param, value) "
                 "replaces it, and engine.zero_grad() drops all of them."
             )
+
+
+def _place_of_call() -> tuple[str, int]:
+    """Return the file and line of the user's code that has used a parameter, perhaps through a function of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("zeroengine.", "torch.")):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _state_without_engine(param_ref: weakref.ref[nn.Parameter]) -> dict[str, Any]:

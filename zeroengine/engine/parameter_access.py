@@ -39,7 +39,9 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """
     located = LocatedParameter(param)
     reducer, unit_grads = located.parts.reducer, located.shard.unit_grads if located.shard is not None else None
-    reducer.take_assigned_gradients()
+    # Inside a backward ``grad`` is autograd's, and the check below raises.
+    if not located.parts.backward.in_progress:
+        reducer.take_assigned_gradients()
     local_gradient = None if unit_grads is None else reducer.unreduced_gradient(unit_grads, located.index)
     # One rank may have a gradient and another none. All ranks learn which ranks have one, so that all of them take the
     # same branch below.
@@ -75,6 +77,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
         shard = located.trainable_shard()
         value = located.checked_copy(value)
         parts.reducer.check_backward_ended()
+        parts.step_runner.check_not_clipped("set_full_gradient()")
     parts.reducer.reduces.wait()
     parts.reducer.take_assigned_gradients()
     parts.group.broadcast(value)
@@ -155,7 +158,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     # Values that the user wrote into the model are copied into the master first.
     if any(is_written_by_rank):
         located.parts.outside_writes.compare()
-        located.parts.optimizer.reduction.keep_writes()
+        located.parts.optimizer.reduction.move_writes()
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))

@@ -141,6 +141,19 @@ class StepRunner(BackwardListener):
                 "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
             )
 
+    def check_not_clipped(self, call: str) -> None:
+        """Check that ``clip`` was not called in the step in progress.
+
+        Raises:
+            ZeroEngineError: It was, and ``call`` replaces gradients, to which its limit would apply as well.
+        """
+        if self._clip_once is not None:
+            raise ZeroEngineError(
+                f"{call} after engine.clip_grad_norm_() and before step(): the limit would also apply to the new "
+                "gradient. Replace gradients before clipping; to add noise to a clipped gradient, scale "
+                "zeroengine.full_gradient(param) yourself and leave clip_grad_norm_() out."
+            )
+
     @property
     def schedule(self) -> Any:
         """The LR schedule that each update steps, or None."""

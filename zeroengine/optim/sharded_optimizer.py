@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def reload_masters(self) -> None:
         """Copy into shards and masters the values that were written into parameters since the last step."""
-        self.reduction.keep_writes()
+        self.reduction.move_writes()
         for shard in self.shards:
             if shard.may_be_written:
                 shard.reload_master()

@@ -40,6 +40,9 @@ class GradientReducer(Protocol):
     def reduce_late_gradients(self) -> None:
         """Reduce the late gradients. Call it on every rank if any rank has some."""
 
+    def check_frozen(self) -> None:
+        """Raise ``ZeroEngineError`` if a gradient was assigned to a parameter without a master."""
+
 
 class StepSums(NamedTuple):
     """The sums over the ranks that a step needs, on the device.
@@ -110,7 +113,7 @@ class StepReduction:
         if any_late:
             self._reducer.reduce_late_gradients()
             squared_norm, _, *flags = self._sum_on_host(label, late=False)
-        self.keep_writes()
+        self.move_writes()
         remaining = iter(flags)
         has_grad = [[flag > 0 for flag in islice(remaining, len(shard.unit.params))] for shard in self._shards]
         return squared_norm, has_grad
@@ -136,8 +139,9 @@ class StepReduction:
             # Ranks that ran different collectives are reported here, before anything is updated.
             self._transport.check_order()
         first_checksum = 2 + self._num_params
-        # This check comes before any update, so a rank that raises has changed nothing.
+        # These checks come before any update, so a rank that raises has changed nothing.
         self._writes.raise_if_different(self._writes.suspects(sums[first_checksum:]))
+        self._reducer.check_frozen()
         return sums[:first_checksum]
 
     def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
@@ -152,6 +156,7 @@ class StepReduction:
         Late gradients are reduced if this rank has some, on the assumption that all ranks have some or none has:
         asking them would make the host wait.
         """
+        self._reducer.check_frozen()
         if self._reducer.has_late_gradients:
             self._reducer.reduce_late_gradients()
         with self._timer.span("update", label="norm"):
@@ -163,12 +168,12 @@ class StepReduction:
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
-            self.keep_writes()
+            self.move_writes()
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
 
-    def keep_writes(self) -> None:
-        """Take into shards and masters what was written into gathered parameters. See ``OutsideWrites.keep``."""
-        written = self._writes.keep()
+    def move_writes(self) -> None:
+        """Move into shards and masters what was written into gathered parameters. See ``OutsideWrites``."""
+        written = self._writes.move_to_shards()
         for shard in self._shards:
             if shard.unit in written:
                 shard.reload_master()

@@ -1,10 +1,10 @@
-"""Keep what user code writes into gathered parameters, until the shards of the next step take it.
+"""Hold what user code writes into gathered parameters, until the shards of the next step take it.
 
 [Note: Writes to gathered parameters]
 Data-dependent initialization, ``clamp_`` and ``nn.Embedding(max_norm=...)`` write a parameter inside a forward. Where
-the full buffer is released, the write would end with it. So a release keeps the whole value of each parameter that was
+the full buffer is released, the write would end with it. So a release holds the whole value of each parameter that was
 written, and every later gather puts it over the gathered one. The shards take it in the next step, and before whatever
-else reads or replaces them, such as a save (``OutsideWrites.keep``).
+else reads or replaces them, such as a save (``OutsideWrites.move_to_shards``).
 
 - The shard is not written at the release. Another rank may still compute with the full buffer that it gathered, which
   on shared memory shows this rank's shard, and it has perhaps not come to its own write yet.
@@ -45,15 +45,15 @@ class GatheredWrites:
     Args:
         params: The parameters of the unit.
         names: Their names, for a warning.
-        checks_values: Whether writes are also searched for by checksums, with a warning for each parameter.
+        checks_writes: Whether writes are also searched for by checksums, with a warning for each parameter.
 
     Attributes:
         values: The whole value of each parameter that was written, by its index.
         reshaped: The indices of parameters whose ``data`` was replaced by a tensor of another shape, which is lost.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], checks_values: bool) -> None:
-        self._params, self._names, self._checks_values = params, names, checks_values
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], checks_writes: bool) -> None:
+        self._params, self._names, self._checks_writes = params, names, checks_writes
         self.values: dict[int, torch.Tensor] = {}
         self.reshaped: set[int] = set()
         # The versions and checksums of the parameters when they were gathered, or last looked at.
@@ -63,11 +63,11 @@ class GatheredWrites:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values that are kept."""
+        """Bytes of the values that are held."""
         return sum(value.nbytes for value in self.values.values())
 
     def begin(self, views: Sequence[torch.Tensor]) -> None:
-        """Put the kept values over the gathered ones, and look for writes from now on.
+        """Put the held values over the gathered ones, and look for writes from now on.
 
         Args:
             views: The gathered values of the parameters, as views of the full buffer.
@@ -77,7 +77,7 @@ class GatheredWrites:
                 for index, value in self.values.items():
                     views[index].copy_(value)
         self.restart()
-        if self._checks_values:
+        if self._checks_writes:
             self._checksums = [checksum(view.view(-1)) for view in views]
 
     def restart(self) -> None:
@@ -85,30 +85,31 @@ class GatheredWrites:
         self._versions, self._checksums = versions_of(self._params), []
 
     def collect(self, views: Sequence[torch.Tensor]) -> None:
-        """Keep what was written into ``views`` since the last look, before their memory is freed or filled again."""
+        """Hold what was written into ``views`` since the last look, before their memory is freed or filled again."""
         versions = versions_of(self._params)
         written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
         if self._checksums:
             hidden = [i for i, then in enumerate(self._checksums) if checksum(views[i].view(-1)) != then]
             self._warn_of_hidden([index for index in hidden if index not in written])
             written = sorted({*written, *hidden})
-        self._keep({index: views[index] for index in written})
+        self._hold({index: views[index] for index in written})
         self._versions, self._checksums = versions, []
 
     def collect_replaced(self, views: Sequence[torch.Tensor]) -> None:
-        """Keep the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""
+        """Hold the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""
         replaced = {
             index: param.detach()
             for index, (param, view) in enumerate(zip(self._params, views, strict=True))
             if param.data_ptr() != view.data_ptr()
         }
         self.reshaped.update(index for index, value in replaced.items() if value.shape != views[index].shape)
-        self._keep({index: value for index, value in replaced.items() if index not in self.reshaped})
+        self._hold({index: value for index, value in replaced.items() if index not in self.reshaped})
 
-    def _keep(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _hold(self, values: Mapping[int, torch.Tensor]) -> None:
         if values:
             with outside_torch_func():
-                self.values |= {index: value.detach().clone() for index, value in values.items()}
+                contiguous = torch.contiguous_format
+                self.values |= {i: value.detach().clone(memory_format=contiguous) for i, value in values.items()}
 
     def _warn_of_hidden(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -103,7 +103,7 @@ class Hook:
         kept: An object that lives at least as long as the graph.
     """
 
-    def __init__(self, owner: object, method: Callable[..., None], *args: Any, kept: object = None) -> None:
+    def __init__(self, owner: object, method: Callable[..., object], *args: Any, kept: object = None) -> None:
         self._owner, self._method, self._args, self._kept = weakref.ref(owner), method, args, kept
 
     @disable_compile

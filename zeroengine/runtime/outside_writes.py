@@ -50,7 +50,7 @@ class OutsideWrites:
         group: The ranks that must agree. A single rank has nothing to compare.
         gradient_checksums: By parameter, checksums of gradients that user code assigned in this step. They are compared
             with the values.
-        checks_values: Whether every parameter counts as written in each step, which finds all differences.
+        checks_writes: Whether every parameter counts as written in each step, which finds all differences.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class OutsideWrites:
         units: Iterable[Unit],
         group: Group,
         gradient_checksums: Mapping[nn.Parameter, tuple[int, int]],
-        checks_values: bool = False,
+        checks_writes: bool = False,
     ) -> None:
-        self._group, self._gradient_checksums, self._checks_values = group, gradient_checksums, checks_values
+        self._group, self._gradient_checksums, self._checks_writes = group, gradient_checksums, checks_writes
         self._releasable = [unit for unit in units if unit.is_releasable]
         never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
@@ -85,7 +85,7 @@ class OutsideWrites:
             if param in params:
                 self._versions[index] = versions[index]
 
-    def keep(self) -> set[Unit]:
+    def move_to_shards(self) -> set[Unit]:
         """Write into the shards what was written into gathered parameters. The ranks are known to agree on it.
 
         Call it where no rank computes with parameters.
@@ -177,7 +177,7 @@ class OutsideWrites:
         """Return the numbers of what this rank wrote since the last step."""
         num_params, versions = len(self._params), versions_of(self._params)
         numbers = {num_params + i for i, unit in enumerate(self._releasable) if unit.writes.values}
-        if self._checks_values:
+        if self._checks_writes:
             numbers.update(range(num_params))
         elif versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)

@@ -50,7 +50,7 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.module_backwards import Hook
-from zeroengine.runtime.released_parameter import drop_gradient_of, gradient_of
+from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.runtime.unit_reduces import UnitReduces
@@ -141,6 +141,7 @@ class Reducer(BackwardListener):
 
     def call_began(self) -> None:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""
+        self.user_gradients.stop_watching()
         self.take_assigned_gradients()
 
     def begin_backward(self) -> None:
@@ -205,7 +206,8 @@ class Reducer(BackwardListener):
             unit_grads.deferred_grads[index].add_(gradient)
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype)
+            # The user may hold the tensor, to which others will be added.
+            unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype, copy=True)
 
     def unit_held(self, unit: Unit) -> None:
         """Do not reduce ``unit`` before ``unit_not_held``."""
@@ -220,7 +222,7 @@ class Reducer(BackwardListener):
         """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
         unit_grads = self._gradients_of[unit]
         if unit_grads.num_pending and self._num_further_calls <= 0:
-            self._accept_written([unit_grads])
+            self._accept_written(unit_grads)
             self._copy_earlier_gradients(unit_grads)
             unit_grads.num_pending = 0
             self._backward.note_unit_complete(unit)
@@ -236,28 +238,28 @@ class Reducer(BackwardListener):
 
     def end_call(self) -> None:
         """Let all units be reduced that have not been, unless another call is expected."""
-        self._accept_written(self._reduce_order)
-        if self._num_further_calls <= 0:
-            self._end_units()
+        self._end_units(accepts_written=True, ends=self._num_further_calls <= 0)
         self.user_gradients.watch()
 
-    def _end_units(self) -> None:
+    def _end_units(self, *, accepts_written: bool, ends: bool = True) -> None:
+        # Unit by unit, so that the buffer of one serves another as soon as it was reduced.
         for unit_grads in self._reduce_order:
-            self._copy_earlier_gradients(unit_grads)
-            unit_grads.end_backward()
-        self._queue_in_order()
+            if accepts_written:
+                self._accept_written(unit_grads)
+            if ends:
+                self._copy_earlier_gradients(unit_grads)
+                unit_grads.end_backward()
+                self._queue_in_order()
 
-    def _accept_written(self, units: Iterable[UnitGradients]) -> None:
+    def _accept_written(self, unit_grads: UnitGradients) -> None:
         """Accept the gradients that a Function or a hook of the user has left in ``param.grad`` in this backward."""
-        for unit_grads in units:
-            is_deferred = self._is_deferred(unit_grads)
-            for index, param in enumerate(unit_grads.unit.params):
-                gradient = gradient_of(param)
-                if gradient is not None:
-                    drop_gradient_of(param)
-                    # The user may hold the tensor, and others may be added to what waits.
-                    gradient = gradient.clone() if is_deferred else gradient
-                    self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [(i, p.grad) for i, p in enumerate(unit_grads.unit.params) if p.grad is not None]
+        is_deferred = self._is_deferred(unit_grads)
+        for index, gradient in written:
+            drop_gradient_of(unit_grads.unit.params[index])
+            assert gradient is not None
+            self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
 
     def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
         """Copy the gradients of earlier backwards inside no_sync of parameters that have none in this backward."""
@@ -268,11 +270,9 @@ class Reducer(BackwardListener):
 
     def end_backward(self, num_calls: int) -> None:
         """Launch the reduces that were not launched during the backward, in order."""
-        # After a plain call the user may have assigned gradients since the call ended.
-        if not num_calls:
-            self._accept_written(self._reduce_order)
         self._expected_calls = num_calls or self._expected_calls
-        self._end_units()
+        # After a plain call the user may have assigned gradients since the call ended.
+        self._end_units(accepts_written=not num_calls)
         self._launch_bucket()
         self.reduces.flush_copies()
         self.user_gradients.watch()
@@ -362,23 +362,38 @@ class Reducer(BackwardListener):
 
         Returns:
             Whether there was something.
-
-        Raises:
-            ZeroEngineError: The parameter was frozen at ``initialize``.
         """
-        self.user_gradients.stop_watching()
         assigned = self.user_gradients.take()
         if assigned:
             self.reduces.wait()
-        for gradient in assigned:
-            unit_grads, index = gradient.unit_grads, gradient.index
-            value = None if gradient.value is None else gradient.value.detach().to_dense()
-            if unit_grads.launched_in_step:
-                # A rank that drops a gradient differs from one that leaves it.
-                number = (1, 0) if value is None else checksum(value.contiguous().view(-1))
-                self.assigned_checksums[unit_grads.unit.params[index]] = number
+        for assignment in assigned:
+            unit_grads, index = assignment.unit_grads, assignment.index
+            value = None if assignment.value is None else assignment.value.detach().to_dense().contiguous()
+            # A rank that drops a gradient differs from one that leaves it.
+            number = (1, 0) if value is None else checksum(value.view(-1))
+            self.assigned_checksums[unit_grads.unit.params[index]] = number
             self.replace_gradient(unit_grads, index, value, 1 / self._transport.world_size)
+        for param in self.user_gradients.of_frozen():
+            # A rank that has none differs from the others, and all of them learn of it in the sum of the step.
+            self.assigned_checksums[param] = (2, 0)
         return bool(assigned)
+
+    def note_assigned(self, param: nn.Parameter) -> None:
+        """Note that user code has assigned to the gradient of ``param``, perhaps None, outside of a backward."""
+        self.user_gradients.note_assigned(param, Hook(self, Reducer.take_assigned_gradients))
+
+    def check_frozen(self) -> None:
+        """Check that nothing was assigned to gradients that no update uses.
+
+        Raises:
+            ZeroEngineError: A parameter was frozen at ``initialize``, and has a gradient.
+        """
+        for name in self.user_gradients.of_frozen().values():
+            raise ZeroEngineError(
+                f"parameter {name} was frozen at initialize(), and its .grad was assigned: no update would use it, "
+                "because the parameter has no master and no moments. Make it trainable before initialize(), or set "
+                ".grad to None."
+            )
 
     def replace_gradient(self, unit_grads: UnitGradients, index: int, value: torch.Tensor | None, share: float) -> None:
         """Make ``value`` the mean gradient of a parameter so far. Call this on every rank, with reduces awaited.
@@ -410,4 +425,4 @@ class Reducer(BackwardListener):
                 target = shard[span.shard_slice]
                 # The shard may be a mapped file. If the disk fails this raises, whereas a use would end the process.
                 populate(target, write=True)
-                target.zero_() if summed is None else target.copy_(summed.view(-1)[span.param_slice])
+                target.zero_() if summed is None else target.copy_(summed.reshape(-1)[span.param_slice])

@@ -7,8 +7,9 @@ progress, gathers the unit if every rank does the same (inside the engine's forw
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -42,7 +43,7 @@ _METADATA = {
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
 _READ_GRADIENT = _T.grad.__get__
-_CLEAR_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
+_ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -63,7 +64,7 @@ class ReleasedParameter(nn.Parameter):
         if func not in _METADATA and not _tracing():
             for param in tensors_in((args, kwargs)):
                 # Resolving one parameter may have gathered the others of its unit.
-                if isinstance(param, ReleasedParameter):
+                if isinstance(param, ReleasedParameter) and has_no_values(param):
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -71,8 +72,8 @@ class ReleasedParameter(nn.Parameter):
         if result is None and not _tracing():
             if func == _READ_GRADIENT:
                 _notify_owner(args[0], "note_gradient_read")
-            elif func in _CLEAR_GRADIENT and (len(args) < 2 or args[1] is None):
-                _notify_owner(args[0], "note_gradient_cleared")
+            elif func in _ASSIGN_GRADIENT:
+                _notify_owner(args[0], "note_gradient_assigned")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -81,14 +82,14 @@ class ReleasedParameter(nn.Parameter):
         return f"Parameter released by zeroengine: {what}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        resolver_of(self)(self, "copy.deepcopy")
-        # The resolver has restored the parameter's own class, so this calls the method of that class.
-        return self.__deepcopy__(memo)
+        with _own_class(self, "copy.deepcopy"):
+            # This is the method of the parameter's own class.
+            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        resolver_of(self)(self, "pickle")
-        # As in ``__deepcopy__``, this is the method of the parameter's own class.
-        return self.__reduce_ex__(protocol)
+        with _own_class(self, "pickle"):
+            # As in ``__deepcopy__``, this is the method of the parameter's own class.
+            return self.__reduce_ex__(protocol)
 
 
 def _tracing() -> bool:
@@ -116,7 +117,7 @@ def drop_gradient_of(param: nn.Parameter) -> None:
 
 
 def _notify_owner(param: nn.Parameter, event: str) -> None:
-    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None, or has set it to None."""
+    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None, or has assigned to it."""
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     owner = reference() if reference is not None else None
     if owner is not None:
@@ -169,7 +170,7 @@ def mark_gathered(param: nn.Parameter) -> None:
 
 
 def watch_gradient(param: nn.Parameter) -> None:
-    """Notice reads of ``param.grad``, until a use of the values of ``param``. A released parameter stays as it is."""
+    """Notice reads of ``param.grad`` and assignments to it. A released parameter stays as it is."""
     if not is_released_parameter(param):
         mark_released(param, _use_watched)
 
@@ -187,3 +188,15 @@ def has_no_values(param: torch.Tensor) -> bool:
 
 def _use_watched(param: nn.Parameter, operation: str) -> None:
     mark_gathered(param)
+
+
+@contextlib.contextmanager
+def _own_class(param: Any, operation: str) -> Iterator[None]:
+    """Give ``param``, whose values ``operation`` needs, its own class in the ``with``; to a released one for good."""
+    is_watched = not has_no_values(param)
+    resolver_of(param)(param, operation)
+    try:
+        yield
+    finally:
+        if is_watched:
+            watch_gradient(param)

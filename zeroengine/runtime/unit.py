@@ -27,7 +27,7 @@ from torch import nn
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.comm.packing import is_quantizable
-from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather
+from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather, rounded
 from zeroengine.deferred_init.parameter import swap_data, take_trace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
@@ -381,9 +381,14 @@ class Unit:
         self.forget_secondary()
         if self.offloaded_shards is not None:
             self.offloaded_shards.discard_prefetched()
+        # What quantized gathers showed of this rank's shard.
+        gathered = None if self._quantized is None else rounded(self.shard.to(self.full_buffer.device))
         for span in self.layout.spans(self.rank, self.degrees.parameters):
             if span.param_index in values:
                 target, written = self.shard[span.shard_slice], values[span.param_index].view(-1)[span.param_slice]
+                if gathered is not None:
+                    # Rounded elements that nobody wrote stay exact.
+                    written = torch.where(written == gathered[span.shard_slice], target.to(written.device), written)
                 if self.offloaded_shards is None:
                     target.copy_(written)
                 else:
@@ -448,11 +453,13 @@ class Unit:
             param.data = restored
         nothing = torch.empty(0, dtype=self.dtype, device=self.full_buffer.device)
         self._views, self._placeholders = [], []
+        self.writes.values.clear()
         self.full_buffer = self.shard = nothing
         self.initial_master = self._buffer = self.gather_work = None
 
     def abandon_parameters(self, resolver: Resolver) -> None:
         """Leave the parameters without values: every use of one calls ``resolver``, which raises."""
+        self.writes.values.clear()
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             mark_gathered(param)
             param.data = placeholder
