@@ -45,7 +45,7 @@ def test_parameters_have_deepspeeds_attributes_before_initialize() -> None:
 
 def check_nesting() -> None:
     with deepspeed.zero.Init(config_dict_or_path=STAGE3):
-        with deepspeed.zero.Init(config_dict_or_path=STAGE3):
+        with deepspeed.runtime.zero.mics.MiCS_Init(config_dict_or_path=STAGE3):
             first = nn.Linear(4, 4)
         assert hasattr(first.weight, "ds_id")
         engine, *_ = deepspeed.initialize(model=first, config=STAGE3)
