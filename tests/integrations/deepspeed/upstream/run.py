@@ -3,7 +3,8 @@
 ``DIR`` is a checkout of DeepSpeed at the commit that ``tests.txt`` names. Its tests are copied into a scratch folder
 and run unmodified. Whatever they import as ``deepspeed`` comes from the folder that ``zero-launch --as-deepspeed`` puts
 on the path.
-``tests.txt`` lists the tests that apply to at most two ranks on CPU, and ``exclusions.txt`` all others with the reason.
+``tests.txt`` lists the tests that apply on CPU, and ``exclusions.txt`` all others, each below what stops it when it is
+run. Where a test would skip itself, such as on the CPU, it goes on (``lift_guards.py``).
 
 Each test has its own timeout, since a rank that fails often leaves the other one waiting.
 """
@@ -64,6 +65,7 @@ class Runner:
         self.scratch = scratch
         self.timeout_s = timeout_s
         self.outcomes: dict[str, tuple[str, str]] = {}
+        self.guards: dict[str, set[str]] = collections.defaultdict(set)
         self._python = str(python)
         self._environment = dict(environment)
         self._options = ["-p", "pytest_reports", "-p", "no:cacheprovider", *options]
@@ -74,7 +76,7 @@ class Runner:
         self._start(
             ["--collect-only", "-q", "--continue-on-collection-errors", *files], reports, self.scratch / "output"
         ).wait()
-        return {line["node"]: line["ranks"] for line in read_lines(reports)}
+        return {line["node"]: line["ranks"] for line in read_lines(reports) if "node" in line}
 
     def run(self, nodes: Sequence[str], jobs: int) -> None:
         """Run tests, `jobs` processes of pytest at a time."""
@@ -95,7 +97,7 @@ class Runner:
                 while group:
                     group = self._run_group(group, worker)
                     if self.results is not None:
-                        self.results.write_text(json.dumps(self.outcomes.copy(), indent=1))
+                        self.results.write_text(json.dumps(self._results(), indent=1))
 
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(jobs)]
         for thread in threads:
@@ -128,6 +130,11 @@ class Runner:
         process.wait()
         started, finished = None, set()
         for line in read_lines(reports):
+            if "guard" in line:
+                # While no test runs, the file is imported, and the guard is one of all its tests.
+                for node in group if started is None else [started]:
+                    self.guards[node].add(line["guard"])
+                continue
             node, outcome = line["node"], line["outcome"]
             if outcome == "started":
                 started = node
@@ -137,16 +144,30 @@ class Runner:
                 self._print(node)
             elif self.outcomes.get(node, ("", ""))[0] != "failed":
                 self.outcomes[node] = (outcome, line["text"])
-        # Without a test to blame the process could not collect the tests.
-        stopped = (
-            started or next(node for node in group if node not in finished) if len(finished) < len(group) else None
-        )
-        if stopped is not None:
-            what = f"no result within {self.timeout_s:.0f} s" if timed_out else f"exit code {process.returncode}"
-            self.outcomes[stopped] = ("failed", f"{output.read_text(errors='replace')[-6000:]}\n{what}")
-            finished.add(stopped)
-            self._print(stopped)
-        return [node for node in group if node not in finished]
+        rest = [node for node in group if node not in finished]
+        if not rest:
+            return []
+        text = output.read_text(errors="replace")
+        what = f"no result within {self.timeout_s:.0f} s" if timed_out else f"exit code {process.returncode}"
+        _, collecting, import_error = text.partition("ERROR collecting")
+        if started is not None:
+            stopped, text = [started], text[-6000:]
+        elif collecting:
+            # The file cannot be imported, so none of its tests can run.
+            stopped, text = rest, import_error[:6000]
+        else:
+            stopped, text = rest[:1], text[-6000:]
+        for node in stopped:
+            self.outcomes[node] = ("failed", f"{text}\n{what}")
+            self._print(node)
+        return [node for node in rest if node not in stopped]
+
+    def _results(self) -> dict[str, tuple[str, str, list[str]]]:
+        """Return what each test did, its message, and the guards that were lifted for it."""
+        return {
+            node: (outcome, text, sorted(self.guards.get(node, ())))
+            for node, (outcome, text) in self.outcomes.copy().items()
+        }
 
     def _print(self, node: str) -> None:
         print(f"{self.outcomes.get(node, ('?', ''))[0]:8} {node}", flush=True)
@@ -201,7 +222,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that the runners of all upstream tests share."""
     parser.add_argument("--real", action="store_true", help="run them on the real DeepSpeed instead")
     parser.add_argument("--collect", type=Path, metavar="FILE", help="write all tests with their ranks, and run none")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose id contains this")
+    parser.add_argument("--exclusions", action="store_true", help="run the excluded tests, and check their reasons")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose id or heading contains this")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest at a time")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for each test")
     parser.add_argument("--results", type=Path, help="also write a JSON file with each test's outcome and message")
@@ -210,15 +232,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_or_collect(
     runner: Runner, options: argparse.Namespace, files: Sequence[str], lists_of_tests: lists.Lists
 ) -> int:
-    """Do what the options of ``add_options`` ask, and return the exit status: 0 if 90 % of the tests pass."""
+    """Do what the options of ``add_options`` ask, and return the exit status.
+
+    That is 0 if 90 % of the tests pass, and with ``--exclusions`` if each reason is true.
+    """
     if options.collect is not None:
         collected = runner.collect(files)
         options.collect.write_text(json.dumps(collected, indent=1))
         print(f"{len(collected)} tests")
         return 0
-    runner.run([node for node in lists_of_tests.tests() if options.only in node], options.jobs)
-    exclusions = {} if options.only else lists_of_tests.exclusions()
-    return 0 if lists.print_table(runner.outcomes, exclusions) else 1
+    exclusions = lists_of_tests.exclusions()
+    headings = exclusions if options.exclusions else lists_of_tests.tests()
+    runner.run([node for node, heading in headings.items() if options.only in f"{node} {heading.text}"], options.jobs)
+    if options.exclusions:
+        return 0 if lists.print_untrue_reasons(runner.outcomes, exclusions) else 1
+    return 0 if lists.print_table(runner.outcomes, runner.guards, {} if options.only else exclusions) else 1
 
 
 def main() -> int:
@@ -226,14 +254,19 @@ def main() -> int:
     parser.add_argument("--source", type=Path, required=True, help="a checkout of DeepSpeed")
     parser.add_argument("--tests", type=Path, default=lists.DEEPSPEED.tests_file, help="the list of tests")
     parser.add_argument("--reuse-ranks", action="store_true", help="start ranks once for many tests, which is faster")
+    parser.add_argument("--keep-guards", action="store_true", help="let tests skip themselves")
     add_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="upstream") as folder:
         tests = Path(folder, "tests")
         shutil.copytree(options.source / "tests", tests)
         environment = environment_of_tests(options.real or options.collect is not None, [tests], options.timeout)
-        environment["UPSTREAM_REUSE_RANKS"] = "1" if options.reuse_ranks else ""
-        runner = Runner(python_of("deepspeed"), tests, Path(folder), environment, options.timeout, options.results)
+        environment |= {"LOCAL_SIZE": "4", "UPSTREAM_REUSE_RANKS": "1" if options.reuse_ranks else ""}
+        # With -s what a rank prints before it dies is in the output, which is the message where there is no result.
+        more = ["-s"] if options.keep_guards else ["-s", "-p", "lift_guards"]
+        runner = Runner(
+            python_of("deepspeed"), tests, Path(folder), environment, options.timeout, options.results, more
+        )
         return run_or_collect(
             runner, options, lists.FILES, dataclasses.replace(lists.DEEPSPEED, tests_file=options.tests)
         )
