@@ -50,7 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             write_line(node=item.nodeid, ranks=most_ranks(item))
 
 
-def pytest_runtestloop() -> None:
+def pytest_runtestloop(session: pytest.Session) -> None:
     """With ``UPSTREAM_REUSE_RANKS`` let the tests of this process share their ranks.
 
     That is upstream's own feature, and several times faster. But a test that fails on one rank alone leaves the ranks
@@ -60,6 +60,10 @@ def pytest_runtestloop() -> None:
         from unit import common
 
         common.DistributedExec.reuse_dist_env = True
+        for item in session.items:
+            # These tests start torch.distributed themselves, and in ranks that others had it would be there already.
+            if not getattr(getattr(item, "cls", None), "init_distributed", True):
+                item.cls.reuse_dist_env = False  # type: ignore[attr-defined]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
