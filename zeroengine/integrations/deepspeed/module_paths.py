@@ -187,7 +187,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.zero": {
         **_PARTITION_PARAMETERS,
         **_TILING,
-        "MiCS_Init": zero.MiCS_Init,
+        "MiCS_Init": zero.Init,
         "unwrap_model_for_generation": zero.unwrap_model_for_generation,
     },
     "runtime.zero.config": {
@@ -201,7 +201,7 @@ MODULES: dict[str, dict[str, Any]] = {
         for name, value in vars(leaf_modules).items()
         if name.startswith(("DEFAULT_LEAF", "DeepSpeedZeroLeaf"))
     },
-    "runtime.zero.mics": {"MiCS_Init": zero.MiCS_Init},
+    "runtime.zero.mics": {"MiCS_Init": zero.Init},
     "runtime.zero.offload_config": {
         **_SECTIONS,
         "OffloadDeviceEnum": OffloadDeviceEnum,

@@ -21,7 +21,6 @@ from zeroengine.integrations.deepspeed.parameters import refuses_writes
 from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
 from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
-from zeroengine.integrations.deepspeed.zero_init import MiCS_Init as MiCS_Init
 
 # The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
 from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401

@@ -132,10 +132,6 @@ class Init:
             annotate_deferred_parameter(param, self._refuses_writes)
 
 
-# How many ranks hold the parameters once follows from "mics_shard_size" in the configuration of initialize().
-MiCS_Init = Init
-
-
 @contextlib.contextmanager
 def outside_of_init() -> Iterator[None]:
     """Leave the ``Init`` that this thread is inside of, and enter it again at the end.
