@@ -8,6 +8,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,48 @@ from zeroengine.comm.group import check_same
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
+from zeroengine.utils.process_finalizer import finalize
+from zeroengine.utils.process_groups import all_gather_objects, destroy_group
 from zeroengine.utils.progress import Report, evicting, ignore_progress, progress
 
 log = logging.getLogger("zeroengine")
+CPU = torch.device("cpu")
+
+
+@dataclass
+class _Resources:
+    """What must end before the interpreter does.
+
+    Attributes:
+        rank: This rank.
+        gloo_group: All ranks. torch's checkpoints exchange what they need over it.
+        future: Of the last save beside training: why it failed, or None.
+        save: The tag and the folder of that save, until its outcome was raised.
+    """
+
+    rank: int
+    gloo_group: dist.ProcessGroup | None = None
+    future: Future[str | None] | None = None
+    save: tuple[str, CheckpointFolder] | None = None
+
+    def end(self) -> None:
+        """End the group, after the save that uses it, and report an error of that save, which no call can raise."""
+        if self.future is None:
+            self._end_group()
+        else:
+            # The interpreter waits for the save before it exits. The garbage collector does not.
+            self.future.add_done_callback(self._report_and_end)
+
+    def _report_and_end(self, future: Future[str | None]) -> None:
+        error = future.result()
+        if error is not None and self.save is not None and self.rank == 0:
+            log.error("%s", _failure(error, *self.save))
+        self._end_group()
+
+    def _end_group(self) -> None:
+        group, self.gloo_group = self.gloo_group, None
+        if group is not None:
+            destroy_group(group)
 
 
 class CheckpointManager:
@@ -44,10 +84,10 @@ class CheckpointManager:
 
     def __init__(self, parts: CheckpointedParts, on_saved: Callable[[str, int, float], None]) -> None:
         self._parts, self._group, self._on_saved = parts, parts.group, on_saved
-        self._gloo_group: dist.ProcessGroup | None = None
+        self._resources = resources = _Resources(parts.group.rank)
+        # An engine that is not closed ends these when it is deleted, or when the process exits.
+        self._end = finalize(self, resources.end)
         self._directories: dict[Path, CheckpointFolder] = {}
-        # The save under way: why it failed, or None, and its tag and folder.
-        self._save: tuple[Future[str | None], str, CheckpointFolder] | None = None
         # Holds a copy of the states while they are written beside training. It is kept for the next save: fresh pages
         # would take longer than the copy.
         self._copy_memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -78,8 +118,8 @@ class CheckpointManager:
         # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
         check_same("save_checkpoint()", all_arguments)
         # Creating a group is a collective and takes a while, so it is made at the first save and kept.
-        if self._gloo_group is None:
-            self._gloo_group = self._group.new_group("gloo")
+        if self._resources.gloo_group is None:
+            self._resources.gloo_group = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
         nbytes = sum(self._group.all_gather_object(snapshot.nbytes))
         # One rank makes the directory, or the ranks would race for it. Its name has a random part, so the other ranks
@@ -90,7 +130,7 @@ class CheckpointManager:
                 directory.open()
                 new_directories.append(directory.begin(tag, nbytes))
         writing, settings = all_new_directories[0][0], self._parts.config.checkpoint
-        write = partial(_write, self._gloo_group, directory, tag, writing, settings.keep)
+        write = partial(_write, self._resources.gloo_group, directory, tag, writing, settings.keep)
         began = time.monotonic()
 
         def report_saved(saving: Future[str | None] | None = None) -> None:
@@ -109,7 +149,7 @@ class CheckpointManager:
             future = executor.submit(write, snapshot.copied(self._copy_memory), ignore_progress)
             future.add_done_callback(report_saved)
             executor.shutdown(wait=False)
-            self._save = future, tag, directory
+            self._resources.future, self._resources.save = future, (tag, directory)
         else:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
@@ -203,21 +243,19 @@ class CheckpointManager:
         Raises:
             CheckpointError: On every rank; the save beside training failed.
         """
-        if self._save is not None:
+        resources = self._resources
+        if resources.save is not None and resources.future is not None:
             # The field is cleared first: an error must be raised once, and the next save may go on.
-            (future, tag, directory), self._save = self._save, None
+            (tag, directory), resources.save = resources.save, None
             with self._group.long_wait(f"save {tag}"):
-                error = future.result()
+                error = resources.future.result()
             self._raise_if_failed(error, tag, directory)
 
     def _raise_if_failed(self, error: str | None, tag: str, directory: CheckpointFolder) -> None:
         # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
         errors = list(filter(None, self._group.all_gather_object(error, "to save a checkpoint")))
         if errors:
-            raise CheckpointError(
-                f"checkpoint {tag} in {directory.path} was not saved: {errors[0]}. The checkpoints before it are as "
-                "they were."
-            )
+            raise CheckpointError(_failure(errors[0], tag, directory))
 
     def check_not_half_loaded(self, call: str) -> None:
         """Check that the engine's states are of one checkpoint, or of none.
@@ -235,6 +273,13 @@ class CheckpointManager:
             )
 
     def close(self) -> None:
+        """Finish, and end what only saves need."""
+        try:
+            self.finish()
+        finally:
+            self._end()
+
+    def finish(self) -> None:
         """Wait for the save that is under way, and unlock the folders. The next save locks its folder again."""
         # The folders are unlocked even if the last save failed, so that the next job may use them.
         try:
@@ -243,6 +288,10 @@ class CheckpointManager:
             for directory in self._directories.values():
                 directory.close()
             self._directories.clear()
+
+
+def _failure(error: str, tag: str, directory: CheckpointFolder) -> str:
+    return f"checkpoint {tag} in {directory.path} was not saved: {error}. The checkpoints before it are as they were."
 
 
 def _write(
@@ -269,22 +318,21 @@ def _write(
     Returns:
         Why the save failed on any rank; None where it succeeded.
     """
-    reasons: list[str | None] = [None]
+    reason: str | None = None
     try:
         # A file that any rank failed to write is an error of all ranks.
         own_files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, group, report)
         # This also ensures that every rank has closed and synced its files before rank 0 commits.
-        all_files: list[Any] = [None] * group.size()
-        dist.all_gather_object(all_files, own_files, group=group)
+        all_files = all_gather_objects(group, own_files, CPU)
         if group.rank() == 0:
             try:
                 manifest = Manifest(format=FORMAT, tag=tag, files=dict(ChainMap(*all_files)), **snapshot.about)
                 directory.commit(writing, manifest, keep)
-            # The other ranks wait in the broadcast below, so no error may leave this block.
+            # The other ranks wait in the exchange below, so no error may leave this block.
             except Exception as error:
-                reasons = [failure_reason(error)]
+                reason = failure_reason(error)
         # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
-        dist.broadcast_object_list(reasons, group_src=0, group=group)
+        reason = all_gather_objects(group, reason, CPU)[0]
     # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
     except BaseException as error:
         # An interrupt of a save within `save_checkpoint` ends the program, as an interrupt anywhere does.
@@ -292,8 +340,8 @@ def _write(
             if group.rank() == 0:
                 directory.abandon(writing)
             raise
-        reasons = [failure_reason(error)]
+        reason = failure_reason(error)
     # Only rank 0 removes the directory, which all ranks share.
-    if reasons[0] is not None and group.rank() == 0:
+    if reason is not None and group.rank() == 0:
         directory.abandon(writing)
-    return reasons[0]
+    return reason

@@ -10,7 +10,6 @@ rank 0, which measures how long they take, adds to the sum how many steps later 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import signal
@@ -30,6 +29,8 @@ from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
+from zeroengine.utils.process_finalizer import exits_with_error, finalize
+from zeroengine.utils.process_groups import destroy_group, leave_to_threads
 
 log = logging.getLogger("zeroengine")
 # So many seconds lie between two all-reduces, where steps are shorter.
@@ -90,7 +91,7 @@ class SaveOnSignal:
         self._previous_handler = signal.signal(self._signal, self._handle)
         SaveOnSignal._listener = self
         # A script may end without closing the engine. Other ranks still wait for this rank's part of the all-reduce.
-        atexit.register(self._finish_reduce)
+        self._end_group = finalize(SaveOnSignal, self._finish_reduce)
 
     def _check(self) -> None:
         # Only the main thread runs Python's signal handlers, and only it may install them.
@@ -174,12 +175,20 @@ class SaveOnSignal:
             # A handler that somebody installed since then stays.
             if signal.getsignal(self._signal) == self._handle:
                 signal.signal(self._signal, self._previous_handler)
-        self._finish_reduce()
-        atexit.unregister(self._finish_reduce)
+        self._end_group()
 
     def _finish_reduce(self) -> None:
         """Wait for the all-reduce under way, since other ranks need this one; not for long, as one may have died."""
-        (work, _), self._pending = self._pending or (None, None), None
-        if work is not None:
-            with contextlib.suppress(RuntimeError):
-                work.wait(LAST_REDUCE_TIMEOUT)
+        pending, self._pending = self._pending, None
+        group, self._gloo_group = self._gloo_group, None
+        if pending is not None and group is not None:
+            work, values = pending
+            # After an error other ranks may never come to the all-reduce.
+            if not exits_with_error():
+                with contextlib.suppress(RuntimeError):
+                    work.wait(LAST_REDUCE_TIMEOUT)
+            if not work.is_completed():
+                leave_to_threads(group, values)
+                return
+        if group is not None:
+            destroy_group(group)

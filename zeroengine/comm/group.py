@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
@@ -18,6 +17,8 @@ from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.utils.process_finalizer import finalize
+from zeroengine.utils.process_groups import all_gather_objects, run_collective
 
 T = TypeVar("T")
 # A message about ranks that differ shows at most this many values, and this many ranks of each.
@@ -88,16 +89,15 @@ class Group:
         # The fake backend has no peers, so this rank's value stands for those of all ranks.
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
-        values: list[T | None] = [None] * self.world_size
+        device = torch.device("cpu") if self.backend == "gloo" else self.device
         try:
             with self.long_wait(f"exchange {purpose}"):
-                dist.all_gather_object(values, value, group=self.process_group)
+                return all_gather_objects(self.process_group, value, device)
         except RuntimeError as error:
             raise DivergenceError(
                 f"rank {self.numbers[self.rank]} lost its peers: one has ended, or cannot be reached "
                 f"({str(error).splitlines()[0]}). If no rank reports another error: {SAME_CALLS_ADVICE}."
             ) from error
-        return values  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def collective_errors(self, purpose: str, fact: T | None = None) -> Iterator[list[T]]:
@@ -142,13 +142,16 @@ class Group:
         if self.world_size > 1:
             with self.long_wait("broadcast"), self._on_backend_device(tensor) as values:
                 # The backends know few dtypes. No arithmetic is done, so the bytes can travel instead.
-                dist.broadcast(values.view(-1).view(torch.uint8), group_src=source, group=self.process_group)
+                run_collective(
+                    lambda sent: dist.broadcast(sent, group_src=source, group=self.process_group, async_op=True),
+                    values.view(-1).view(torch.uint8),
+                )
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over ranks, in place. For rare use: a ``Transport`` is faster."""
         if self.world_size > 1:
             with self.long_wait("sum"), self._on_backend_device(tensor) as values:
-                dist.all_reduce(values, group=self.process_group)
+                run_collective(lambda sent: dist.all_reduce(sent, group=self.process_group, async_op=True), values)
 
     @contextlib.contextmanager
     def _on_backend_device(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -386,8 +389,8 @@ def _start(backend: str) -> None:
         # A store in memory opens no port, so single processes on one machine do not collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if backend == "gloo":
-        # Gloo's threads must not outlive the interpreter.
-        atexit.register(_stop)
+        # Gloo's threads must not outlive the interpreter. The class lives as long as that does.
+        finalize(Group, _stop)
 
 
 def _stop() -> None:

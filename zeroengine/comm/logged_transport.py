@@ -10,7 +10,6 @@ is that of the calls. The exposed time is exact everywhere. Nothing here makes t
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from zeroengine.comm.comms_log import CommsLog, OperationTotals
 from zeroengine.comm.interfaces import Channel, PackedSums, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
+from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.work import Then, Work
 
 
@@ -37,7 +37,7 @@ def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack)
     log = CommsLog(section, transport.world_size)
     recorder = _Recorder(log, on_device=transport.name == "nccl", overlaps=transport.overlaps)
     logged = _LoggedTransport(transport, recorder)
-    undo.callback(weakref.finalize(logged, recorder.print_table))
+    undo.callback(finalize(logged, recorder.print_table))
     return cast(Transport, logged)
 
 

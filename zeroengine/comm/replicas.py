@@ -9,10 +9,10 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.utils.process_groups import destroy_group
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import ANSWER_TIMEOUT_S, AlarmBoard, RankPosition
 from zeroengine.errors import DivergenceError
+from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.work import Work
 
 log = logging.getLogger("zeroengine")
@@ -142,7 +142,7 @@ class Watchdog:
         arguments = (self._board, self._record, timeout, self._closed)
         thread = threading.Thread(target=_watch, args=arguments, name="zeroengine-watchdog", daemon=True)
         thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
+        self._finalizer = finalize(self, _stop, self._closed, thread)
 
     def record(self, what: str) -> None:
         """Note the operation that this rank issues next."""

@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +23,7 @@ from torch import Tensor
 from zeroengine.disk.aligned_memory import ALIGNMENT, owns_last_page, round_up_to_block
 from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
+from zeroengine.utils.process_finalizer import finalize
 
 log = logging.getLogger("zeroengine")
 
@@ -238,7 +238,7 @@ class DiskQueue:
         self._lock = threading.Lock()
         self._under_way: deque[Transfer] = deque()
         # Runs once: by ``close``, with the last reference, or when the interpreter exits.
-        self._close = weakref.finalize(self, _close_queue, library, queue.value, self._under_way, self._process)
+        self._close = finalize(self, _close_queue, library, queue.value, self._under_way)
 
     def read(self, file: DiskFile, offset_bytes: int, into: Tensor) -> Transfer:
         """Start to fill ``into`` from ``file``. Nothing may use the tensor until the transfer has been awaited.
@@ -320,11 +320,8 @@ class DiskQueue:
         self.close()
 
 
-def _close_queue(library: Any, queue: int, under_way: deque[Transfer], process: int) -> None:
+def _close_queue(library: Any, queue: int, under_way: deque[Transfer]) -> None:
     """Close a queue. This is no method, because it runs after the queue object is gone."""
-    # Closing would wait for the parent's threads, so in a forked child it would never return.
-    if process != os.getpid():
-        return
     library.ze_aio_close(queue)
     while under_way:
         # Polling fetches the result, so that an error that was never raised is logged.

@@ -167,7 +167,7 @@ class EngineCheckpoints:
         if self._manager is not None:
             with self._parts.timer.span("checkpoint"):
                 # Nothing of this job is written from here on, so another one may save into the folder.
-                self._manager.close()
+                self._manager.finish()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being saved, and give back what saving holds."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import weakref
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -24,15 +26,15 @@ class EndedParts:
     """Takes the place of ``EngineParts``: counters keep their last values, and everything else raises.
 
     Args:
-        call: The public call that ended the engine.
+        reason: Why the engine cannot be used, for messages.
         parts: The parts of the engine. None of them is kept, so their memory is freed.
     """
 
     has_ended = True
 
-    def __init__(self, call: str, parts: EngineParts) -> None:
+    def __init__(self, reason: str, parts: EngineParts) -> None:
         runner = parts.step_runner
-        self._call = call
+        self._reason = reason
         self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
         self.scaler = SimpleNamespace(scale=parts.scaler.scale)
         self.step_runner = SimpleNamespace(
@@ -49,10 +51,53 @@ class EndedParts:
         # Python's own protocols, such as copy and pickle, look up such names and expect AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
-        raise EndedEngineError(
-            f"this engine has ended, by engine.{self._call}. Its model is an ordinary one now: use engine.module, or "
-            "pass that to zeroengine.initialize() for a new engine."
-        )
+        raise EndedEngineError(self._reason)
+
+
+def ended_by(call: str, parts: EngineParts) -> EndedParts:
+    """Return what takes the place of ``parts`` after the public call that ended the engine."""
+    return EndedParts(
+        f"this engine has ended, by engine.{call}. Its model is an ordinary one now: use engine.module, or pass that "
+        "to zeroengine.initialize() for a new engine.",
+        parts,
+    )
+
+
+class ForkedEngine(Protocol):
+    """The part of an engine that a fork concerns."""
+
+    def leave_to_parent(self) -> Any:
+        """End this copy of the engine, free nothing, and return what it owned."""
+
+
+# The engines of this process, and what those of its parent own. See "Forked children" in utils/process_finalizer.py.
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+_parts_of_parent: list[Any] = []
+
+
+def end_in_forked_children(engine: ForkedEngine) -> None:
+    """Let the engine have ended in each child that this process forks. There it frees nothing, garbage or not."""
+    _engines.add(engine)
+
+
+def _leave_engines_to_parent() -> None:
+    # A weak set may lose members while it is iterated, so a list is taken first.
+    for engine in list(_engines):
+        # What is never freed runs no destructor, such as those of process groups, which wait for threads.
+        _parts_of_parent.append(engine.leave_to_parent())
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_leave_engines_to_parent)
+
+
+def of_parent(parts: EngineParts) -> EndedParts:
+    """Return what takes the place of ``parts`` in a forked child."""
+    return EndedParts(
+        f"this engine belongs to process {os.getppid()}, which forked this one ({os.getpid()}): use it there, and pass "
+        "values to forked processes.",
+        parts,
+    )
 
 
 def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:

@@ -19,7 +19,7 @@ from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.ending import EndedParts
+from zeroengine.engine.ending import EndedParts, ended_by, of_parent
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
@@ -89,6 +89,7 @@ class Engine:
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
         checkpoints = self._checkpoints
         self._forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
+        ending.end_in_forked_children(self)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
     if not TYPE_CHECKING:
@@ -789,11 +790,21 @@ class Engine:
         try:
             ending.end_parts(self._parts, self._checkpoints, self._rounds, call)
         finally:
-            ended = EndedParts(call, self._parts)
             # These are the last references to the parts, so this frees the memory of the states.
-            self._parts = self._checkpoints = self._rounds = self._forwards = ended  # type: ignore
-            self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
-            self._owner = None
+            self._replace_parts(ended_by(call, self._parts))
             # The parts refer to one another in cycles.
             gc.collect()
             trim_heap()
+
+    def _replace_parts(self, ended: EndedParts) -> None:
+        self._parts = self._checkpoints = self._rounds = self._forwards = ended  # type: ignore
+        self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
+        self._owner = None
+
+    def leave_to_parent(self) -> Any:
+        """End this copy of the engine in a forked child, and return what must not be freed there."""
+        if self._parts.has_ended:
+            return None
+        owned = (self._parts, self._checkpoints, self._rounds, self._forwards, self._owner)
+        self._replace_parts(of_parent(self._parts))
+        return owned

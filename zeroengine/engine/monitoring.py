@@ -8,7 +8,6 @@ import platform
 import resource
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
@@ -38,6 +36,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.runtime.backward_tracker import BackwardListener
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.small_transfers import HostCopy
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -152,13 +151,13 @@ class EngineMonitor(BackwardListener):
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
-        self._group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
+        own_group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
         outputs = SinkThreads(sinks)
         self._collector = Collector(
-            self._group, group.rank, units, self.timer.slot_names, peak_flops_of(config, group.device), outputs
+            own_group, group.rank, units, self.timer.slot_names, peak_flops_of(config, group.device), outputs
         )
         # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
-        self._finalizer = weakref.finalize(self, self._collector.close_at_exit)
+        self._finalizer = finalize(self, self._collector.close_at_exit)
         outputs.before_exit = self._finalizer
         self._divisor = config.micro_steps_in_mean
         self._last_step, self._has_stepped = 0, False
@@ -350,9 +349,7 @@ class EngineMonitor(BackwardListener):
         if self.timer.tracing and error is None:
             self._end_trace(())
         self._finalizer.detach()
-        # A group whose operations have not ended would make its destruction wait for them.
-        if self._collector.close(error) and self._group is not None:
-            destroy_group(self._group)
+        self._collector.close(error)
 
 
 def _memory_numbers(memory: Any) -> dict[str, float]:

@@ -28,6 +28,7 @@ from zeroengine.monitor.record import EventKind, RunEvent, Sink
 from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
 from zeroengine.monitor.timer import Interval, StepTimes
 from zeroengine.monitor.trace import RankTimeline, measure_clock_offsets, write_trace
+from zeroengine.utils.process_groups import destroy_group, run_collective
 
 log = logging.getLogger("zeroengine")
 
@@ -93,7 +94,8 @@ class Collector:
     """Collects the steps of all ranks. Every rank gives it the same steps in the same order.
 
     Args:
-        group: A process group that nothing else uses, which can send CPU tensors. None: there is one rank.
+        group: A process group that nothing else uses and that can send CPU tensors. This object ends it. None: there is
+            one rank.
         rank: This rank.
         units: The names of the units.
         slot_names: Those of the timer.
@@ -153,7 +155,7 @@ class Collector:
             seconds: How long to wait for the other ranks. None: ``CLOSE_TIMEOUT_S``.
 
         Returns:
-            Whether everything was finished in time. If not, the thread still uses the process group.
+            Whether everything was finished in time. If not, the thread still uses the process group, which stays.
         """
         if self._rank == 0:
             kind: EventKind = "end" if error is None else "error"
@@ -171,7 +173,12 @@ class Collector:
             log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)
             self._forward_events()
         self._sinks.close()
-        return not self._thread.is_alive()
+        is_done = not self._thread.is_alive()
+        # The destruction of a group waits for its operations.
+        if is_done and self._group is not None:
+            group, self._group = self._group, None
+            destroy_group(group)
+        return is_done
 
     def _forward_events(self) -> None:
         """Hand over the events behind a step that waits for another rank. They concern this rank alone."""
@@ -227,9 +234,14 @@ class Collector:
         """Return the rows of all ranks on rank 0, and None on the others."""
         if self._group is None:
             return row.numpy()[None]
-        rows = torch.empty(self._group.size(), row.numel(), dtype=row.dtype, device="cpu") if self._rank == 0 else None
-        dist.gather(row, None if rows is None else list(rows), group=self._group, group_dst=0)
-        return None if rows is None else rows.numpy()
+        group, num_rows = self._group, self._group.size() if self._rank == 0 else 0
+        rows = torch.empty(num_rows, row.numel(), dtype=row.dtype, device="cpu")
+        run_collective(
+            lambda sent, *received: dist.gather(sent, list(received) or None, group=group, group_dst=0, async_op=True),
+            row,
+            *rows,
+        )
+        return rows.numpy() if num_rows else None
 
     def _write_trace(self, request: TraceRequest) -> None:
         offsets, timelines = [0.0], [RankTimeline(self._timeline, request.transfers)]

@@ -7,23 +7,29 @@ was two to three times faster than Gloo's native collectives at 4 to 128 MiB on 
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
-from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, shard_index
+from zeroengine.utils.process_finalizer import exits_with_error, finalize
+from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.work import Then, Work
+
+# The seconds in which what was begun must be sent and received when the interpreter exits, and after an error.
+EXIT_TIMEOUT_S, EXIT_AFTER_ERROR_S = 5.0, 0.5
 
 
 def numel_received(world_size: int, slice_numel: int) -> int:
@@ -64,6 +70,7 @@ class GlooWork:
         if self._works and self._waiter is None:
             self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
             self._waiter.start()
+            self._channel.waiters.add(self._waiter)
 
     def done_within(self, seconds: float) -> bool:
         """Return whether it is done, after waiting for at most ``seconds``."""
@@ -92,6 +99,9 @@ class GlooChannel:
         watchdog: Reports stalls.
         timeout: The time after which a stalled operation is an error.
         hosts: The ranks of each host, which are added first. See ``rank_order_sum``.
+
+    Attributes:
+        waiters: Threads that wait for sends and receives.
     """
 
     def __init__(
@@ -104,6 +114,9 @@ class GlooChannel:
     ) -> None:
         self._name, self._group, self._hosts = name, group, hosts
         self.watchdog, self.timeout = watchdog, timeout
+        self.waiters: WeakSet[threading.Thread] = WeakSet()
+        # A thread that returns from C++ while the interpreter shuts down would abort the process.
+        finalize(self, _join, self.waiters)
         self._rank, self._size = group.rank(), group.size()
         self._all_ranks = tuple(range(self._size))
         # The number of the last operation. All ranks issue the same operations, so their numbers are equal.
@@ -319,3 +332,11 @@ class GlooTransport:
         """End the watchdog, and the process group with its threads and connections."""
         self._watchdog.close()
         destroy_group(self._group)
+
+
+def _join(waiters: Iterable[threading.Thread]) -> None:
+    deadline = time.monotonic() + (EXIT_AFTER_ERROR_S if exits_with_error() else EXIT_TIMEOUT_S)
+    for waiter in list(waiters):
+        # The garbage collector may call this on such a thread, which holds the last reference to the channel.
+        if waiter is not threading.current_thread():
+            waiter.join(max(deadline - time.monotonic(), 0.0))

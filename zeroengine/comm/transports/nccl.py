@@ -15,11 +15,11 @@ import torch.distributed as dist
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
-from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.partition.degrees import Degrees, ranks_of_level
+from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 

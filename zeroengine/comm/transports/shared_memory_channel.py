@@ -284,7 +284,9 @@ class SharedMemoryChannel:
         memory = self._memory
         # A closed engine has closed its descriptors, whose numbers may now belong to other files.
         if memory.closed:
-            raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
+            raise ZeroEngineError(
+                "this engine is closed, or belongs to the parent of this process: it cannot gather or reduce here"
+            )
         self._seq += 1
         for peer in memory.others:
             self._require_counter(self._executed, self._seq - MAX_POSTED, peer.rank, "room")

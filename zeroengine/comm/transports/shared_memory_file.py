@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from zeroengine import ops
+from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.rounding import round_up
 
 # What came from other hosts is exchanged within the host on channels of its own. See ``two_level``.
@@ -134,7 +135,6 @@ class SharedMemory:
     Attributes:
         peers: Every rank, in rank order.
         others: Every rank but this one.
-        closed: Whether the engine is closed, so that nothing may be posted.
     """
 
     def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], numbers: Sequence[int]) -> None:
@@ -144,7 +144,6 @@ class SharedMemory:
         self.rank, self.world_size, self.lib = rank, len(peers), lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
-        self.closed = False
         self._numbers = numbers
         self._fd = fd
         self._end = CONTROL_BYTES
@@ -154,7 +153,12 @@ class SharedMemory:
         self._mapped: set[int] = set()
         # The finalizer holds the descriptors and not this object, or the object would never be collected.
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
-        self._finalizer = weakref.finalize(self, _close_all, descriptors)
+        self._process, self._finalizer = os.getpid(), finalize(self, _close_all, descriptors)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing may be posted: the engine is closed, or belongs to the parent of this process."""
+        return not self._finalizer.alive or self._process != os.getpid()
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank in messages."""
@@ -213,7 +217,6 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close every file. Mapped memory lives as long as its tensors."""
-        self.closed = True
         self._finalizer()
 
 

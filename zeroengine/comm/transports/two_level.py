@@ -37,7 +37,6 @@ import torch.distributed as dist
 from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PackedSums, PagedBuffer, refill
-from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.gloo import GlooChannel
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
@@ -45,6 +44,7 @@ from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.two_level_channel import TwoLevelChannel
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees
+from zeroengine.utils.process_groups import destroy_group
 
 log = logging.getLogger("zeroengine")
 

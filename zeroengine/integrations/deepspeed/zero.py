@@ -21,6 +21,7 @@ from zeroengine.integrations.deepspeed.parameters import refuses_writes
 from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
 from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
+from zeroengine.utils.process_groups import run_collective
 
 # The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
 from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401
@@ -87,7 +88,7 @@ def _writes_of(params: list[nn.Parameter], rank: int | None) -> Iterator[None]:
         # While a model is built, its values are recorded, and an exchange with other ranks could not be replayed.
         if rank != 0 and not is_recording() and dist.is_initialized() and dist.get_world_size() > 1:
             for param in params:
-                dist.broadcast(param.detach(), rank)
+                run_collective(lambda sent: dist.broadcast(sent, rank, async_op=True), param)
         return
     if owner.parts.group.world_size == 1 or comm.get_rank() == rank:
         yield

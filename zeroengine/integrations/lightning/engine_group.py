@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroengine.engine.engine import Engine
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.process_groups import run_collective
 
 
 def wrappable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -143,4 +144,4 @@ def broadcast_remaining(model: nn.Module, modules: Sequence[nn.Module], group: d
     partitioned = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor not in partitioned and not tensor.is_meta:
-            dist.broadcast(tensor.detach(), src=0, group=group)
+            run_collective(lambda sent: dist.broadcast(sent, src=0, group=group, async_op=True), tensor)
