@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
 from zeroengine.comm.group import Group, check_gpus
-from zeroengine.utils.process_groups import destroy_group
 from zeroengine.comm.transports.choose import open_transport
+from zeroengine.utils.process_groups import destroy_group
 
 
 def told(gpus: list[str]) -> list[str]:

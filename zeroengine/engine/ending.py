@@ -16,6 +16,7 @@ from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.listed import listed
+from zeroengine.utils.process_finalizer import keep_until_process_ends
 
 
 class EndedEngineError(ZeroEngineError, AttributeError):
@@ -70,9 +71,8 @@ class ForkedEngine(Protocol):
         """End this copy of the engine, free nothing, and return what it owned."""
 
 
-# The engines of this process, and what those of its parent own. See "Forked children" in utils/process_finalizer.py.
+# The engines of this process. See "Forked children" in utils/process_finalizer.py.
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
-_parts_of_parent: list[Any] = []
 
 
 def end_in_forked_children(engine: ForkedEngine) -> None:
@@ -84,7 +84,7 @@ def _leave_engines_to_parent() -> None:
     # A weak set may lose members while it is iterated, so a list is taken first.
     for engine in list(_engines):
         # What is never freed runs no destructor, such as those of process groups, which wait for threads.
-        _parts_of_parent.append(engine.leave_to_parent())
+        keep_until_process_ends(engine.leave_to_parent())
     _engines.clear()
 
 

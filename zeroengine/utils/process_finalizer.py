@@ -9,6 +9,7 @@ nothing of what it inherits: finalizers do nothing there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import weakref
@@ -28,6 +29,11 @@ def finalize(owner: object, function: Callable[..., Any], *arguments: Any) -> we
         arguments: Passed to ``function``.
     """
     return weakref.finalize(owner, _call_in_process, os.getpid(), function, arguments)
+
+
+def keep_until_process_ends(kept: object) -> None:
+    """Let nothing ever free ``kept``, not even the interpreter when it shuts down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def exits_with_error() -> bool:

@@ -12,7 +12,6 @@ interpreter shuts down: that joins the threads (``destroy_group``).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import pickle
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from zeroengine.utils.process_finalizer import keep_until_process_ends
 
 T = TypeVar("T")
 # A thread of Gloo drops its tensors within microseconds, once it runs.
@@ -87,7 +88,7 @@ def leave_to_threads(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """
     # The view refers to the tensor in C++, so that no thread's reference is the last one. Nothing ever drops the view.
     for kept in (group, tensor.view_as(tensor)):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        keep_until_process_ends(kept)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
