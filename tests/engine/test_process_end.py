@@ -90,6 +90,8 @@ def count_threads() -> tuple[int, int]:
 
 def threads_before_and_after_an_engine(folder: str) -> list[tuple[int, int]]:
     torch.distributed.init_process_group("gloo")
+    # The first collective starts the threads of the user's own group.
+    torch.distributed.barrier()
     before = count_threads()
     config = {
         "train_micro_batch_size_per_gpu": 2,
