@@ -65,7 +65,8 @@ def all_gather_objects(group: dist.ProcessGroup, value: T, device: torch.device)
     """
 
     def gather(row: torch.Tensor, *rows: torch.Tensor) -> dist.Work | None:
-        return dist.all_gather(list(rows), row, group=group, async_op=True)
+        work: dist.Work | None = dist.all_gather(list(rows), row, group=group, async_op=True)
+        return work
 
     content = pickle.dumps(value)
     sizes = torch.empty(group.size(), 1, dtype=torch.int64, device=device)
