@@ -21,10 +21,10 @@ from zeroengine.integrations.deepspeed.parameters import refuses_writes
 from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
 from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
-from zeroengine.utils.process_groups import run_collective
 
 # The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
 from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401
+from zeroengine.utils.process_groups import run_collective
 
 
 class GatheredParameters:
