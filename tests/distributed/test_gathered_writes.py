@@ -146,10 +146,10 @@ def differ(stage: int, when: str, folder: str) -> None:
         engine.step()
     else:
         engine.zero_grad()
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder) if when == "save" else engine.release()
 
 
-@pytest.mark.parametrize(("stage", "when"), [(3, "step"), (3, "save"), (1, "step")])
+@pytest.mark.parametrize(("stage", "when"), [(3, "step"), (3, "save"), (3, "release"), (1, "step")])
 def test_ranks_that_write_differently_raise_by_name(stage: int, when: str, tmp_path: Any) -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(2, differ, stage, when, str(tmp_path))

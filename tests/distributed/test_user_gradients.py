@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -108,7 +110,15 @@ class Loop:
                     self.end_micro_step()
             if self.case == "assigned before the step":
                 weight.grad = ramp(weight, 0.04)
-            if self.case == "cleared before the step":
+            if self.case == "transposed, assigned before the step":
+                weight.grad = ramp(torch.empty(weight.shape[::-1]), 0.04).t()
+            if self.case == "cleared before the step, after uses of the values":
+                with contextlib.nullcontext() if self.engine is None else zeroengine.gathered(weight):
+                    weight.norm()
+                    copy.deepcopy(weight)
+                if self.engine is not None:
+                    zeroengine.full_gradient(weight)
+            if self.case.startswith("cleared before the step"):
                 weight.grad = None
             if self.engine is not None:
                 self.engine.step()
@@ -127,7 +137,9 @@ CASES = [
     "assigned before the first backward",
     "assigned between backwards",
     "assigned before the step",
+    "transposed, assigned before the step",
     "cleared before the step",
+    "cleared before the step, after uses of the values",
     "without a backward",
     "post-accumulate hook",
 ]
@@ -227,6 +239,23 @@ def notices_at_initialize() -> list[str]:
 def test_gradients_from_before_initialize_are_dropped_with_a_notice() -> None:
     on_rank_0, on_rank_1 = run_ranks(2, notices_at_initialize)
     assert sum("from before initialize()" in text for text in on_rank_0) == 1 and not on_rank_1
+
+
+def assign_after_clipping() -> None:
+    start()
+    model = build(TinyLM)
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), settings(Task(clip=0.0), 3))
+    engine.backward(engine(*batch(0, engine.rank)))
+    engine.clip_grad_norm_(1.0)
+    with pytest.raises(ZeroEngineError, match=r"set_full_gradient\(\) after engine.clip_grad_norm_"):
+        zeroengine.set_full_gradient(model.get_parameter(NAME), torch.zeros(72, 24))
+    model.get_parameter(NAME).grad = torch.zeros(72, 24)
+    with pytest.raises(ZeroEngineError, match="the limit would also apply"):
+        engine.step()
+
+
+def test_a_gradient_that_is_assigned_after_clipping_is_an_error() -> None:
+    run_ranks(2, assign_after_clipping)
 
 
 def assign_to_frozen() -> None:

@@ -119,6 +119,7 @@ def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
                 "close(), which leaves them as NaN."
             )
     parts.restoration.check_room()
+    _compare_writes(parts)
 
 
 def prepare_close(parts: EngineParts, error_at_start: BaseException | None) -> None:
@@ -139,8 +140,18 @@ def prepare_close(parts: EngineParts, error_at_start: BaseException | None) -> N
     _check_may_end(parts, "close()")
     try:
         parts.restoration.check_room()
-    except ZeroEngineError as no_room:
-        parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
+        # Whole parameters stay those of this rank, so the ranks need not meet for them.
+        if any(unit.is_releasable for unit in parts.units):
+            _compare_writes(parts)
+    except ZeroEngineError as error_of_all:
+        parts.restoration.leave_partitioned(f"the engine was closed, and {error_of_all}")
+
+
+def _compare_writes(parts: EngineParts) -> None:
+    """Raise ``DivergenceError`` if ranks wrote different values, of which whole parameters would be a mixture."""
+    for unit in parts.units:
+        unit.collect_writes()
+    parts.outside_writes.compare()
 
 
 def _check_may_end(parts: EngineParts, call: str) -> None:
