@@ -29,6 +29,7 @@ from tests.emulated import cpu_alone, need_transport
 from tests.nccl_over_gloo import use_nccl_transport
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import DivergenceError
+from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
 from zeroengine.comm.group import Group
 from zeroengine.comm.transports.choose import open_transport
 
@@ -306,7 +307,8 @@ def test_a_rank_that_waits_for_its_device_is_ended_with_the_same_words(tmp_path:
     *stack, last = (tmp_path / "said").read_text().splitlines()
     assert re.fullmatch(
         r"zeroengine.errors.DivergenceError: rank 1 has waited 3 s \(comm.timeout_seconds\) for reduce (\S+) \(number "
-        r"(\d+)\): rank 0 is at .* \(number \d+\), rank 1 waits at reduce \1 \(number \2\)\.",
+        r"(\d+)\): rank 0 is at .* \(number \d+\), rank 1 waits at reduce \1 \(number \2\)\. "
+        r"Every rank must make the same calls: .*",
         last,
     ), last
     assert any("engine.step()" in line for line in stack), stack
@@ -345,7 +347,7 @@ def test_a_rank_that_is_busy_is_waited_for_and_that_is_said_once(tmp_path: Path)
     assert values == [0, 1, 2] and others == [([0, 1, 2], [])] * 2
     assert said == [
         "rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a checkpoint, and goes on waiting: rank 1 "
-        "is at its start, the others wait at exchange to save a checkpoint"
+        f"is at its start, the others wait at exchange to save a checkpoint. {SAME_CALLS_ADVICE}"
     ]
 
 
@@ -354,5 +356,6 @@ def test_a_rank_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
     assert (tmp_path / "code").read_text() == "1"
     assert (tmp_path / "said0").read_text().splitlines()[-1] == (
         "zeroengine.errors.DivergenceError: rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a "
-        "checkpoint: rank 1 does not answer (ended?), rank 0 waits at exchange to save a checkpoint."
+        "checkpoint: rank 1 does not answer (ended?), rank 0 waits at exchange to save a checkpoint. "
+        f"{SAME_CALLS_ADVICE}."
     )

@@ -123,6 +123,8 @@ class Reducer(BackwardListener):
             for unit_index, unit_grads in enumerate(self.gradients)
         ]
         self.hook_handles = list(chain.from_iterable(self._handles))
+        # The hooks of each parameter, in the order in which autograd calls them, and the id of the reducer's.
+        self._hooks_of_params = [(handle.hooks_dict_ref(), handle.id) for handle in self.hook_handles]
         backward.subscribe(self)
 
     def divisor(self) -> float:
@@ -143,6 +145,10 @@ class Reducer(BackwardListener):
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""
         self.user_gradients.stop_watching()
         self.take_assigned_gradients()
+        for hooks, own_id in self._hooks_of_params:
+            # A hook that the user registered since ``initialize`` is to find the gradient, so it comes first.
+            if len(hooks) > 1:
+                hooks[own_id] = hooks.pop(own_id)
 
     def begin_backward(self) -> None:
         """Wait for the gradients of every unit."""
@@ -171,13 +177,12 @@ class Reducer(BackwardListener):
         param = unit_grads.unit.params[index]
         # Autograd also calls the hook if a Function returned None instead of a gradient.
         gradient, param.grad = param.grad, None
+        is_last_hook = next(reversed(handle.hooks_dict_ref())) == handle.id
         # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
         self._backward.note_gradient()
-        hooks = handle.hooks_dict_ref()
-        if next(reversed(hooks)) != handle.id:
-            # A hook that the user registered since ``initialize`` is to find the gradient. It comes before this one
-            # from now on. The end of this backward takes what it leaves.
-            hooks[handle.id] = hooks.pop(handle.id)
+        if not is_last_hook:
+            # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.
+            # The end of the backward takes what they leave.
             param.grad = gradient
             return
         is_deferred = self._is_deferred(unit_grads)
