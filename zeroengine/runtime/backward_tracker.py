@@ -38,6 +38,9 @@ class BackwardListener:
     def begin_forward(self) -> None:
         """A forward of the whole model begins with autograd enabled, outside of any backward."""
 
+    def end_forward(self) -> None:
+        """A forward of the whole model has ended or raised, outside of any backward."""
+
     def check_backward(self, wants_gradients: bool) -> None:
         """A backward is about to begin. Raise to refuse it: no listener has seen ``begin_backward`` yet.
 
@@ -201,6 +204,11 @@ class BackwardTracker:
         if torch.is_grad_enabled():
             for listener in self._listeners:
                 listener.begin_forward()
+
+    def leave_forward(self) -> None:
+        """Note that a forward of the whole model has ended or raised outside of any backward."""
+        for listener in self._listeners:
+            listener.end_forward()
 
     def note_reached(self) -> None:
         """Note that autograd has come to an output of the model, or of one of its modules.

@@ -300,6 +300,7 @@ class Gatherer(BackwardListener):
             self.gathers.deferred_frees.warn_of_memory()
         self._timer.end(self._forward_span)
         if not self._graph_tasks:
+            self._backward.leave_forward()
             # A forward without autograd is one of an evaluation, or of generation.
             self._timer.note_training() if torch.is_grad_enabled() else self._timer.note_evaluation()
         if self._timer.enabled:

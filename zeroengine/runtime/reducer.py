@@ -139,7 +139,11 @@ class Reducer(BackwardListener):
 
     def begin_forward(self) -> None:
         """Let the forward find the parameters with their own class."""
-        self.user_gradients.stop_watching()
+        self.user_gradients.pause()
+
+    def end_forward(self) -> None:
+        """Watch the gradients of earlier micro-steps again, if there are any."""
+        self.user_gradients.resume()
 
     def call_began(self) -> None:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""

@@ -14,7 +14,7 @@ whatever is found there is the user's:
     before ``initialize``  is dropped by it, with a notice
 
 Values are taken over when the next backward begins, and when a step ends. To notice a read and an assigned None, the
-parameters have the class of released ones from the end of a backward to the next forward, backward or step.
+parameters have the class of released ones from the end of a backward to the next backward or step, except in forwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UserGradients:
             if not unit.trainable
             for param, slot in zip(unit.params, unit.layout.slots, strict=True)
         ]
-        self._is_watching = False
+        self._is_watching = self._is_paused = False
         # The parameters whose gradient the user has assigned to, perhaps None, since the last backward, and the handles
         # of hooks that run before autograd adds to what was assigned.
         self._touched: set[nn.Parameter] = set()
@@ -66,6 +66,7 @@ class UserGradients:
 
     def watch(self) -> None:
         """Notice reads of gradients, and assignments, from now on."""
+        self._is_paused = False
         if not self._is_watching:
             self._is_watching = True
             for param, _, _ in self._trained:
@@ -73,10 +74,22 @@ class UserGradients:
 
     def stop_watching(self) -> None:
         """Give the parameters their own class again."""
+        self._is_paused = False
         if self._is_watching:
             self._is_watching = False
             for param, _, _ in self._trained:
                 stop_watching_gradient(param)
+
+    def pause(self) -> None:
+        """Stop watching until ``resume``."""
+        is_paused = self._is_watching or self._is_paused
+        self.stop_watching()
+        self._is_paused = is_paused
+
+    def resume(self) -> None:
+        """Go on watching after ``pause``, unless something else has stopped it."""
+        if self._is_paused:
+            self.watch()
 
     def note_assigned(self, param: nn.Parameter, take_first: Callable[..., None]) -> None:
         """Note that user code has assigned to the gradient of ``param``, if that is watched.
