@@ -130,7 +130,7 @@ def replace_tied(
     index_of: dict[torch.Tensor, int] = {}
     replaced: list[list[torch.Tensor]] = []
     for index, group in enumerate(groups):
-        kept: list[torch.Tensor] = []
+        params: list[torch.Tensor] = []
         for param in group["params"]:
             param = tied.get(param, param)
             earlier = index_of.setdefault(param, index)
@@ -139,9 +139,9 @@ def replace_tied(
                     f"parameters that share the memory of {names.get(param)} are in param_groups[{earlier}] and "
                     f"[{index}], whose hyperparameters differ. They are one parameter: put them into one group."
                 )
-            if not any(param is other for other in kept) and earlier == index:
-                kept.append(param)
-        replaced.append(kept)
+            if not any(param is other for other in params) and earlier == index:
+                params.append(param)
+        replaced.append(params)
     for group, params in zip(groups, replaced, strict=True):
         undo.callback(group.__setitem__, "params", group["params"])
         group["params"] = params
