@@ -388,7 +388,8 @@ class Engine:
             raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
         # If the last backward raised, this drops its gradients, which are incomplete.
         self._parts.backward.finish()
-        if self.reducer.user_gradients.has_assigned:
+        # The parameters are looked at again only where the loop clips by hand.
+        if self._parts.step_runner.has_clipped and self.reducer.user_gradients.has_assigned:
             self._parts.step_runner.check_not_clipped("assigning to param.grad")
         if self.reducer.take_assigned_gradients():
             self._parts.accumulation.note_assigned_gradients()

@@ -141,13 +141,18 @@ class StepRunner(BackwardListener):
                 "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
             )
 
+    @property
+    def has_clipped(self) -> bool:
+        """Whether ``clip`` was called in the step in progress."""
+        return self._clip_once is not None
+
     def check_not_clipped(self, call: str) -> None:
         """Check that ``clip`` was not called in the step in progress.
 
         Raises:
             ZeroEngineError: It was, and ``call`` replaces gradients, to which its limit would apply as well.
         """
-        if self._clip_once is not None:
+        if self.has_clipped:
             raise ZeroEngineError(
                 f"{call} after engine.clip_grad_norm_() and before step(): the limit would also apply to the new "
                 "gradient. Replace gradients before clipping; to add noise to a clipped gradient, scale "

@@ -104,12 +104,6 @@ def _name(func: Any) -> str:
     return f".{func.__self__.__name__}" if name == "__get__" else name
 
 
-def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """Return ``param.grad`` for the engine's own use, without reporting it as a read by the user."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return param.grad
-
-
 def drop_gradient_of(param: nn.Parameter) -> None:
     """Set ``param.grad`` to None for the engine's own use."""
     with torch._C.DisableTorchFunctionSubclass():
