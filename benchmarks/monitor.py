@@ -55,6 +55,8 @@ def make(options: argparse.Namespace, stage: int, folder: str | None, group: Any
 def train(rank: int, options: argparse.Namespace, port: int, folder: str, answers: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(options.ranks))
     torch.set_num_threads(1)
+    # Subnormal numbers slow a CPU down several times. The engines train on different data, which makes more or fewer.
+    torch.set_flush_denormal(True)
     dist.init_process_group("gloo")
     rank_groups = [dist.new_group([number]) for number in range(options.ranks)]
     for stage in options.stages:

@@ -121,7 +121,8 @@ ZE_API int ze_wait(const uint32_t* counter, uint32_t value, int timeout_us);
 ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset);
 
 /* Maps `bytes` of fd at address, which is reserved already. Writes reach the file if shared is not 0, and
- * else stay with this process. Returns 0 or -errno. */
+ * else stay with this process. What is shared lies in huge pages, where the address and the offset in
+ * the file are equal modulo 2 MiB and the system has them. Returns 0 or -errno. */
 ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset, int shared);
 
 /* Frees the memory and keeps the addresses reserved, so that a use faults. Returns 0 or -errno. */

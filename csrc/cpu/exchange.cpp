@@ -24,9 +24,28 @@ namespace {
 constexpr int kSpins = 2000;
 // Elements. A chunk and its sum in float fit into the L2 cache.
 constexpr int64_t kChunk = 16 * 1024;
+constexpr uintptr_t kHugePage = uintptr_t(2) << 20;
+// MADV_COLLAPSE, for which the C library's headers of many systems have no name.
+constexpr int kCollapse = 25;
 
 bool reached(const uint32_t* address, uint32_t value) {
   return static_cast<int32_t>(__atomic_load_n(address, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+
+// Asks for huge pages, whatever the system's default for shared memory, which is not to use them. They are there when
+// this returns. A kernel before 6.1 refuses, and so does one that finds no free huge page: then pages stay small.
+void collapse(void* address, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t begin = (uintptr_t(address) + kHugePage - 1) & ~(kHugePage - 1);
+  const uintptr_t end = (uintptr_t(address) + uintptr_t(bytes)) & ~(kHugePage - 1);
+  for (uintptr_t page = begin; page < end; page += kHugePage) {
+    // Without a small page in it a huge page cannot be made, so this writes, and changes no value.
+    __atomic_fetch_or(reinterpret_cast<char*>(page), 0, __ATOMIC_RELAXED);
+    if (madvise(reinterpret_cast<void*>(page), kHugePage, kCollapse)) return;
+  }
+#else
+  (void)address, (void)bytes;
+#endif
 }
 
 int item_size(int dtype) { return dtype == ZE_F32 ? 4 : 2; }
@@ -88,6 +107,7 @@ ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset, int shar
   // computation and look like a part of it. A kernel before 5.14 refuses, and the pages are mapped by faults.
   if (!shared) madvise(at, static_cast<size_t>(bytes), MADV_POPULATE_READ);
 #endif
+  if (shared) collapse(at, bytes);
   return 0;
 }
 

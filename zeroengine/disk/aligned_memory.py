@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
+from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, huge_page_offset
 from zeroengine.utils.rounding import round_up
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 # [Note: Memory and forked children]
@@ -77,8 +76,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     if large:
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-        # The kernel can only back a range by a huge page that begins at a multiple of its size.
-        offset = -address_of(pages) % HUGE_PAGE_BYTES
+        offset = huge_page_offset(pages)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
     # The tensor begins at its storage's address, by which views find the pages.
     _pages_by_address[tensor.data_ptr()] = pages
@@ -99,8 +97,3 @@ def owns_last_page(tensor: Tensor) -> bool:
     end = tensor.data_ptr() + tensor.nbytes
     # If a view ends before its storage does, a read of the whole page would overwrite other elements.
     return storage.data_ptr() in _pages_by_address and end == storage.data_ptr() + storage.nbytes()
-
-
-def address_of(mapping: mmap.mmap) -> int:
-    """Return the address that a mapping begins at."""
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import random
+import re
 import time
+from ctypes import c_int, c_long, c_size_t, c_void_p
 from pathlib import Path
 
 import pytest
@@ -22,6 +27,7 @@ from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.shared_memory_file import MAX_POSTED
 from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.utils.huge_pages import address_of, huge_page_offset
 from zeroengine.utils.work import Work
 
 CPU = torch.device("cpu")
@@ -250,6 +256,62 @@ def gather_again(kind: str) -> None:
 @KINDS
 def test_a_released_buffer_shows_new_values_at_the_next_gather_and_its_writes_stay_local(kind: str) -> None:
     run_ranks(4 if kind == "two-level" else 2, gather_again, kind)
+
+
+HUGE = 2 << 20
+
+
+def huge_pages_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of shared memory that this process sees through huge pages at the addresses of ``tensor``."""
+    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = start <= int(line.split("-")[0], 16) < stop
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def system_makes_huge_pages() -> bool:
+    """Whether the kernel makes a huge page of shared memory when a process asks for it."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = c_void_p, [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+    libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
+    fd = os.memfd_create("probe")
+    os.ftruncate(fd, HUGE)
+    reserved = mmap.mmap(-1, 2 * HUGE)
+    address = huge_page_offset(reserved) + address_of(reserved)
+    map_fixed = 0x10
+    assert libc.mmap(address, HUGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, fd, 0) == address
+    os.close(fd)
+    ctypes.memset(address, 1, HUGE)
+    madv_collapse = 25  # of Linux 6.1
+    return libc.madvise(address, HUGE, madv_collapse) == 0
+
+
+def map_huge_pages() -> None:
+    transport = transport_of("shm")
+    nbytes = 5 * HUGE // 2 + mmap.PAGESIZE  # a shard begins and ends in the middle of a huge page
+    buffer = transport.buffer(nbytes * transport.world_size, torch.uint8)
+    # Something small may lie before it in the file.
+    transport.empty(100, torch.uint8, "reduce")
+    shard = transport.empty(nbytes, torch.uint8, "gather").fill_(transport.rank)
+    buffer.allocate()
+    transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
+    for rank, view in enumerate(buffer.tensor.split(nbytes)):
+        assert view.eq(rank).all()
+        first, last = -(-rank * nbytes // HUGE), (rank + 1) * nbytes // HUGE
+        assert huge_pages_bytes(view) == (last - first) * HUGE, rank
+    # A write takes small pages of its own.
+    buffer.tensor.fill_(7)
+    transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
+    assert shard.eq(transport.rank).all()
+
+
+@pytest.mark.skipif(not system_makes_huge_pages(), reason="this kernel makes no huge pages of shared memory")
+def test_shards_of_all_ranks_are_mapped_in_huge_pages() -> None:
+    run_ranks(3, map_huge_pages)
 
 
 def many_operations() -> None:

@@ -1,4 +1,12 @@
-"""The memory file of each rank, which its peers read and map: control pages, then memory to send from."""
+"""The memory file of each rank, which its peers read and map: control pages, then memory to send from.
+
+[Note: Huge pages]
+The update, the sums and the computation run faster on huge pages, and a peer maps them in a hundredth of the time of
+small ones. The kernel gives a huge page where an address and its offset in the file are equal modulo the page's size.
+A full buffer begins at a huge page, and the shard of rank r is in it r times the shard's bytes further. So the tensors
+of rank r begin in its file, and in its own memory, at an offset that is equal to this. Where ranks gather from fewer
+ranks the offsets may differ. Then small pages are mapped.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +25,7 @@ from pathlib import Path
 import torch
 
 from zeroengine import ops
+from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, huge_page_offset
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.rounding import round_up
 
@@ -167,13 +176,16 @@ class SharedMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialized memory of the file, 1-D, at the file's end."""
         nbytes = max(numel, 1) * dtype.itemsize
-        # Peers map this memory, and a mapping begins at a page.
-        offset = round_up(self._end, mmap.ALLOCATIONGRANULARITY)
+        # Peers map this memory, and a mapping begins at a page. See also "Huge pages" above.
+        offset, phase = round_up(self._end, mmap.ALLOCATIONGRANULARITY), 0
+        if nbytes >= HUGE_PAGE_BYTES:
+            phase = self.rank * nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+            offset += (phase - offset) % HUGE_PAGE_BYTES
         self._end = offset + nbytes
         os.ftruncate(self._fd, self._end)
         # Python's mmap of the file would keep a descriptor open for each tensor. So this reserves the pages first, and
         # maps the file over them.
-        tensor = _private_pages(numel, dtype)
+        tensor = _private_pages(numel, dtype, phase)
         start = tensor.data_ptr()
         check_result(self.lib.ze_map(start, nbytes, self._fd, offset, True), "mapping shared memory")
         # The system reuses addresses of freed memory, so older regions at these addresses are stale.
@@ -277,11 +289,16 @@ def open_memory(
     return SharedMemory(rank, own_address.fd, peers, numbers)
 
 
-def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return private memory in pages of its own, which are unmapped with the tensor."""
+def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> torch.Tensor:
+    """Return private memory in pages of its own, which are unmapped with the tensor.
+
+    Memory that is large enough begins ``phase`` bytes after a place where a huge page can lie.
+    """
     size = max(numel, 1) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)
+    # The addresses before and after it are reserved as well, and hold no memory.
+    reserved = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
+    memory = mmap.mmap(-1, size + reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=huge_page_offset(memory, phase) if reserved else 0)
 
 
 def host_identity() -> str:
