@@ -61,6 +61,7 @@ import torch
 from zeroengine.comm.group import Group
 from zeroengine.comm.packing import Packing
 from zeroengine.partition.degrees import Degrees
+from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, start_of_huge_pages
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
@@ -136,16 +137,23 @@ class ResizableBuffer:
 
 
 class PagedBuffer:
-    """A ``Buffer`` of CPU pages of its own, into which a disk can read directly. Holds memory at first."""
+    """A ``Buffer`` of CPU pages of its own, into which a disk can read directly. Holds memory at first.
+
+    A large one lies in huge pages where the system has them: all memory comes anew with each gather, and 512 times as
+    many pages would take longer than the copy into them.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         # The size is whole pages, because ``free`` frees pages and a disk reads whole blocks.
         size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Addresses before or after a large buffer are reserved, too. They hold no memory.
+        reserved = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
+        self._memory = mmap.mmap(-1, size + reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = start_of_huge_pages(self._memory) if reserved else 0
         # A slice would keep the tensor that it is a slice of, a second owner of the storage, which ``Unit.is_aliased``
         # would take for a tensor of the user.
-        pages = torch.frombuffer(self._memory, dtype=dtype).untyped_storage()
-        self.tensor = torch.empty(0, dtype=dtype, device="cpu").set_(pages, 0, (numel,), (1,))
+        pages = torch.frombuffer(self._memory, dtype=dtype, count=size // dtype.itemsize, offset=start)
+        self.tensor = torch.empty(0, dtype=dtype, device="cpu").set_(pages.untyped_storage(), 0, (numel,), (1,))
         self._holds_memory = True
 
     def allocate(self) -> None:

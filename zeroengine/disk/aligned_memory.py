@@ -6,7 +6,6 @@ to the end of its last page. It is zero at first, and unmapped when the last vie
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import weakref
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
-from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, huge_page_offset
+from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, start_of_huge_pages
 from zeroengine.utils.rounding import round_up
 
 
@@ -72,11 +71,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     large = padded >= HUGE_PAGE_BYTES
     # mmap aligns only to small pages. An extra huge page leaves room to begin at the boundary of one.
     pages = Pages(padded + HUGE_PAGE_BYTES * large)
-    offset = 0
-    if large:
-        with contextlib.suppress(OSError, AttributeError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        offset = huge_page_offset(pages)
+    offset = start_of_huge_pages(pages) if large else 0
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
     # The tensor begins at its storage's address, by which views find the pages.
     _pages_by_address[tensor.data_ptr()] = pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -22,3 +23,11 @@ def huge_page_offset(mapping: mmap.mmap, phase: int = 0) -> int:
         phase: Taken modulo ``HUGE_PAGE_BYTES``.
     """
     return (phase - address_of(mapping)) % HUGE_PAGE_BYTES
+
+
+def start_of_huge_pages(mapping: mmap.mmap) -> int:
+    """Ask for huge pages in a mapping that is new, and return the offset at which the first of them can lie."""
+    # Not every system has them.
+    with contextlib.suppress(OSError, AttributeError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return huge_page_offset(mapping)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transports.spare_pool import SparePool
@@ -304,8 +304,8 @@ class GlooTransport:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        """Return a buffer of torch's own memory."""
-        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+        """Return a buffer of pages. The C library's heap would keep what a buffer frees."""
+        return PagedBuffer(numel, dtype)
 
     def staging_bytes(self) -> int:
         """Return the bytes of the memory that slices arrive in."""
