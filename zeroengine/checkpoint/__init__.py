@@ -6,4 +6,5 @@
 - `directory`: a folder of checkpoints. `manifest` describes one, `folder_lock` guards both, `inspect` reports on them.
 - `dcp_save`, `dcp_load`, `dcp_metadata`: the files of torch Distributed Checkpoint. `failures`: why one was not read.
 - `on_signal`: saves when a signal announces the end of the job.
+- `deepspeed`: imports checkpoints that DeepSpeed wrote.
 """

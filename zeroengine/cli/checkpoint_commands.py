@@ -107,12 +107,12 @@ def import_deepspeed(argv: list[str] | None = None) -> int:
     add("--force", action="store_true", help="add to the checkpoints in OUT, and replace the one of the same tag")
     # Only these checks run before torch is imported, so a wrong folder is reported at once.
     options = parser.parse_args(argv)
-    from zeroengine.integrations.deepspeed.checkpoints import checkpoint_files as files
+    from zeroengine.checkpoint.deepspeed import checkpoint_files as files
 
     files.files_of(files.find_checkpoint(options.dir, options.tag))
     files.check_out(options.out, options.dir, force=options.force)
 
-    from zeroengine.integrations.deepspeed.checkpoints import checkpoint_import
+    from zeroengine.checkpoint.deepspeed import checkpoint_import
 
     done = checkpoint_import.import_checkpoint(options.dir, options.out, options.tag, force=options.force)
     # Whatever the import left out goes to stderr, so that a program can read the summary from stdout.

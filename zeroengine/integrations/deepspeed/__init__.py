@@ -3,7 +3,6 @@
 - ``initialize``: ``deepspeed.initialize``. ``settings``: its configuration. ``engine``, ``optimizer``: what it returns.
 - ``zero``, ``comm``, ``ops``, ``checkpointing``, ``utils``, ``accelerator``: DeepSpeed's modules of these names.
 - ``module_paths``: DeepSpeed's other modules, each a row of a table.
-- ``checkpoints``: imports checkpoints that DeepSpeed wrote.
 """
 
 from __future__ import annotations

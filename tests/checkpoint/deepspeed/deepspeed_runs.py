@@ -1,6 +1,6 @@
 """Trains a small model under DeepSpeed, saves its checkpoint, and sets aside what DeepSpeed holds and computes next.
 
-python -m tests.integrations.deepspeed.deepspeed_runs       writes data/deepspeed.tar.xz and data/deepspeed.json anew
+python -m tests.checkpoint.deepspeed.deepspeed_runs       writes data/deepspeed.tar.xz and data/deepspeed.json anew
 """
 
 from __future__ import annotations

@@ -12,13 +12,8 @@ from typing import Any
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
-from zeroengine.checkpoint.failures import as_checkpoint_errors
-from zeroengine.checkpoint.snapshot import storable, versions
-from zeroengine.disk.mapped_memory import populate_pages
-from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoints.checkpoint_files import DeepSpeedFiles
-from zeroengine.integrations.deepspeed.checkpoints.optimizer_states import (
+from zeroengine.checkpoint.deepspeed.checkpoint_files import DeepSpeedFiles
+from zeroengine.checkpoint.deepspeed.optimizer_states import (
     NOT_DEEPSPEED,
     ParameterSlice,
     RankState,
@@ -27,7 +22,12 @@ from zeroengine.integrations.deepspeed.checkpoints.optimizer_states import (
     read_states,
     states_of_parameter,
 )
-from zeroengine.integrations.deepspeed.checkpoints.pickled_files import load_pickled_file
+from zeroengine.checkpoint.deepspeed.pickled_files import load_pickled_file
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
+from zeroengine.checkpoint.failures import as_checkpoint_errors
+from zeroengine.checkpoint.snapshot import storable, versions
+from zeroengine.disk.mapped_memory import populate_pages
+from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name

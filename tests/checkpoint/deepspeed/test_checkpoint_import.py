@@ -33,18 +33,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn import functional as F
 
 import zeroengine
+from tests.checkpoint.deepspeed.deepspeed_runs import DATA, MOMENTS, RUNS, SHARED, Small, adamw, digests, run, train
 from tests.checkpoint.test_matrix import whole_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from tests.integrations.deepspeed.deepspeed_runs import DATA, MOMENTS, RUNS, SHARED, Small, adamw, digests, run, train
 from zeroengine.checkpoint import dcp_save
 from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import read_metadata
+from zeroengine.checkpoint.deepspeed import checkpoint_import, converted_state, pickled_files
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoints import checkpoint_import, converted_state, pickled_files
 
 
 @pytest.fixture(scope="module")

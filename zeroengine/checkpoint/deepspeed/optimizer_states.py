@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.deepspeed.checkpoint_files import DeepSpeedFiles
+from zeroengine.checkpoint.deepspeed.pickled_files import InertObject, load_pickled_file
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoints.checkpoint_files import DeepSpeedFiles
-from zeroengine.integrations.deepspeed.checkpoints.pickled_files import InertObject, load_pickled_file
 from zeroengine.partition.layout import ShardSpan
 
 # The end of a message about a file with unexpected content.

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroengine.checkpoint.dcp_save import ReadPiece, save_files
+from zeroengine.checkpoint.deepspeed.checkpoint_files import check_out, files_of, find_checkpoint
+from zeroengine.checkpoint.deepspeed.converted_state import ConvertedState
+from zeroengine.checkpoint.deepspeed.optimizer_states import NOT_DEEPSPEED
 from zeroengine.checkpoint.directory import TAG, CheckpointFolder
 from zeroengine.checkpoint.entries import MODEL
 from zeroengine.checkpoint.failures import as_checkpoint_errors, failure_reason
 from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoints.checkpoint_files import check_out, files_of, find_checkpoint
-from zeroengine.integrations.deepspeed.checkpoints.converted_state import ConvertedState
-from zeroengine.integrations.deepspeed.checkpoints.optimizer_states import NOT_DEEPSPEED
 from zeroengine.utils.progress import progress
 
 
