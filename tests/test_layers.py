@@ -100,6 +100,22 @@ def test_imports_are_absolute_and_name_the_defining_module() -> None:
             assert not name or not is_package or target in PUBLIC_PACKAGES, f"{module}: {name} from package {target}"
 
 
+def test_integrations_use_the_public_members_of_an_engine_alone() -> None:
+    (engine,) = (node for node in ast.walk(TREES["zeroengine.engine.engine"]) if getattr(node, "name", "") == "Engine")
+    members = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "name", "") for node in ast.walk(engine)}
+    # A parameter's owner has the engine's parts under this name.
+    hidden = {name for name in members if name.startswith("_") and not name.startswith("__")} | {"parts"}
+    assert "_parts" in hidden
+    for module, tree in TREES.items():
+        if module.startswith("zeroengine.integrations."):
+            accesses = [
+                f"{SOURCES[module]}:{node.lineno}: {ast.unparse(node)}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and node.attr in hidden and ast.unparse(node.value) != "self"
+            ]
+            assert not accesses
+
+
 def test_no_two_classes_share_a_name() -> None:
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for module, tree in TREES.items():

@@ -6,8 +6,10 @@ import contextlib
 import io
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,7 +27,10 @@ def attributes() -> None:
     engine = zeroengine.initialize(model, config=settings, lr_scheduler=torch.optim.lr_scheduler.ConstantLR)
     assert engine.module is model and engine.device == next(model.parameters()).device
     assert (engine.rank, engine.world_size) == (rank, 2)
+    assert engine.group.all_gather_object(rank) == [0, 1]
+    assert {param for unit in engine.units for param in unit.params} == set(model.parameters())
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    assert engine.base_optimizer.param_groups is engine.optimizer.param_groups
     assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
     assert engine.config.train_batch_size == 2 * 2 * 2, "resolved"
     assert engine.optimizer.param_groups[0]["betas"] == ADAMW["betas"]
@@ -41,6 +46,44 @@ def attributes() -> None:
 
 def test_the_engine_shows_what_it_works_with_and_how_far_it_is() -> None:
     run_ranks(2, attributes)
+
+
+def frameworks(folder: str) -> None:
+    """Steps, saves and ends an engine as a framework does that decides by itself when to update."""
+    rank = start()
+    engine = zeroengine.initialize(build(), config=config(3, gradient_accumulation_steps=2, bf16={"enabled": True}))
+    weight = next(engine.module.parameters())
+    assert not torch.equal(zeroengine.full_master(weight), zeroengine.full_master(weight).bfloat16().float())
+    engine.round_masters()
+    rounded = zeroengine.full_master(weight)
+    with zeroengine.gathered(weight):
+        assert torch.equal(rounded, weight.float())
+        with pytest.raises(zeroengine.ZeroEngineError, match=r"round_masters\(\) inside `with zeroengine.gathered"):
+            engine.round_masters()
+    assert (engine.backwards_in_step, engine.loss_scaler.dynamic) == (0, False)
+    # A plain backward counts, too.
+    engine(*batch(0, rank)).backward()
+    assert engine.backwards_in_step == 1 and not engine.is_gradient_accumulation_boundary()
+    engine.save_checkpoint(folder, inside_step=True)
+    engine.set_gradient_accumulation_boundary(True, override=True)
+    assert engine.is_gradient_accumulation_boundary() and engine.step()
+    assert (engine.backwards_in_step, engine.global_steps) == (0, 1)
+    engine.set_gradient_accumulation_boundary(True, override=True)
+    engine.set_gradient_accumulation_boundary(None, override=True)
+    engine.backward(engine(*batch(1, rank)))
+    assert not engine.step()
+    engine.load_checkpoint(folder)
+    assert torch.equal(zeroengine.full_master(weight), rounded) and engine.backwards_in_step == 0
+    calls: list[str] = []
+    engine.call_at_end(calls.append, "first")
+    engine.call_at_end(calls.append, "second")
+    for _ in range(2):
+        engine.close()
+    assert calls == ["second", "first"]
+
+
+def test_a_framework_decides_when_to_update_save_and_clean_up(tmp_path: Path) -> None:
+    run_ranks(2, frameworks, str(tmp_path))
 
 
 def printed() -> tuple[str, list[str]]:

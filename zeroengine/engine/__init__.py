@@ -3,6 +3,7 @@
 - ``initialize``: makes an engine from a model and a configuration, after checks that change nothing.
 - ``assembly``: builds and lists the parts of an engine.
 - ``engine``: the Engine itself, a thin loop over its parts.
+- ``call_checks``: checks of the arguments of public calls, and of where these calls come.
 - ``step``: the end of a step: clipping, the update, the LR schedule, the counters.
 - ``accumulation``: counts micro-steps, and decides which call may end a step.
 - ``checkpointing``: the work before and after a save or a load of checkpoints and weights.

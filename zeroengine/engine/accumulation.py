@@ -202,26 +202,22 @@ class Accumulation(BackwardListener):
         ended = self.backwards if self._last_update_by == OPTIMIZER_STEP else self._passes
         return ended + bool(self._forwards) >= self._per_step
 
-    def set_boundary(self, boundary: bool) -> None:
-        """Declare whether the next backward is the last one before an update, in manual accumulation.
+    def set_boundary(self, boundary: bool | None, override: bool) -> None:
+        """Declare whether the next backward is the last one before an update. See the method of ``Engine``.
+
+        Args:
+            boundary: Whether it is. This holds until an update. None takes back what was declared.
+            override: Whether this decides although micro-steps are counted.
 
         Raises:
-            ZeroEngineError: Accumulation is not manual.
+            ZeroEngineError: Micro-steps are counted, and ``override`` is false.
         """
-        if self._per_step is not None:
+        if self._per_step is not None and not override:
             raise ZeroEngineError(
                 f"set_gradient_accumulation_boundary(): gradient_accumulation_steps is {self._per_step}, and the "
                 f"engine counts. Write {MANUAL_MODE} in the configuration to set boundaries yourself."
             )
-        self._boundary = bool(boundary)
-
-    def override_boundary(self, boundary: bool | None) -> None:
-        """Let `boundary`, and not the count of micro-steps, decide whether the next `engine.step()` updates.
-
-        The mean is still over `gradient_accumulation_steps` micro-steps. This is what DeepSpeed's
-        `set_gradient_accumulation_boundary` means, and it holds until an update. None lets the count decide again.
-        """
-        self._boundary = boundary
+        self._boundary = None if boundary is None else bool(boundary)
 
     def check_boundary(self, call: str) -> None:
         """Check that the step in progress ends here, on behalf of ``call``.

@@ -8,10 +8,9 @@ import weakref
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
-import torch
-
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.assembly import NUM_SHOWN, EngineParts
+from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_gathered
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
@@ -37,7 +36,6 @@ class EndedParts:
         runner = parts.step_runner
         self._reason = reason
         self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
-        self.scaler = SimpleNamespace(scale=parts.scaler.scale)
         self.step_runner = SimpleNamespace(
             await_result=lambda: None,
             num_updates=runner.num_updates,
@@ -155,10 +153,8 @@ def _compare_writes(parts: EngineParts) -> None:
 
 
 def _check_may_end(parts: EngineParts, call: str) -> None:
-    if parts.gatherer.gathers.num_pins:
-        raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
-    if torch._C._current_graph_task_id() >= 0:
-        raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+    check_outside_of_gathered(parts, call)
+    check_outside_of_backward(call)
 
 
 def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, call: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import numbers
 import os
 import sys
 import weakref
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from zeroengine.comm.group import check_same
-from zeroengine.engine import ending, temporary_offload
+from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.ending import EndedParts, ended_by, of_parent
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
+from zeroengine.engine.master_weights import round_masters
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
@@ -36,8 +35,7 @@ from zeroengine.migration.messages import (
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.own_methods import CallOverShards
 from zeroengine.optim.step_result import StepResult
-from zeroengine.runtime.model_state import read_model_state
-from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
+from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -64,10 +62,13 @@ class Engine:
     Attributes:
         module: The model that was passed to ``initialize``.
         optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
+        base_optimizer: The optimizer that was passed to ``initialize``, or was built there.
+        loss_scaler: The loss scale, and the counters by which a dynamic one adapts.
         config: The resolved configuration.
         device: The device that the model computes on.
         rank: The number of this rank among all ranks of the engine.
         world_size: The number of these ranks.
+        group: These ranks: exchanges objects between them, and makes an error of one rank an error of all.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buffers and reduces them.
 
@@ -84,9 +85,10 @@ class Engine:
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
         # An error that is being handled as the engine begins. See ``close``.
         self._error_at_start = sys.exc_info()[1]
-        self.module, self.config, self.device = parts.model, parts.config, parts.group.device
-        self.rank, self.world_size = parts.group.rank, parts.group.world_size
+        self.module, self.config, self.group = parts.model, parts.config, parts.group
+        self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
+        self.base_optimizer, self.loss_scaler = parts.step_runner.base_optimizer, parts.scaler
         checkpoints = self._checkpoints
         self._forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
         ending.end_in_forked_children(self)
@@ -151,22 +153,11 @@ class Engine:
         Raises:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
         """
-        if not isinstance(loss, torch.Tensor):
-            raise ZeroEngineError(f"backward() takes the loss tensor, found {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise ZeroEngineError(
-                f"backward() takes a scalar loss, found shape {tuple(loss.shape)}: reduce it first, such as loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise ZeroEngineError(
-                "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
-                "torch.no_grad(), without .detach() or .item()"
-            )
+        call_checks.check_loss(loss)
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.state_offloader.check_resident("backward()")
-        scaler = self._parts.scaler
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
-        scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
+        scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
         # A backward that raises is no part of the step, so this comes after it.
         self._parts.note_loss(loss)
@@ -174,7 +165,7 @@ class Engine:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
         self._parts.note_loss(loss)
-        return self._parts.backward.mark_scaled(self._parts.scaler.scaled(loss))
+        return self._parts.backward.mark_scaled(self.loss_scaler.scaled(loss))
 
     @property
     def loss_scale(self) -> float:
@@ -182,7 +173,7 @@ class Engine:
 
         Assign to it to start a dynamic scale elsewhere, or to change a static one.
         """
-        return self._parts.scaler.scale
+        return self.loss_scaler.scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
@@ -197,7 +188,7 @@ class Engine:
                 "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
                 "ends one, before the next backward."
             )
-        self._parts.scaler.set(scale)
+        self.loss_scaler.set(scale)
 
     @property
     def global_steps(self) -> int:
@@ -238,6 +229,12 @@ class Engine:
         self._parts.accumulation.micro_steps = micro_steps
 
     @property
+    def backwards_in_step(self) -> int:
+        """The number of backwards since the last update, whose gradients the next one uses."""
+        self._parts.backward.end_if_over()
+        return self._parts.accumulation.backwards
+
+    @property
     def lr_scheduler(self) -> Any:
         """The LR schedule that each update steps, or None."""
         return self._parts.step_runner.schedule
@@ -275,7 +272,7 @@ class Engine:
         self._parts.backward.end_if_over()
         return self._parts.accumulation.is_boundary()
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None, *, override: bool = False) -> None:
         """Declare before a backward whether it is the last one of the step, with manual accumulation.
 
         After True the gradients are reduced while that backward computes, rather than in ``step``; they are the same
@@ -283,13 +280,15 @@ class Engine:
         update.
 
         Args:
-            is_boundary: Whether the next backward is the last one before an update.
+            is_boundary: Whether the next backward is the last one before an update. None takes back what was declared.
+            override: Whether this also holds where the engine counts micro-steps, as in DeepSpeed. The mean is still
+                over ``gradient_accumulation_steps`` micro-steps.
 
         Raises:
-            ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts micro-steps.
+            ZeroEngineError: The engine counts micro-steps, and ``override`` is false.
         """
         self._parts.backward.end_if_over()
-        self._parts.accumulation.set_boundary(is_boundary)
+        self._parts.accumulation.set_boundary(is_boundary, override)
 
     @property
     def gradient_clipping(self) -> float:
@@ -377,15 +376,9 @@ class Engine:
         self._parts.state_offloader.check_resident(call)
         self._parts.placement.check_intact()
         self._checkpoints.check_not_half_loaded(call)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ZeroEngineError(
-                f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
-                "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
-                "can be captured is the update itself, zeroengine.ops.AdamTable."
-            )
+        call_checks.check_outside_of_capture(self.device, call)
         # Ending a backward that is still running would reduce only some of its gradients.
-        if torch._C._current_graph_task_id() >= 0:
-            raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+        call_checks.check_outside_of_backward(call)
         # If the last backward raised, this drops its gradients, which are incomplete.
         self._parts.backward.finish()
         # The parameters are looked at again only where the loop clips by hand.
@@ -478,6 +471,18 @@ class Engine:
         self._check_step("average_replicas()")
         return self._rounds.end_early()
 
+    @disable_compile
+    def round_masters(self) -> None:
+        """Let the master weights take the rounded values that the model computes with, in mixed precision.
+
+        Training then goes on as if the model had been cast before ``initialize``. Call it on every rank, between steps.
+
+        Raises:
+            ZeroEngineError: States are offloaded, or this is called inside ``gathered`` or a backward.
+        """
+        self._check_step("round_masters()")
+        round_masters(self._parts)
+
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""
         self.module.train(mode)
@@ -520,6 +525,11 @@ class Engine:
 
     # -- looking inside ---------------------------------------------------------------------------
 
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The parameters that are gathered and released together, in the order of registration."""
+        return self._parts.units
+
     def log(self, **values: float | torch.Tensor) -> None:
         """Add numbers of your own to the record of the step in progress: ``engine.log(accuracy=0.9)``.
 
@@ -532,14 +542,7 @@ class Engine:
         Raises:
             ZeroEngineError: A value is something else.
         """
-        for name, value in values.items():
-            is_one_element = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-            # NumPy's scalars are real numbers, too.
-            if not (isinstance(value, numbers.Real) or is_one_element):
-                raise ZeroEngineError(
-                    f"log(): {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
-                    f"{name}=values.mean()"
-                )
+        call_checks.check_logged_values(values)
         if self._parts.monitor is not None:
             self._parts.monitor.log(values)
 
@@ -568,18 +571,7 @@ class Engine:
                 ``names`` matches nothing.
             DivergenceError: On every rank, if the ranks ask for different names.
         """
-        parts = self._parts
-        arguments: dict[str, object] = {"trainable_only": trainable_only}
-        with parts.group.collective_errors("to collect the state dict", arguments) as all_arguments:
-            # A foreign parameter would silently be missing from the result.
-            parts.foreign_parameters.check()
-            call = "full_state_dict()"
-            arguments["names"] = patterns = sorted_patterns(names, call)
-            state = read_model_state(parts.model, parts.units, parts.gatherer)
-            chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
-        # Ranks that ask for other names would gather other units.
-        check_same(call, all_arguments)
-        return collect_state_dict(parts, state, chosen, rank0_only)
+        return collect_state_dict(self._parts, names, trainable_only, rank0_only)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -633,6 +625,7 @@ class Engine:
         client_state: Any = None,
         *,
         frozen: bool = True,
+        inside_step: bool = False,
     ) -> None:
         """Write a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
 
@@ -647,12 +640,14 @@ class Engine:
                 rank 0's is saved. Its tensors are loaded on the CPU.
             frozen: Whether parameters that were frozen at ``initialize`` are saved. A checkpoint without them loads
                 into a model that already has their values, such as an adapter's into its base.
+            inside_step: Whether this may come between the micro-steps of a step. Their gradients are not saved: a run
+                that continues from the checkpoint repeats the step.
 
         Raises:
             ZeroEngineError: On every rank; then there is no such checkpoint.
             DivergenceError: On every rank, if the ranks name different folders or tags.
         """
-        self._checkpoints.save(directory, tag, client_state, frozen)
+        self._checkpoints.save(directory, tag, client_state, frozen, inside_step=inside_step)
 
     @refuses_unpacking
     @explains_arguments
@@ -759,6 +754,10 @@ class Engine:
         """
         return self._checkpoints.load_weights(weights, strict)
 
+    def call_at_end(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function(*args)`` when the engine ends. Of several functions the last one is called first."""
+        self._parts.undo.callback(function, *args)
+
     def release(self) -> None:
         """End the engine, and leave ``module`` as an ordinary model that can be moved or initialized again.
 
@@ -799,7 +798,7 @@ class Engine:
 
     def _replace_parts(self, ended: EndedParts) -> None:
         self._parts = self._checkpoints = self._rounds = self._forwards = ended  # type: ignore
-        self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
+        self.optimizer = self.gatherer = self.reducer = self.group = ended  # type: ignore
         self._owner = None
 
     def leave_to_parent(self) -> Any:

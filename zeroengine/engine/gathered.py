@@ -6,19 +6,21 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroengine.comm.group import check_same
 from zeroengine.deferred_init.temporary_values import temporary_values
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.partition.cut import plain_name
-from zeroengine.runtime.model_state import ModelState
+from zeroengine.runtime.model_state import read_model_state
+from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
@@ -35,10 +37,10 @@ class ParameterOwner:
 
     Args:
         parts: The parts of the engine.
-        engine: What ``engine_of`` returns for the model.
+        engine: Returns what ``engine_of`` returns for the model.
     """
 
-    def __init__(self, parts: EngineParts, engine: weakref.ref[Any]) -> None:
+    def __init__(self, parts: EngineParts, engine: Callable[[], Any]) -> None:
         self.parts, self.engine = parts, engine
         self._warned_places: set[tuple[str, int]] = set()
         for unit in parts.units:
@@ -226,16 +228,19 @@ def _contents(unit: Unit) -> list[object]:
 
 
 def collect_state_dict(
-    parts: EngineParts, state: ModelState, chosen: Collection[str], rank0_only: bool
+    parts: EngineParts, names: str | Iterable[str] | None, trainable_only: bool, rank0_only: bool
 ) -> dict[str, Any]:
-    """Return copies of the values of a state dict. See ``Engine.full_state_dict``. A collective.
-
-    Args:
-        parts: The parts of the engine.
-        state: What ``model.state_dict()`` holds.
-        chosen: The names to return, as ``choose_names`` gives them. Units without any of them are not gathered.
-        rank0_only: Whether the other ranks return an empty dict.
-    """
+    """Return copies of the values of a state dict. See ``Engine.full_state_dict``. A collective."""
+    call = "full_state_dict()"
+    arguments: dict[str, object] = {"trainable_only": trainable_only}
+    with parts.group.collective_errors("to collect the state dict", arguments) as all_arguments:
+        # A foreign parameter would silently be missing from the result.
+        parts.foreign_parameters.check()
+        arguments["names"] = patterns = sorted_patterns(names, call)
+        state = read_model_state(parts.model, parts.units, parts.gatherer)
+        chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
+    # Ranks that ask for other names would gather other units.
+    check_same(call, all_arguments)
     returns_values = parts.group.rank == 0 or not rank0_only
     wanted = {key: value for key, value in state.values.items() if plain_name(key) in chosen}
     tensors = {value for value in wanted.values() if isinstance(value, torch.Tensor)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import check_outside_of_gathered
 
 
 def settle_parameters(parts: EngineParts) -> None:
@@ -44,3 +45,15 @@ def publish_masters(parts: EngineParts) -> None:
     parts.gatherer.quiesce()
     # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
     parts.transport.fence()
+
+
+def round_masters(parts: EngineParts) -> None:
+    """Let masters take the rounded values that the model computes with. See ``Engine.round_masters``."""
+    check_outside_of_gathered(parts, "round_masters()")
+    settle_parameters(parts)
+    for shard in parts.optimizer.shards:
+        if shard.unit.is_mixed_precision:
+            populate(shard.param)
+            populate(shard.master, write=True)
+            shard.master.copy_(shard.param)
+            parts.placement.evict(shard.param, shard.master)

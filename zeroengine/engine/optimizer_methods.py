@@ -9,6 +9,7 @@ import torch
 
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.engine.master_weights import publish_masters, settle_parameters
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import acts_elementwise
@@ -36,8 +37,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     with parts.group.collective_errors(f"to call {call}", {"call": call}) as calls:
         parts.state_offloader.check_resident(call)
         parts.placement.check_intact()
-        if parts.gatherer.gathers.num_pins:
-            raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+        check_outside_of_gathered(parts, call)
         if parts.gatherer.num_model_forwards or torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
         _check_elementwise(parts, name, act)

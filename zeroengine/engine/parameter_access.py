@@ -202,7 +202,8 @@ class LocatedParameter:
     """One parameter, its place in its unit, and the part of it in this rank's shards.
 
     Attributes:
-        parts: The parts of the engine that the parameter belongs to.
+        engine: The engine that the parameter belongs to.
+        parts: The parts of the engine.
         unit: The unit that holds it.
         index: Its index among the unit's parameters.
         slot: Its place in the unit's flat buffer.
@@ -219,7 +220,7 @@ class LocatedParameter:
                 "this takes a parameter of a model that was passed to zeroengine.initialize(), such as "
                 "engine.module.head.weight"
             )
-        self.parts = owner.parts
+        self.engine, self.parts = owner.engine(), owner.parts
         (self.unit,) = owner.units_of([param])
         # Equality would compare the elements of tensors, so the parameter is found by identity.
         self.index = next(index for index, candidate in enumerate(self.unit.params) if candidate is param)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.engine.master_weights import publish_masters, settle_parameters
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
@@ -88,8 +89,7 @@ class Rounds:
         with parts.group.collective_errors("to average the replicas"):
             parts.state_offloader.check_resident(call)
             parts.placement.check_intact()
-            if parts.gatherer.gathers.num_pins:
-                raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+            check_outside_of_gathered(parts, call)
             if parts.accumulation.has_gradients:
                 raise ZeroEngineError(
                     f"{call} between the micro-steps of a step, whose gradients are those of other parameters: call it "

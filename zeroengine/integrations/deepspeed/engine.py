@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 
 from zeroengine.engine.engine import Engine
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.deepspeed.engine_checkpoints import EngineFiles
-from zeroengine.integrations.deepspeed.engine_properties import EngineProperties
+from zeroengine.integrations.deepspeed.engine_checkpoints import EngineCheckpointMethods
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
 from zeroengine.integrations.deepspeed.parameters import annotate_parameters, remove_attributes
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
@@ -24,7 +22,7 @@ from zeroengine.migration.messages import engine_attribute
 log = logging.getLogger("zeroengine")
 
 
-class DeepSpeedEngine(EngineProperties):
+class DeepSpeedEngine(EngineCheckpointMethods):
     """Trains a partitioned model. ``initialize`` makes one.
 
     Attributes:
@@ -54,7 +52,6 @@ class DeepSpeedEngine(EngineProperties):
         super().__init__(engine, config)
         self.module, self.optimizer, self.training_dataloader = engine.module, optimizer, training_dataloader
         self.config = config._param_dict
-        self._files = EngineFiles(engine)
         # The last argument of set_gradient_accumulation_boundary, under the name of DeepSpeed's attribute.
         self._is_gradient_accumulation_boundary: bool | None = None
         # The call whose context keeps gradients on this rank, while it lasts.
@@ -144,7 +141,7 @@ class DeepSpeedEngine(EngineProperties):
         )
         self._apply_boundary()
         if not self.managed_gradient_accumulation():
-            self.engine._parts.accumulation.override_boundary(True)
+            self.engine.set_gradient_accumulation_boundary(True, override=True)
             self._unmanaged_samples += self._samples_of_backwards()
         is_boundary = self.engine.is_gradient_accumulation_boundary()
         # DeepSpeed has this check at stages 1 and 2.
@@ -163,12 +160,11 @@ class DeepSpeedEngine(EngineProperties):
         # Where the script alone decides, no backward is known to be the last one before ``step``.
         boundary = self._is_gradient_accumulation_boundary if self.managed_gradient_accumulation() else False
         if boundary is not None:
-            self.engine._parts.backward.end_if_over()
-            self.engine._parts.accumulation.override_boundary(boundary)
+            self.engine.set_gradient_accumulation_boundary(boundary, override=True)
 
     def _samples_of_backwards(self) -> int:
         """Return the samples of all ranks in the backwards since the last update."""
-        return self.engine._parts.accumulation.backwards * self.train_micro_batch_size_per_gpu() * self.world_size
+        return self.engine.backwards_in_step * self.train_micro_batch_size_per_gpu() * self.world_size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
@@ -212,7 +208,7 @@ class DeepSpeedEngine(EngineProperties):
                 yield
         finally:
             self._is_gradient_accumulation_boundary = boundary
-            self.engine._parts.accumulation.override_boundary(boundary)
+            self.engine.set_gradient_accumulation_boundary(boundary, override=True)
 
     @contextlib.contextmanager
     def _keep_gradients_local(self, call: str) -> Iterator[None]:
@@ -270,100 +266,10 @@ class DeepSpeedEngine(EngineProperties):
         options = {name: value for name, value in options.items() if name in ("collate_fn", "num_workers", "shuffle")}
         return self.engine.dataloader(dataset, **{name: value for name, value in options.items() if value is not None})
 
-    # -- parameters and files ---------------------------------------------------------------------
+    # -- parameters and the end ------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered parameters are released as they are used."""
-
-    def offload_states(
-        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-    ) -> None:
-        """Free the device's memory until ``reload_states``. See ``Engine.offload_states``."""
-        self._files.offload_states(include, device)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back the states that ``offload_states`` moved."""
-        self.engine.reload_states()
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the checkpoint ``save_dir/tag``, in zeroengine's format. Call it on every rank.
-
-        Args:
-            save_dir: The folder of checkpoints.
-            tag: The name of the checkpoint. None: ``global_step<global_steps>``. If the ranks pass different ones,
-                rank 0's counts, or AssertionError is raised: see "tag_validation" in the section "checkpoint".
-            client_state: More to save: tensors, numbers, strings, and containers of these. Rank 0's is saved.
-            save_latest: Whether the file ``latest`` names this checkpoint.
-            exclude_frozen_parameters: Whether frozen parameters are left out.
-
-        Returns:
-            True.
-        """
-        if not save_dir:
-            raise ZeroEngineError(f"save_checkpoint() needs the folder of checkpoints, found save_dir={save_dir!r}")
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag = self._files.common_tag(tag, self._config.tag_validation)
-        return self._files.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint that was saved at any stage and world size. Call it on every rank.
-
-        Returns:
-            The path of the checkpoint and the ``client_state``; None twice, with a warning, where there is none.
-        """
-        if custom_load_fn is not None:
-            raise ZeroEngineError(
-                "load_checkpoint(custom_load_fn=...): write engine.engine.load_weights(state_dict) with a state dict "
-                "that you made"
-            )
-        return self._files.load(
-            load_dir,
-            None if tag is None else str(tag),
-            strict=load_module_strict,
-            optimizer=load_optimizer_states,
-            schedule=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole state dict with ``torch.save``, in the dtype that the model computes in.
-
-        Returns:
-            True.
-        """
-        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Return the whole state dict on rank 0, and None on the others. A collective."""
-        return self._files.consolidated_state_dict(exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, *ranks: int) -> str:
-        """Return the directory that holds the optimizer's state: that of the checkpoint."""
-        return str(Path(checkpoints_path) / tag)
 
     def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's ``state_dict()``; at stage 3 write ``_zero3_consolidated_16bit_state_dict()``."""

@@ -164,7 +164,7 @@ class EngineProperties(nn.Module):
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale adapts."""
-        return self.engine.config.scales_loss and self.engine._parts.scaler.dynamic
+        return self.engine.loss_scaler.dynamic
 
     def optimizer_name(self) -> str | None:
         """Return the optimizer's name in the configuration, in small letters."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zeroengine.config import Config
-from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.initialize import initialize as initialize_engine
@@ -115,10 +114,10 @@ def initialize(
     except BaseException:
         undo.close()
         raise
-    engine._parts.undo.push(undo.pop_all())
+    engine.call_at_end(undo.pop_all().close)
     try:
         # The ranks end the engine together, for that exchanges values.
-        with engine._parts.group.collective_errors("to initialize"):
+        with engine.group.collective_errors("to initialize"):
             served, loader = _serve(engine, facts, trains, training_data, collate_fn)
     except Exception:
         # The caller has no handle on the engine. This makes the model ordinary again, with whole values.
@@ -131,28 +130,16 @@ def _serve(
     engine: Engine, facts: DeepSpeedConfig, trains: bool, training_data: Any, collate_fn: Any
 ) -> tuple[DeepSpeedEngine, Any]:
     """Return what ``initialize`` gives for an engine: the engine under DeepSpeed's names, and the loader."""
-    round_masters(engine)
+    # DeepSpeed casts the model first, so the run of a script begins with the same numbers here.
+    engine.round_masters()
     if facts.gradient_allreduce_op == "sum":
-        engine._parts.reducer.gradient_factor = float(engine.world_size)
-    view = make_optimizer_view(engine, engine._parts.step_runner.base_optimizer) if trains else None
+        engine.reducer.gradient_factor = float(engine.world_size)
+    view = make_optimizer_view(engine) if trains else None
     loader = None
     if training_data is not None:
         options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
         loader = engine.dataloader(training_data, **options)
     return DeepSpeedEngine(engine, view, facts, loader), loader
-
-
-def round_masters(engine: Engine) -> None:
-    """Start the master weights from the rounded values that the model computes with.
-
-    DeepSpeed casts the model first, so the run of a script begins with the same numbers here.
-    """
-    for shard in engine.optimizer.shards:
-        if shard.unit.is_mixed_precision:
-            populate(shard.param)
-            populate(shard.master, write=True)
-            shard.master.copy_(shard.param)
-            engine._parts.placement.evict(shard.param, shard.master)
 
 
 def _find_settings(args: Any, config: Any, config_params: Any) -> Any:

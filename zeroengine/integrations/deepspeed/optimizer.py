@@ -101,7 +101,7 @@ class ScaleOfLoss:
     @property
     def dynamic(self) -> bool:
         """Whether the scale adapts."""
-        return self._engine.config.scales_loss and self._engine._parts.scaler.dynamic
+        return self._engine.loss_scaler.dynamic
 
     @property
     def scale_window(self) -> int:
@@ -111,12 +111,12 @@ class ScaleOfLoss:
     @property
     def cur_hysteresis(self) -> int:
         """The number of overflows until the scale halves."""
-        return self._engine._parts.scaler.hysteresis_left
+        return self._engine.loss_scaler.hysteresis_left
 
     @property
     def cur_iter(self) -> int:
         """The number of steps, skipped ones included."""
-        return self._engine._parts.scaler.steps
+        return self._engine.loss_scaler.steps
 
 
 class DeepSpeedOptimizer(LocalStateOptimizer):
@@ -203,16 +203,14 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         return norms
 
 
-def make_optimizer_view(engine: Engine, base_optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+def make_optimizer_view(engine: Engine) -> torch.optim.Optimizer:
     """Return the optimizer of an engine under DeepSpeed's names.
 
-    Args:
-        engine: The engine.
-        base_optimizer: The optimizer that was passed to ``initialize``. At stage 0 in fp32 it is returned itself, as in
-            DeepSpeed: its ``step`` and ``zero_grad`` call the engine.
+    At stage 0 in fp32 it is the one that was passed to ``initialize``, as in DeepSpeed: its ``step`` and ``zero_grad``
+    call the engine.
     """
     stage = int(engine.config.zero_optimization.stage)
-    if stage == 0 and engine.config.low_precision is None and base_optimizer is not None:
-        return base_optimizer
+    if stage == 0 and engine.config.low_precision is None:
+        return engine.base_optimizer
     kind = DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer if stage else DeepSpeedOptimizer
     return kind(engine)

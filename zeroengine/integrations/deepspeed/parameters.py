@@ -112,15 +112,14 @@ def annotate_parameters(engine: Engine, refuses_writes: bool) -> None:
         engine: The engine.
         refuses_writes: See ``refuses_writes``.
     """
-    parts = engine._parts
-    numbers = {param: number for number, param in enumerate(parts.model.parameters())}
-    for unit in parts.units:
+    numbers = {param: number for number, param in enumerate(engine.module.parameters())}
+    for unit in engine.units:
         spans = list(unit.layout.spans(unit.rank, unit.degrees.optimizer))
         for index, param in enumerate(unit.params):
             owned = sum(span.numel for span in spans if span.param_index == index)
             attributes = _attributes(param, numbers.get(param, -1), owned, unit.degrees.parameters == 1)
             vars(param).update({**attributes, _REFUSES_WRITES: refuses_writes})
-            parts.undo.callback(remove_attributes, param)
+            engine.call_at_end(remove_attributes, param)
 
 
 def remove_attributes(param: nn.Parameter) -> None:
@@ -178,8 +177,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the mean gradient, between backward and step; None where there is none. A collective."""
     if not is_trainable_here(param):
         return param.grad if isinstance(param, nn.Parameter) else None
-    gradient = full_gradient(param)
-    return gradient
+    return full_gradient(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -226,14 +224,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of the mean gradient, 1-D, between backward and step."""
     gradient = _local(param, _reduced_gradient)
-    if gradient is None:
-        return None
-    return gradient / LocatedParameter(param).parts.reducer.divisor()
+    return None if gradient is None else gradient.div(LocatedParameter(param).engine.reducer.divisor())
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's elements of the mean gradient."""
-    divisor = LocatedParameter(param).parts.reducer.divisor()
+    divisor = LocatedParameter(param).engine.reducer.divisor()
     _set_local(param, value * divisor, _reduced_gradient)
 
 
@@ -246,7 +242,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     if not is_trainable_here(param):
         return None
     located = LocatedParameter(param)
-    shard, optimizer = located.trainable_shard(), located.parts.optimizer
+    shard, optimizer = located.trainable_shard(), located.engine.optimizer
     values = optimizer.state_values(shard, located.index, optim_state_key)
     if values:
         return torch.cat([value.flatten() for _, value in values])
@@ -259,7 +255,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         for index in range(len(other.unit.params))
         for key in optimizer.state_shapes(other, index)
     }
-    exists = optim_state_key in kept if kept else located.parts.step_runner.num_updates > 0
+    exists = optim_state_key in kept if kept else located.engine.global_steps > 0
     return located.zeros((0,)) if exists else None
 
 
@@ -269,13 +265,13 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     shard = located.trainable_shard()
     _check_size(param, value, located)
     start = 0
-    for _, state in located.parts.optimizer.state_values(shard, located.index, optim_state_key):
+    for _, state in located.engine.optimizer.state_values(shard, located.index, optim_state_key):
         state.copy_(value.flatten()[start : start + state.numel()])
         start += state.numel()
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
-    located.parts.reducer.reduces.wait()
+    located.engine.reducer.reduces.wait()
     if not shard.unit_grads.launched_in_step:
         raise ZeroEngineError(
             f"the local gradient of {located.slot.name}: it is not reduced yet; call this at stages 2 and 3, "

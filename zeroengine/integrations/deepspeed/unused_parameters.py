@@ -11,8 +11,10 @@ class UnusedParameterError(ZeroEngineError, AssertionError):
 
 
 def check_parameters_used(engine: Engine) -> None:
-    """Raise ``UnusedParameterError`` if a trained parameter got no gradient on this rank since the last update."""
-    engine._parts.backward.end_if_over()
+    """Raise ``UnusedParameterError`` if a trained parameter got no gradient on this rank since the last update.
+
+    Call it after ``Engine.is_gradient_accumulation_boundary``, which also ends a plain backward.
+    """
     unused = [
         slot.name
         for shard in engine.optimizer.shards

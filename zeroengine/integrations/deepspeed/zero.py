@@ -90,7 +90,7 @@ def _writes_of(params: list[nn.Parameter], rank: int | None) -> Iterator[None]:
             for param in params:
                 run_collective(lambda sent: dist.broadcast(sent, rank, async_op=True), param)
         return
-    if owner.parts.group.world_size == 1 or comm.get_rank() == rank:
+    if owner.engine().world_size == 1 or comm.get_rank() == rank:
         yield
         return
     before = [param.detach().clone() for param in params]
