@@ -129,7 +129,7 @@ def test_a_forward_does_not_wait_for_inputs_in_pinned_memory() -> None:
 class TwinTransport:
     """Two ranks, of which the other was given what this one was."""
 
-    rank, world_size, name = 0, 2, "twins"
+    rank, world_size, has_peers = 0, 2, True
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         return torch.cat([values[:3], values[:3]])

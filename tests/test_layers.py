@@ -1,11 +1,14 @@
 """The structure of the sources: layers import downwards, no files import each other in a circle, names are unique.
 
+No file outside of the transports compares the name of a transport.
+
 Imports count wherever they stand: at the top, inside functions, and for type checkers alone.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -124,3 +127,17 @@ def test_no_two_classes_share_a_name() -> None:
                 modules[node.name].append(module)
     shared = {name: places for name, places in modules.items() if len(places) > 1}
     assert not shared
+
+
+def test_nothing_outside_of_the_transports_compares_the_name_of_a_transport() -> None:
+    """``comm.transport_traits`` has what to ask instead, so that another transport needs no change elsewhere."""
+    found = [
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in TREES.items()
+        if not module.startswith("zeroengine.comm.transports.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+        if re.search(r"transport(\.name)?$", ast.unparse(side), re.IGNORECASE)
+    ]
+    assert not found

@@ -111,7 +111,7 @@ def accumulate() -> tuple[list[float], list[float], int]:
     cuda = {name: getattr(gpu, name) for name in ("Event", "Stream", "stream")}
     with mock.patch.multiple(torch.cuda, **cuda, is_current_stream_capturing=lambda: False):
         with contextlib.ExitStack() as undo, contextlib.redirect_stdout(io.StringIO()):
-            inner = NCCLTransport(*groups, torch.device("cpu"), "nccl", None)
+            inner = NCCLTransport(*groups, torch.device("cpu"), None)
             transport = log_collectives(inner, CommsLogger(enabled=True), undo)
             shard, full = torch.ones(2), torch.full((4,), 3.0)
             work = transport.reduce.reduce_scatter(shard, full, "blocks.0", accumulate=True)

@@ -187,7 +187,7 @@ def test_the_ranks_that_share_samples_are_named() -> None:
 class CountingTransport:
     """Two ranks, the other of which has sent nothing."""
 
-    name, rank, world_size = "counting", 0, 2
+    rank, world_size, has_peers = 0, 2, True
 
     def __init__(self) -> None:
         self.exchanges = 0

@@ -68,7 +68,7 @@ def main(deferred: bool, config: dict[str, Any]) -> None:
         model = build()
     resolved = load(config).resolve(world_size=world_size)
     plans = cut_units(model, compute_dtype=resolved.low_precision)
-    transport = "local" if world_size == 1 else resolved.comm.transport.replace("auto", "shm")
+    transport = "single" if world_size == 1 else resolved.comm.transport.replace("auto", "shm")
     predicted = predict_states(plans, resolved, Setting(world_size, "cpu", transport))
     # The activations of two tokens are small, but autograd makes the gradient of a matrix before it is copied.
     gradient = WIDTH * 4 * WIDTH * plans[0].dtype.itemsize

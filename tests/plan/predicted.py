@@ -118,7 +118,7 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     # Where it can, "auto" takes shared memory.
     config = case.config(disk) | {"comm": {"transport": "gloo" if transport == "gloo" else "auto"}}
     replica_ranks = config.get("local_steps", {}).get("replica_ranks", world_size)
-    own_transport = transport if replica_ranks > 1 else "local"
+    own_transport = transport if replica_ranks > 1 else "single"
     setting = Setting(replica_ranks, "cpu", own_transport, 1, world_size // replica_ranks, transport)
     with torch.device("meta"):
         predicted = predict(factory(), config, setting)

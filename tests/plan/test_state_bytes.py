@@ -73,7 +73,7 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
 
 
 @pytest.mark.parametrize(
-    ("transport", "world_size", "settings"), [("local", 1, SINGLE), ("shm", 2, SHORT), ("fake", 1024, SHORT)]
+    ("transport", "world_size", "settings"), [("single", 1, SINGLE), ("shm", 2, SHORT), ("fake", 1024, SHORT)]
 )
 def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
     assert_all_as_predicted(cases("tiny", settings) + cases("odd", settings[:4]), transport, world_size, tmp_path)
@@ -113,7 +113,7 @@ def test_states_of_replicas_are_predicted_to_the_byte(transport: str, world_size
 @pytest.mark.parametrize("model", ["tiny", "odd", *FAMILIES])
 @pytest.mark.parametrize(
     ("transport", "world_size"),
-    [("local", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("fake", 64), ("fake", 1024)],
+    [("single", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("fake", 64), ("fake", 1024)],
 )
 def test_states_of_every_family_are_predicted_to_the_byte(
     model: str, transport: str, world_size: int, tmp_path: Path
@@ -153,7 +153,7 @@ def test_the_copy_of_a_checkpoint_is_predicted(tmp_path: Path) -> None:
         "check_grad_overflow": False,
     }
     with torch.device("meta"):
-        predicted = predict(TinyLM(), config, Setting(1, "cpu", "local"))
+        predicted = predict(TinyLM(), config, Setting(1, "cpu", "single"))
     engine = zeroengine.initialize(build(TinyLM), config=config)
     engine.save_checkpoint(tmp_path / "saved")
     assert engine.memory().checkpoint == predicted.checkpoint_copy > 0
@@ -195,7 +195,7 @@ def test_a_process_grows_by_what_is_predicted(peak: str) -> None:
     [
         ((0, "cpu", "shm"), "world_size is the number of ranks, at least 1; found 0"),
         ((2, "tpu", "shm"), 'device is "cpu" or "cuda", found \'tpu\''),
-        ((2, "cpu", "mpi"), "transport is one of shm, gloo, two-level, nccl, fake, local, single; found 'mpi'"),
+        ((2, "cpu", "mpi"), "transport is one of shm, gloo, two-level, nccl, fake, single; found 'mpi'"),
     ],
 )
 def test_a_wrong_setting_says_what_to_write(arguments: Any, message: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from zeroengine.partition.degrees import Degrees
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class HostLayout:
         size = self.ranks_per_host
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
-    def fits(self, degree: int) -> bool:
-        """Return whether shards of a degree lie alike on all hosts."""
-        return self.ranks_per_host % degree == 0 or degree % self.ranks_per_host == 0
+    def unfit(self, degrees: Iterable[Degrees]) -> list[int]:
+        """Return the sizes, ascending, of groups of operations of these degrees that lie differently on the hosts."""
+        sizes = {size for d in degrees for size in (d.optimizer, d.gradients, d.parameters, d.secondary, *d.levels)}
+        return sorted(size for size in sizes - {0} if self.ranks_per_host % size and size % self.ranks_per_host)
 
 
 def layout_of(hosts: Sequence[Sequence[int]], rank: int) -> HostLayout | None:

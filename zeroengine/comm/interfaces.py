@@ -60,6 +60,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.packing import Packing
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, start_of_huge_pages
 from zeroengine.utils.rounding import round_up
@@ -267,31 +268,18 @@ class PackedSums(Protocol):
         """
 
 
-class Transport(Protocol):
+class Transport(TransportTraits, Protocol):
     """One process group's way of moving bytes.
 
     Attributes:
         rank: This rank.
         world_size: The number of ranks.
-        name: The transport's name in messages.
-        overlaps: Whether issued operations proceed while this rank computes.
-        reduces_by_levels: Whether a sum goes level by level (``partition.degrees.Degrees``), which sends fewer bytes
-            between machines. Otherwise each rank reads its slice of every other rank.
-        keeps_memory: Whether memory of ``empty`` that operations send from is never freed: callers use it again.
-        shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
         packed_sums: The packed sums of the reduce channel. None: it has none, and whoever packs exchanges the packets
             with all ranks.
-        ranks_per_host: The number of ranks that share memory with this one, itself included; 1 if it is not used.
     """
 
     rank: int
     world_size: int
-    name: str
-    overlaps: bool
-    reduces_by_levels: bool
-    keeps_memory: bool
-    shard_align_bytes: int
-    ranks_per_host: int
 
     @property
     def gather(self) -> Channel:
@@ -340,27 +328,8 @@ class Transport(Protocol):
             copied: Whether gathered values must survive overwriting the shards that they came from.
         """
 
-    def staging_bytes(self) -> int:
-        """Return the bytes of memory that operations pass through and that is kept for the next ones."""
-
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""
-
-    def progress(self) -> None:
-        """Take the steps of operations under way that peers are ready for, without waiting.
-
-        The reducer calls it at each gradient, so that a sum goes to other hosts while the backward computes.
-        """
-
-    def check_order(self) -> None:
-        """Wait for the comparison of the ranks' orders that the last ``all_reduce_scalars`` started, if any.
-
-        Raises:
-            DivergenceError: The ranks have run different operations.
-        """
-
-    def fence(self) -> None:
-        """Return when no rank reads this rank's memory any more. Every rank calls it at the same place."""
 
     def close(self) -> None:
         """Free the transport's resources. No operation may be issued afterwards."""

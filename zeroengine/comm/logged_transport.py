@@ -35,7 +35,7 @@ def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack)
         undo: Prints the table. A process that ends with the engine open prints it at its exit.
     """
     log = CommsLog(section, transport.world_size)
-    recorder = _Recorder(log, on_device=transport.name == "nccl", overlaps=transport.overlaps)
+    recorder = _Recorder(log, on_device=transport.runs_on_streams, overlaps=transport.overlaps)
     logged = _LoggedTransport(transport, recorder)
     undo.callback(finalize(logged, recorder.print_table))
     return cast(Transport, logged)

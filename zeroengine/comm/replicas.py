@@ -9,7 +9,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.transports.choose import open_transport
+from zeroengine.comm.transports.choose import open_between_replicas
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.utils.process_groups import destroy_group
@@ -48,12 +48,12 @@ class RankSums(Protocol):
     Attributes:
         rank: This rank.
         world_size: The number of ranks.
-        name: The transport's name.
+        has_peers: Whether there are other ranks that it sums over.
     """
 
     rank: int
     world_size: int
-    name: str
+    has_peers: bool
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``Transport.all_reduce_scalars``."""
@@ -71,7 +71,7 @@ class SumsOverReplicas:
         self._transport, self._between = transport, replicas.between
         self.rank = replicas.layout.rank
         self.world_size = replicas.layout.num_replicas * replicas.layout.ranks_per_replica
-        self.name = transport.name
+        self.has_peers = transport.has_peers or replicas.between.has_peers
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum over the ranks of each replica, and then over the counterparts."""
@@ -91,6 +91,5 @@ def open_replicas(group: Group, ranks_per_replica: int, kind: str, timeout: floa
     # The fake backend has no peers whose positions a watchdog could ask for.
     watchdog = None if group.backend == "fake" else group.start_watchdog(timeout)
     replica, counterparts = (group.subgroup(ranks, watchdog) for ranks in (layout.members, layout.counterparts))
-    # "shm" asks for shared memory within a machine, and replicas may be on several.
-    between = open_transport(counterparts, "gloo" if kind == "gloo" else "auto", timeout)
+    between = open_between_replicas(counterparts, kind, timeout)
     return Replicas(layout, replica, counterparts, between, watchdog)

@@ -17,6 +17,7 @@ from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.packing import ErrorFeedback
 from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce, QuantizedTransport
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
+from zeroengine.comm.transports.choose import unused_keys
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.zero import LoCo
 from zeroengine.engine.accumulation import Accumulation
@@ -396,13 +397,8 @@ def _quantization_notices(config: Config, units: Sequence[Unit]) -> Iterator[str
 
 
 def _log_notices(config: Config, group: Group, transport: Transport, units: Sequence[Unit]) -> None:
-    for notice in _quantization_notices(config, units):
+    unused = unused_keys(config.comm, transport, group.device)
+    for notice in (*_quantization_notices(config, units), *config.notices, *unused):
         log.warning(notice)
-    for notice in config.notices:
-        log.warning(notice)
-    if config.comm.register_buffers and transport.name != "nccl":
-        log.warning("comm.register_buffers has no effect: nothing moves by NCCL here")
-    if config.comm.transport == "shm" and group.device.type != "cpu":
-        log.warning('comm.transport "shm" has no effect: it is for ranks that compute on CPUs')
     if config.dump_state:
         print(config.describe(), flush=True)

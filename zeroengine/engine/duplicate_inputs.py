@@ -54,8 +54,7 @@ class InputComparison:
 
     def __init__(self, transport: RankSums, device: torch.device) -> None:
         self._transport, self._device = transport, device
-        # With torch's "fake" process group there are no other ranks to compare with.
-        self.is_recording = transport.world_size > 1 and transport.name != "fake"
+        self.is_recording = transport.has_peers
         # The checksum of each micro-step that has ended, and that of the micro-step in progress.
         self._checksums: list[InputChecksum | None] = []
         self._checksum: InputChecksum | None = None

@@ -189,8 +189,8 @@ def _make_engine(
     # What cannot fit is refused before anything is allocated.
     device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
     num_replicas = group.world_size // replica_ranks
-    between = "single" if replicas is None else replicas.between.name
-    setting = Setting(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, between)
+    between = () if replicas is None else (replicas.between.name,)
+    setting = Setting(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
     planner, notice = fit_configuration(
         StatePlanner(plans, settings, setting, base_optimizer), partial(measure_free_memory, group)
     )

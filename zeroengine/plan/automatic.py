@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zeroengine.comm.transports.choose import expected_transport
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
@@ -328,7 +329,7 @@ class StatePlanner:
         """Return a number of ranks with which the highest stage fits without offload."""
         choice, transport = StateChoice(max(STAGES)), self._setting.transport
         if self._setting.world_size == 1:
-            transport = "nccl" if self._setting.device == "cuda" else "gloo"
+            transport = expected_transport(self._setting.device, self.config.comm.transport, 2, 1).name
         growth = 2
         while self._serves_stages and growth <= MAX_GROWTH:
             world_size = self._setting.world_size * growth

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroengine.comm.transports.gloo import numel_received
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.runtime.gradient_buffers import buffer_numel
@@ -105,13 +105,16 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
     return pool.counts
 
 
-def received_bytes(flows: Sequence[GradientFlow], world_size: int, buffers: Mapping[BufferKey, int]) -> int:
-    """Return the most bytes of the memory that Gloo receives slices into, which is never freed.
+def received_bytes(
+    flows: Sequence[GradientFlow], world_size: int, buffers: Mapping[BufferKey, int], transport: type[TransportTraits]
+) -> int:
+    """Return the most bytes of the memory that a transport receives slices into directly, which is never freed.
 
     Args:
         flows: The trainable units.
         world_size: The number of ranks.
         buffers: The number of gradient buffers of each size. A reduce that is not in place has one until it is done.
+        transport: The class of the transport.
     """
     largest = max((flow.numel for flow in flows), default=0)
     alike: dict[BufferKey, list[GradientFlow]] = {}
@@ -122,7 +125,7 @@ def received_bytes(flows: Sequence[GradientFlow], world_size: int, buffers: Mapp
         in_place = sum(flow.format.reduced_in_place for flow in group)
         sizes = {_buffer_key(flow, largest) for flow in group if not flow.format.reduced_in_place}
         count = in_place + min(len(group) - in_place, sum(buffers.get(size, 0) for size in sizes))
-        nbytes += count * numel_received(world_size, slice_numel) * dtype.itemsize
+        nbytes += count * transport.staged_numel(world_size, slice_numel, by_host=False) * dtype.itemsize
     return nbytes
 
 

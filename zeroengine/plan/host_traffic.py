@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
-from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.config import Config
 from zeroengine.plan.state_bytes import Setting
 from zeroengine.plan.step_collectives import Gather, StepCollectives
-from zeroengine.plan.two_level_bytes import adds_by_host, sent_sum_bytes
+from zeroengine.plan.two_level_bytes import sent_sum_bytes
 from zeroengine.plan.unit_bytes import UnitBytes
 
 
@@ -38,9 +37,8 @@ class HostTraffic:
     @classmethod
     def of_units(cls, units: Sequence[UnitBytes], config: Config, setting: Setting) -> HostTraffic:
         """Return the traffic between hosts of a run whose units are ``units``."""
-        size = setting.ranks_per_host
-        is_two_level = setting.transport == TwoLevelTransport.name and adds_by_host(units, setting.world_size, size)
-        return cls(setting.world_size, size, is_two_level, config.zero_optimization.gradient_bits, config)
+        hosts = setting.world_size, setting.ranks_per_host, setting.adds_by_host(units)
+        return cls(*hosts, config.zero_optimization.gradient_bits, config)
 
     def gather_bytes(self, gather: Gather) -> int:
         """Return the bytes of an all-gather."""

@@ -28,7 +28,6 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.launched_ranks import join_launched_ranks
 from zeroengine.comm.transports.choose import open_transport
-from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.disk.probe import READ, READ_AND_WRITE, WRITE, Probe, tune
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError, ZeroEngineError
@@ -197,14 +196,14 @@ class Trial(NamedTuple):
     """Collectives of a buffer between some ranks.
 
     Attributes:
-        transport: The name of the transport.
+        adds_by_host: ``TransportTraits.adds_by_host``.
         nbytes: Bytes of the full buffer.
         gather: Seconds of an all-gather, without ``latency``.
         reduce: Seconds of a reduce-scatter, without ``latency``.
         latency: Seconds of a collective of no size.
     """
 
-    transport: str
+    adds_by_host: bool
     nbytes: int
     gather: float
     reduce: float
@@ -235,7 +234,7 @@ def link_rates(group: Group, ranks_per_node: int) -> LinkRates:
         # A ring crosses the network of each node once.
         return LinkRates(link, reduce_link, received / max(everywhere.gather, everywhere.reduce), everywhere.latency)
     sent, own = everywhere.nbytes * (world_size - size) / world_size, (0.0, 0.0)
-    if everywhere.transport == TwoLevelTransport.name:
+    if everywhere.adds_by_host:
         own = received / link, everywhere.nbytes * (size - 1) / size / reduce_link
     else:
         # Each rank sends to each other one.
@@ -257,7 +256,7 @@ def _trial(group: Group) -> Trial:
         slowest = group.all_gather_object((gather, reduce, latency))
         gather, reduce, latency = (max(values) for values in zip(*slowest, strict=True))
         nbytes = 4 * numel * group.world_size
-        return Trial(transport.name, nbytes, max(gather - latency, 1e-9), max(reduce - latency, 1e-9), latency)
+        return Trial(transport.adds_by_host, nbytes, max(gather - latency, 1e-9), max(reduce - latency, 1e-9), latency)
     finally:
         transport.close()
 

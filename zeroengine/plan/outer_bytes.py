@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroengine.comm.transports.gloo import numel_received
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.config import Config
 from zeroengine.optim.replica_mean import NUM_BUFFERS, chunk_capacity, sum_dtype
 from zeroengine.plan.unit_bytes import UnitBytes
@@ -30,43 +30,36 @@ def piece_numel(unit: UnitBytes, world_size: int) -> int:
     return 0 if unit.gradients is None else unit.layout.numel // world_size
 
 
-def exchange_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, num_replicas: int) -> int:
+def exchange_bytes(units: Sequence[UnitBytes], world_size: int, num_replicas: int) -> int:
     """Return the bytes of the buffers through which replicas exchange their parameters.
 
     Args:
         units: The units.
-        config: The resolved configuration.
         world_size: The ranks of a replica.
         num_replicas: The number of replicas.
     """
-    if config.local_steps is None:
-        return 0
     trainable = [unit for unit in units if unit.gradients is not None]
     has_copies = any(unit.degrees.optimizer < world_size for unit in trainable)
     return (NUM_BUFFERS + has_copies) * _buffer_numel(trainable, world_size, num_replicas) * torch.float32.itemsize
 
 
 def received_exchange_bytes(
-    units: Sequence[UnitBytes], config: Config, world_size: int, num_replicas: int, transport: str
+    units: Sequence[UnitBytes], world_size: int, num_replicas: int, transport: type[TransportTraits]
 ) -> int:
     """Return the most bytes that the transport between replicas keeps for what arrives. See ``exchange_bytes``.
 
     Args:
-        units, config, world_size, num_replicas: As for ``exchange_bytes``.
-        transport: The name of the transport between the replicas.
+        units, world_size, num_replicas: As for ``exchange_bytes``.
+        transport: The class of the transport between the replicas.
     """
-    if config.local_steps is None or transport not in ("gloo", "two-level"):
-        return 0
     trainable = [unit for unit in units if unit.gradients is not None]
     numel = sum(piece_numel(unit, world_size) for unit in trainable)
     capacity = _buffer_numel(trainable, world_size, num_replicas)
     # Each kind of values ends with a chunk of its own size. Two sums are under way.
     kinds = {(sum_dtype(unit.master_dtype), unit.degrees.optimizer) for unit in trainable}
     num_sums = len(kinds) + (NUM_BUFFERS if numel > capacity else 0)
-    if transport == "gloo":
-        return num_sums * numel_received(num_replicas, capacity // num_replicas) * torch.float32.itemsize
-    # A rank holds a part of its host's sum, that which arrives, and that which its host shares, of two parts or more.
-    return num_sums * 3 * -(-capacity // 2) * torch.float32.itemsize
+    numel = transport.staged_numel(num_replicas, capacity // num_replicas, by_host=transport.adds_by_host)
+    return num_sums * numel * torch.float32.itemsize
 
 
 def _buffer_numel(trainable: Sequence[UnitBytes], world_size: int, num_replicas: int) -> int:

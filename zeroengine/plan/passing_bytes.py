@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.plan.gradient_buffer_bytes import MAX_IN_FLIGHT
 from zeroengine.plan.unit_bytes import UnitBytes, value_bytes
 
@@ -26,21 +27,23 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
     return most
 
 
-def receive_bytes(units: Sequence[UnitBytes], world_size: int, transport: str, *, accumulates: bool) -> int:
-    """Return the bytes of the memory that NCCL receives sums into, as far as it is not the gradients' own.
+def receive_bytes(
+    units: Sequence[UnitBytes], world_size: int, transport: type[TransportTraits], *, accumulates: bool
+) -> int:
+    """Return the bytes of the memory that a transport receives sums into, as far as it is not the gradients' own.
 
     Args:
         units: The units.
         world_size: The number of ranks.
-        transport: The name of the transport.
+        transport: The class of the transport.
         accumulates: Whether sums of several micro-steps are added up.
     """
-    sizes: list[int] = []
-    for unit in units:
-        if unit.gradients is None or world_size == 1 or transport != "nccl":
-            continue
-        casts = unit.gradients.dtype is not unit.gradients.reduce_dtype
-        # NCCL neither adds to its target nor casts, so its sum has memory of its own first.
-        if unit.degrees.gradients > 1 and (accumulates or casts):
-            sizes.append(unit.gradients.reduce_dtype.itemsize * unit.layout.numel // world_size)
+    if transport.sums_in_place:
+        return 0
+    sharded = [(unit, unit.gradients) for unit in units if unit.gradients is not None and unit.degrees.gradients > 1]
+    sizes = [
+        gradients.reduce_dtype.itemsize * unit.layout.numel // world_size
+        for unit, gradients in sharded
+        if accumulates or gradients.dtype is not gradients.reduce_dtype
+    ]
     return sum(sorted(sizes)[-MAX_IN_FLIGHT:])

@@ -13,12 +13,10 @@ from typing import Literal
 
 import torch
 
-from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.transports.gloo import GlooTransport
-from zeroengine.comm.transports.nccl import NCCLTransport
-from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
+from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.transport_traits import TransportTraits
+from zeroengine.comm.transports.choose import TRANSPORTS
 from zeroengine.comm.transports.single_process import SingleProcessTransport
-from zeroengine.comm.transports.two_level import TwoLevelTransport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
@@ -40,21 +38,11 @@ from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
 from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
-from zeroengine.plan.two_level_bytes import adds_by_host, two_level_bytes
+from zeroengine.plan.two_level_bytes import two_level_bytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("buckets", "gathered", "staging", "quantized")
-# The transports have attributes that sizes depend on. "single" is another name of that of one rank.
-TRANSPORTS: dict[str, type[Transport]] = {
-    "shm": SharedMemoryTransport,
-    "gloo": GlooTransport,
-    "two-level": TwoLevelTransport,
-    "nccl": NCCLTransport,
-    "fake": NCCLTransport,
-    "local": SingleProcessTransport,
-    "single": SingleProcessTransport,
-}
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,8 @@ class Setting:
     Attributes:
         world_size: The number of ranks that hold the states once: all, or those of a replica of ``local_steps``.
         device: The kind of device that the model computes on.
-        transport: The name of the transport: "shm", "gloo", "two-level", "nccl", "single" (one rank) or "fake".
-        ranks_per_host: The ranks of each host, which "two-level" depends on.
+        transport: The name of the transport, of ``comm.transports.choose.TRANSPORTS``.
+        ranks_per_host: The ranks of each host, where a transport adds their values first.
         num_replicas: The number of replicas of ``local_steps``.
         replica_transport: The name of the transport between them.
 
@@ -78,7 +66,7 @@ class Setting:
     transport: str
     ranks_per_host: int = 1
     num_replicas: int = 1
-    replica_transport: str = "single"
+    replica_transport: str = SingleProcessTransport.name
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -90,14 +78,16 @@ class Setting:
                 raise ZeroEngineError(f"Setting: {name} is one of {', '.join(TRANSPORTS)}; found {value!r}")
 
     @property
-    def shard_align_bytes(self) -> int:
-        """``Transport.shard_align_bytes``."""
-        return TRANSPORTS[self.transport].shard_align_bytes if self.world_size > 1 else 1
+    def traits(self) -> type[TransportTraits]:
+        """The class of the transport. A single rank has none of those between ranks."""
+        return TRANSPORTS[self.transport] if self.world_size > 1 else SingleProcessTransport
 
-    @property
-    def overlaps(self) -> bool:
-        """``Transport.overlaps``."""
-        return TRANSPORTS[self.transport].overlaps and self.world_size > 1
+    def adds_by_host(self, units: Sequence[UnitBytes]) -> bool:
+        """Return whether the ranks of each host add their values of these units before any go to other hosts."""
+        if not self.traits.adds_by_host or not 1 < self.ranks_per_host < self.world_size:
+            return False
+        layout = HostLayout(0, self.world_size // self.ranks_per_host, self.ranks_per_host)
+        return not layout.unfit(unit.degrees for unit in units)
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,7 @@ class _Ledger:
 
 def planned_units(plans: Sequence[UnitPlan], config: Config, setting: Setting) -> tuple[list[UnitBytes], PlacementPlan]:
     """Return what a rank will hold of each unit, and where. See ``predict_states`` for the arguments."""
-    world_size, align = setting.world_size, setting.shard_align_bytes
+    world_size, align = setting.world_size, setting.traits.shard_align_bytes
     rules = DegreeRules.of_settings(config.zero_optimization, world_size)
     placement = plan_placement(plans, rules, config, world_size, align, has_device_memory=setting.device == "cuda")
     return units_of_plans(plans, rules, config, world_size, align, placement), placement
@@ -190,7 +180,7 @@ def predict_states(
             'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
             "write each stage and device to compare"
         )
-    on_gpu = setting.device == "cuda"
+    on_gpu, traits = setting.device == "cuda", setting.traits
     units, placement = planned_units(plans, config, setting)
     ledger = _Ledger()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
@@ -211,32 +201,27 @@ def predict_states(
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
     buffers = count_gradient_buffers(flows, zero.reduce_bucket_size or 0, at_once=setting.world_size == 1)
     buckets = sum(count * numel * dtype.itemsize for (numel, dtype), count in buffers.items())
-    # The fake backend never says that a reduce is done.
-    num_reducing = 0 if setting.world_size == 1 else len(flows) if setting.transport == "fake" else MAX_IN_FLIGHT
+    # Without peers nothing says that a reduce is done.
+    num_reducing = 0 if setting.world_size == 1 else MAX_IN_FLIGHT if traits.has_peers else len(flows)
     buckets += staging_buffer_bytes(flows, accumulates=accumulates, num_reducing=num_reducing, on_stream=on_gpu)
     gathered = _most_gathered(units, config, setting, placement)
     ledger.add("buckets", buckets)
     ledger.add("gathered", gathered)
-    keeps_packets = TRANSPORTS[setting.transport].keeps_memory
     # The ranks of each host, where they add their values before any go to other hosts.
-    adding = 0
-    if setting.transport == TwoLevelTransport.name:
-        adding = setting.ranks_per_host * adds_by_host(units, setting.world_size, setting.ranks_per_host)
-        bits = zero.gradient_bits
-        ledger.add("staging", two_level_bytes(units, setting.world_size, setting.ranks_per_host, gathered, bits))
-    ledger.add(
-        "quantized",
-        kept_bytes(units, config, setting.world_size, keeps_packets=keeps_packets, ranks_per_host=adding),
-    )
-    by_sockets = setting.transport == TwoLevelTransport.name and not adding
-    if setting.world_size > 1 and (by_sockets or setting.transport == GlooTransport.name):
+    adding = setting.ranks_per_host if setting.adds_by_host(units) else 0
+    if adding:
+        ledger.add("staging", two_level_bytes(units, setting.world_size, adding, gathered, zero.gradient_bits))
+    else:
         # Packed slices arrive in passing. Whether sums of whole gradients are packed depends on what is gathered.
         exact = [flow for flow in flows if not (zero.gradient_bits and flow.format.is_sharded)]
-        ledger.add("staging", received_bytes(exact, setting.world_size, buffers), CPU_MEMORY)
+        ledger.add("staging", received_bytes(exact, setting.world_size, buffers, traits), CPU_MEMORY)
+    kept = kept_bytes(units, config, setting.world_size, keeps_packets=traits.keeps_memory, ranks_per_host=adding)
+    ledger.add("quantized", kept)
     _add_staging(ledger, units, config, setting, placement)
-    exchange = units, config, setting.world_size, setting.num_replicas
-    ledger.add("staging", exchange_bytes(*exchange))
-    ledger.add("staging", received_exchange_bytes(*exchange, setting.replica_transport), CPU_MEMORY)
+    if config.local_steps is not None:
+        exchange = units, setting.world_size, setting.num_replicas
+        ledger.add("staging", exchange_bytes(*exchange))
+        ledger.add("staging", received_exchange_bytes(*exchange, TRANSPORTS[setting.replica_transport]), CPU_MEMORY)
 
     device = ledger.row(None, (*STATES, *BUFFERS))
     host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
@@ -244,7 +229,7 @@ def predict_states(
         device["staging"] += host["staging"]
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
-    received = receive_bytes(units, setting.world_size, setting.transport, accumulates=accumulates)
+    received = receive_bytes(units, setting.world_size, traits, accumulates=accumulates)
     received += passing_bytes(units, config, setting.world_size, adding)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
@@ -262,7 +247,7 @@ def predict_states(
         ),
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
-        shared_pages=gathered if setting.transport == "shm" and maps_pages else 0,
+        shared_pages=gathered if traits.shares_pages and maps_pages else 0,
         checkpoint_copy=checkpoint_copy_bytes(units, config, setting.world_size, setting.num_replicas, sizes)
         if copies
         else 0,
@@ -305,13 +290,13 @@ def _flow(unit: UnitBytes, world_size: int) -> GradientFlow:
 
 
 def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan) -> int:
-    zero = config.zero_optimization
+    zero, overlaps = config.zero_optimization, setting.traits.overlaps
     # See ``Gatherer`` and ``OffloadedShards``.
-    prefetches = zero.overlap_comm and (setting.overlaps or any(unit.shard_offloaded for unit in units))
+    prefetches = zero.overlap_comm and (overlaps or any(unit.shard_offloaded for unit in units))
     in_cpu_memory = placement.param_location == CPU_MEMORY
-    shards_gather_ahead = setting.world_size == 1 or (setting.overlaps and in_cpu_memory)
+    shards_gather_ahead = setting.world_size == 1 or (overlaps and in_cpu_memory)
     releasable = [
-        GatheredUnit(unit.plan, unit.layout.numel, shards_gather_ahead if unit.shard_offloaded else setting.overlaps)
+        GatheredUnit(unit.plan, unit.layout.numel, shards_gather_ahead if unit.shard_offloaded else overlaps)
         for unit in units
         if unit.is_releasable
     ]

@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroengine.comm.transports.choose import expected_transport
 from zeroengine.config import Config
 from zeroengine.optim.replica_mean import sum_dtype
 from zeroengine.plan.activations import MicroStep, OperationCount
@@ -66,15 +67,12 @@ def setting_of(machine: Machine, config: Config) -> Setting:
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
     size, per_node = replica.world_size, replica.ranks_per_node
-    between = "nccl" if machine.device == "cuda" else "shm" if machine.nodes == 1 else "gloo"
-    if size == 1:
-        return Setting(1, machine.device, "single", 1, num_replicas, between)
-    if machine.device == "cuda":
-        transport = "nccl"
-    elif config.comm.transport == "gloo" or (replica.nodes > 1 and per_node == 1):
-        transport = "gloo"
-    else:
-        transport = "shm" if replica.nodes == 1 else "two-level"
+    # The ranks of a node that hold the same elements, in different replicas.
+    alike = 1 if machine.ranks_per_node % size else machine.ranks_per_node // size
+    transport, between = (
+        expected_transport(machine.device, config.comm.transport, *hosts).name
+        for hosts in ((replica.nodes, per_node), (num_replicas // alike, alike))
+    )
     return Setting(size, machine.device, transport, per_node, num_replicas, between)
 
 
@@ -118,7 +116,7 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     seconds = collectives_of(units, config, setting, replica)
     step = StepCollectives.of_units(units, accumulation)
     share = 0.0
-    if setting.overlaps and zero.overlap_comm:
+    if setting.traits.overlaps and zero.overlap_comm:
         share = CPU_HIDDEN_SHARE if machine.device == "cpu" and replica.nodes > 1 else 1.0
     gather, reduce = _exposed_seconds(step, seconds, share * forward, share * backward)
     # Every micro-step copies its gradients, whenever they are reduced.

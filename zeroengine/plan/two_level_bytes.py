@@ -16,25 +16,10 @@ from zeroengine.plan.unit_bytes import UnitBytes
 from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 
-def adds_by_host(units: Sequence[UnitBytes], world_size: int, ranks_per_host: int) -> bool:
-    """Return whether ranks of several hosts add the values of each host first. See "Degrees" in ``two_level``.
-
-    Args:
-        units: The units.
-        world_size: The number of ranks.
-        ranks_per_host: The ranks of each host.
-    """
-    sizes: set[int] = set()
-    for degrees in {unit.degrees for unit in units}:
-        sizes |= {degrees.parameters, degrees.gradients, degrees.optimizer, degrees.secondary or 1, *degrees.levels}
-    layout = HostLayout(0, world_size // ranks_per_host, ranks_per_host)
-    return layout.num_hosts > 1 and ranks_per_host > 1 and all(layout.fits(degree) for degree in sizes)
-
-
 def two_level_bytes(
     units: Sequence[UnitBytes], world_size: int, ranks_per_host: int, gathered: int, bits: int | None
 ) -> int:
-    """Return the most bytes of what came from other hosts, and of sums that are sent to them.
+    """Return the most bytes of what came from other hosts, and of sums that are sent to them. ``Setting.adds_by_host``.
 
     Args:
         units: The units.
@@ -44,9 +29,6 @@ def two_level_bytes(
         bits: The bits of an integer in packets of sums. None: sums travel exactly.
     """
     size, num_hosts = ranks_per_host, world_size // ranks_per_host
-    # With other degrees all operations go directly between ranks, over Gloo.
-    if not adds_by_host(units, world_size, ranks_per_host):
-        return 0
     again = after_update = 0
     sums: list[int] = []
     for unit in units:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def native() -> NCCLTransport:
     dist.init_process_group("gloo")
     groups = [dist.new_group(), dist.new_group()]
-    return NCCLTransport(*groups, CPU, "gloo", None)
+    return NCCLTransport(*groups, CPU, None)
 
 
 def gather(transport: Transport, label: str) -> None:

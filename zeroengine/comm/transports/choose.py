@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.comm.group import Group
-from zeroengine.comm.host_layout import layout_of
+from zeroengine.comm.host_layout import HostLayout, layout_of
 from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
-from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
+from zeroengine.comm.transports.nccl import FakeTransport, NCCLTransport, RegisteredPool
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.comm.transports.two_level import TwoLevelTransport
+from zeroengine.config.model import Comm
 from zeroengine.errors import ZeroEngineError
 
 # NCCL's own watchdog ends the process without saying which rank stalled, so it waits longer than zeroengine's.
 NCCL_EXTRA_TIMEOUT_S = 30.0
+
+
+# The classes of all transports, by the names that ``plan.state_bytes.Setting`` takes.
+TRANSPORTS: dict[str, type[TransportTraits]] = {
+    transport.name: transport
+    for transport in (
+        *(SharedMemoryTransport, GlooTransport, TwoLevelTransport),
+        *(NCCLTransport, FakeTransport, SingleProcessTransport),
+    )
+}
+
+
+def expected_transport(device: str, kind: str, num_hosts: int, ranks_per_host: int) -> type[TransportTraits]:
+    """Return the class that ``open_transport`` opens where ranks that can share memory do.
+
+    Args:
+        device: The kind of device that the model computes on.
+        kind: The configuration's ``comm.transport``.
+        num_hosts: The number of hosts.
+        ranks_per_host: The ranks of each.
+    """
+    if num_hosts * ranks_per_host == 1:
+        return SingleProcessTransport
+    if device == "cuda":
+        return NCCLTransport
+    return _between_cpus(kind, HostLayout(0, num_hosts, ranks_per_host).ranks_by_host())
+
+
+def _between_cpus(kind: str, hosts: Sequence[Sequence[int]]) -> type[TransportTraits]:
+    if kind == "gloo":
+        return GlooTransport
+    if len(hosts) == 1:
+        return SharedMemoryTransport
+    # The ranks of each host share memory, if all hosts have equally many.
+    return TwoLevelTransport if layout_of(hosts, 0) else GlooTransport
 
 
 def open_transport(group: Group, kind: str, timeout: float, registered: bool = False) -> Transport:
@@ -49,26 +86,39 @@ def open_transport(group: Group, kind: str, timeout: float, registered: bool = F
         )
     if group.device.type != "cpu":
         # Gloo and shared memory move host memory only.
-        return HostStagedTransport(_open_gloo(group, timeout), group.device)
-    if kind != "gloo":
-        hosts = _hosts(group)
-        # Ranks of one host share memory. Of several hosts, those of each do, if all have equally many.
-        layout = layout_of(hosts, group.rank) if kind == "auto" else None
-        ranks = next(ranks for ranks in hosts if group.rank in ranks) if layout else range(group.world_size)
-        memory = _open_shared_memory(group, ranks)
-        if not isinstance(memory, str):
-            if layout is not None:
-                sockets, watchdog = group.new_group(group.backend, timeout), group.start_watchdog(timeout)
-                return TwoLevelTransport(memory, layout, sockets, watchdog, timeout)
-            group.surround_long_waits(memory.long_wait)
-            return SharedMemoryTransport(memory, timeout)
+        return HostStagedTransport(_open_gloo(group, _hosts(group), timeout), group.device)
+    hosts = _hosts(group)
+    chosen = SharedMemoryTransport if kind == "shm" else _between_cpus(kind, hosts)
+    if chosen is GlooTransport:
+        return _open_gloo(group, hosts, timeout)
+    layout = layout_of(hosts, group.rank) if chosen is TwoLevelTransport else None
+    memory = _open_shared_memory(group, range(group.world_size) if layout is None else hosts[layout.host])
+    if isinstance(memory, str):
         if kind == "shm":
             raise ZeroEngineError(f'comm.transport "shm" cannot be used: {memory}. Write "auto" or "gloo".')
-    return _open_gloo(group, timeout)
+        return _open_gloo(group, hosts, timeout)
+    if layout is not None:
+        sockets, watchdog = group.new_group(group.backend, timeout), group.start_watchdog(timeout)
+        return TwoLevelTransport(memory, layout, sockets, watchdog, timeout)
+    group.surround_long_waits(memory.long_wait)
+    return SharedMemoryTransport(memory, timeout)
 
 
-def _open_gloo(group: Group, timeout: float) -> GlooTransport:
-    hosts = _hosts(group)
+def open_between_replicas(group: Group, kind: str, timeout: float) -> Transport:
+    """Open the transport between the ranks that hold the same elements, one of each replica. See ``open_transport``."""
+    # "shm" asks for shared memory within a machine, and replicas may be on several.
+    return open_transport(group, "auto" if kind == "shm" else kind, timeout)
+
+
+def unused_keys(comm: Comm, transport: Transport, device: torch.device) -> Iterator[str]:
+    """Yield a sentence for each key of ``comm`` that has no effect on this transport."""
+    if comm.register_buffers and not transport.registers_memory:
+        yield "comm.register_buffers has no effect: nothing moves by NCCL here"
+    if comm.transport == "shm" and device.type != "cpu":
+        yield 'comm.transport "shm" has no effect: it is for ranks that compute on CPUs'
+
+
+def _open_gloo(group: Group, hosts: Sequence[Sequence[int]], timeout: float) -> GlooTransport:
     return GlooTransport(group.new_group(group.backend, timeout), group.start_watchdog(timeout), timeout, hosts)
 
 
@@ -95,7 +145,7 @@ def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | st
 def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:
     """Open the transport over NCCL, or over the backend that tests use in its place. See ``open_transport``."""
     if group.backend == "fake":
-        return NCCLTransport(group.process_group, group.process_group, group.device, group.backend, None)
+        return FakeTransport(group.process_group, group.process_group, group.device, None)
     nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
     # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a gather
     # behind the reduce of another unit.
@@ -107,6 +157,4 @@ def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:
             dist.all_reduce(torch.zeros((), device=group.device), group=channel_group)
         with group.collective_errors("to register memory with NCCL"):
             pools = {"gather": RegisteredPool(gather, group.device), "reduce": RegisteredPool(reduce, group.device)}
-    return NCCLTransport(
-        gather, reduce, group.device, group.backend, group.start_watchdog(timeout), pools, nccl_timeout
-    )
+    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), pools, nccl_timeout)

@@ -21,6 +21,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, shard_index
@@ -30,11 +31,6 @@ from zeroengine.utils.work import Then, Work
 
 # The seconds in which what was begun must be sent and received when the interpreter exits, and after an error.
 EXIT_TIMEOUT_S, EXIT_AFTER_ERROR_S = 5.0, 0.5
-
-
-def numel_received(world_size: int, slice_numel: int) -> int:
-    """Return the elements that arrive at each rank for one sum over all ranks."""
-    return (world_size - 1) * slice_numel
 
 
 class GlooWork:
@@ -148,7 +144,7 @@ class GlooChannel:
         slices = list(full.chunk(full.numel() // shard.numel()))
         levels = (self._size,) if levels is None else levels
         sent = [slices[shard_index(rank, levels)] for rank in self._all_ranks]
-        arrived = self._spare.take(numel_received(self._size, shard.numel()), full.dtype)
+        arrived = self._spare.take((self._size - 1) * shard.numel(), full.dtype)
         pieces = list(arrived.chunk(self._size - 1))
         # This rank's own slice is inserted at its rank, so that the sum is in rank order.
         pieces.insert(self._rank, sent[self._rank])
@@ -275,17 +271,18 @@ class GlooChannel:
         return zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
 
 
-class GlooTransport:
+class GlooTransport(TransportTraits):
     """See ``interfaces.Transport``, and ``GlooChannel``."""
 
     name = "gloo"
     overlaps = True
     packed_sums = None
-    reduces_by_levels = False
-    keeps_memory = False
-    shard_align_bytes = 1
-    ranks_per_host = 1
     refill = staticmethod(refill)
+
+    @classmethod
+    def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
+        """Return the elements that arrive from the other ranks."""
+        return (world_size - 1) * slice_numel
 
     def __init__(
         self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float, hosts: Sequence[Sequence[int]] = ()
@@ -318,15 +315,6 @@ class GlooTransport:
         self.reduce.all_gather(arrived, values, label).wait_host()
         sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
         return out
-
-    def progress(self) -> None:
-        """Return at once: Gloo's threads move the bytes."""
-
-    def check_order(self) -> None:
-        """Return at once: operations that differ do not match, and stall."""
-
-    def fence(self) -> None:
-        """Return at once: no rank reads the memory of another."""
 
     def close(self) -> None:
         """End the watchdog, and the process group with its threads and connections."""

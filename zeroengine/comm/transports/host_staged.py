@@ -14,6 +14,7 @@ import torch
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, refill
 from zeroengine.comm.sum_writers import SumWriters
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Then, Work
 
@@ -100,19 +101,17 @@ class HostStagedChannel:
         return True
 
 
-class HostStagedTransport:
+class HostStagedTransport(TransportTraits):
     """See ``interfaces.Transport``."""
 
     overlaps = True
     packed_sums = None
-    keeps_memory = False
     refill = staticmethod(refill)
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
         self.shard_align_bytes, self.reduces_by_levels = inner.shard_align_bytes, inner.reduces_by_levels
-        self.ranks_per_host = 1
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:

@@ -1,4 +1,4 @@
-"""The transport over a backend's own collectives: NCCL, and torch's ``fake``, with which tests count."""
+"""The transports over a backend's own collectives: NCCL, and torch's ``fake``, with which tests count."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.sum_writers import SumWriters
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.partition.degrees import Degrees, ranks_of_level
@@ -295,31 +296,30 @@ class NCCLChannel:
         return self._watchdog.issue(self.last, lambda: Collective(run()))
 
 
-class NCCLTransport:
+class NCCLTransport(TransportTraits):
     """See ``interfaces.Transport``. Collectives use memory of ``pools`` if there are any, else torch's own.
 
     ``all_reduce_scalars`` also sums the checksums of the ranks' orders. They are compared later, by ``check_order`` or
     in the next ``all_reduce_scalars``, so that the host does not wait for the device.
     """
 
+    name = "nccl"
     overlaps = True
+    runs_on_streams = True
     packed_sums = None
     reduces_by_levels = True
-    keeps_memory = False
-    shard_align_bytes = 1
-    ranks_per_host = 1
+    sums_in_place = False
+    registers_memory = True
 
     def __init__(
         self,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
         device: torch.device,
-        name: str,
         watchdog: Watchdog | None,
         pools: Mapping[ChannelName, RegisteredPool] | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.name = name
         self._pools, self._timeout = pools or {}, timeout
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
@@ -352,10 +352,6 @@ class NCCLTransport:
         """Return a buffer of the gather channel's memory."""
         return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
 
-    def staging_bytes(self) -> int:
-        """Return 0: NCCL has its own."""
-        return 0
-
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
         # The sums of the last step have usually arrived by now, so reading them does not wait for the device.
@@ -365,13 +361,10 @@ class NCCLTransport:
         own = [float(self.gather.order), float(self.reduce.order)]
         sent = torch.cat([values, to_device(own, values.device, values.dtype)])
         self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait_stream()
-        # The fake backend sums nothing, so there is nothing to compare.
-        if self.name != "fake":
+        # A backend without peers sums nothing, so there is nothing to compare.
+        if self.has_peers:
             self._orders = HostCopy(sent[-2:]), own, f"{self.gather.last}, {self.reduce.last}"
         return sent[:-2]
-
-    def progress(self) -> None:
-        """Return at once: the device moves the bytes."""
 
     def check_order(self) -> None:
         """Compare the checksums that the last ``all_reduce_scalars`` summed."""
@@ -385,9 +378,6 @@ class NCCLTransport:
             )
         self._orders = None
 
-    def fence(self) -> None:
-        """Return at once: no rank reads the memory of another."""
-
     def close(self) -> None:
         """Deregister the pools, and end the watchdog and the communicators."""
         for pool in self._pools.values():
@@ -399,3 +389,12 @@ class NCCLTransport:
             if sys.exc_info()[0] is None:
                 for group in (*self.gather.groups, *self.reduce.groups):
                     destroy_group(group)
+
+
+class FakeTransport(NCCLTransport):
+    """The transport over torch's ``fake`` backend, whose collectives return at once and move nothing."""
+
+    name = "fake"
+    has_peers = False
+    runs_on_streams = False
+    registers_memory = False

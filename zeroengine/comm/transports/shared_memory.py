@@ -19,12 +19,13 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import CHANNELS, SharedMemory
 from zeroengine.partition.degrees import Degrees
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(TransportTraits):
     """See ``interfaces.Transport``.
 
     Args:
@@ -35,10 +36,9 @@ class SharedMemoryTransport:
     """
 
     name = "shm"
-    overlaps = False
     packed_sums = None
-    reduces_by_levels = False
     keeps_memory = True
+    shares_pages = True
     # Whole pages can be mapped.
     shard_align_bytes = mmap.PAGESIZE
     refill = staticmethod(refill)
@@ -76,10 +76,6 @@ class SharedMemoryTransport:
         # shard, so their values must be copied.
         return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype)
 
-    def staging_bytes(self) -> int:
-        """Return 0: peers read this rank's memory itself."""
-        return 0
-
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``interfaces.Transport``, and "Lifetimes" above."""
         # Two vectors alternate, because a rank is at most one such operation ahead of the slowest reader.
@@ -90,12 +86,6 @@ class SharedMemoryTransport:
         for channel in self._channels:
             channel.drain()
         return self.reduce.all_reduce_scalars(sent, label)
-
-    def progress(self) -> None:
-        """Return at once: steps taken later take no more time, because no thread moves bytes meanwhile."""
-
-    def check_order(self) -> None:
-        """Return at once: operations are compared when they are executed."""
 
     def fence(self) -> None:
         """Return when every peer has executed everything that this rank posted."""

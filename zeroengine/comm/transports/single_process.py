@@ -6,6 +6,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, ResizableBuffer, refill
+from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Completed, Work
 
@@ -58,18 +59,14 @@ class SingleProcessChannel:
         return True
 
 
-class SingleProcessTransport:
+class SingleProcessTransport(TransportTraits):
     """See ``interfaces.Transport``."""
 
-    name = "local"
+    name = "single"
+    has_peers = False
     rank = 0
     world_size = 1
-    overlaps = False
     packed_sums = None
-    reduces_by_levels = False
-    keeps_memory = False
-    shard_align_bytes = 1
-    ranks_per_host = 1
     refill = staticmethod(refill)
 
     def __init__(self, device: torch.device) -> None:
@@ -89,22 +86,9 @@ class SingleProcessTransport:
             return PagedBuffer(numel, dtype)
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
-    def staging_bytes(self) -> int:
-        """Return 0: no operation needs any."""
-        return 0
-
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the values."""
         return values
-
-    def progress(self) -> None:
-        """Return at once."""
-
-    def check_order(self) -> None:
-        """Return at once."""
-
-    def fence(self) -> None:
-        """Return at once."""
 
     def close(self) -> None:
         """Return at once."""

@@ -28,7 +28,6 @@ These steps need degrees that divide the number of ranks on a host, or are multi
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -38,7 +37,8 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PackedSums, PagedBuffer, refill
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
-from zeroengine.comm.transports.gloo import GlooChannel
+from zeroengine.comm.transport_traits import TransportTraits
+from zeroengine.comm.transports.gloo import GlooChannel, GlooTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.two_level_channel import TwoLevelChannel
@@ -49,7 +49,7 @@ from zeroengine.utils.process_groups import destroy_group
 log = logging.getLogger("zeroengine")
 
 
-class TwoLevelTransport:
+class TwoLevelTransport(TransportTraits):
     """See ``interfaces.Transport``.
 
     Args:
@@ -62,10 +62,19 @@ class TwoLevelTransport:
 
     name = "two-level"
     overlaps = True
-    reduces_by_levels = False
+    adds_by_host = True
     keeps_memory = True
     shard_align_bytes = SharedMemoryTransport.shard_align_bytes
     refill = staticmethod(refill)
+
+    @classmethod
+    def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
+        """Return the elements that arrive from all ranks, or where each host adds first, those of parts of a sum."""
+        if not by_host:
+            return GlooTransport.staged_numel(world_size, slice_numel, by_host=False)
+        # A rank holds a part of its host's sum, that which arrives, and that which its host shares. Each is at most
+        # half of the sum, because a host has two ranks or more.
+        return 3 * -(-world_size * slice_numel // 2)
 
     def __init__(
         self, memory: SharedMemory, layout: HostLayout, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float
@@ -93,7 +102,7 @@ class TwoLevelTransport:
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         """Choose the way of all operations. See "Degrees" above."""
-        unfit = sorted({size for item in degrees for size in _sizes(item) if not self._layout.fits(size)})
+        unfit = self._layout.unfit(degrees)
         if not unfit:
             return
         self.gather, self.reduce = self._direct
@@ -136,9 +145,6 @@ class TwoLevelTransport:
         sum_in_rank_order(out, list(arrived.flatten().chunk(self.world_size)), accumulate=False)
         return out
 
-    def check_order(self) -> None:
-        """Return at once: operations are compared within a host, and stall between hosts."""
-
     def fence(self) -> None:
         """Return when no peer of this host reads this rank's memory, and everything was sent."""
         self._drain()
@@ -153,9 +159,3 @@ class TwoLevelTransport:
         self._local.close()
         self._watchdog.close()
         destroy_group(self._group)
-
-
-def _sizes(degrees: Degrees) -> Sequence[int]:
-    """Return the sizes of all groups that operations of these degrees run in, and the levels between them."""
-    sizes = (degrees.optimizer, degrees.gradients, degrees.parameters, degrees.secondary, *degrees.levels)
-    return [size for size in sizes if size > 1]
