@@ -33,21 +33,21 @@ a second stream that uses a unit behind the first.
   ``Transport.empty`` for that channel. It may receive into any memory. ``Transport.buffer`` makes full buffers.
 
 [Note: How to add a transport]
-1. Write ``transports/<name>.py`` with a class that has the attributes and methods of ``Transport``, and a channel class
-   that has those of ``Channel``. Neither inherits anything: the protocols are checked by mypy.
+1. Write ``transports/<name>.py`` with a class that inherits ``TransportTraits`` and has the attributes and methods of
+   ``Transport``, and a channel class that has those of ``Channel``. mypy checks them against the protocols. The class
+   states the traits in which it differs, and in ``staged_numel`` the memory that ``staging_bytes`` counts.
 2. Return a ``Work`` from each operation. If this rank must still process the result, return ``Then(work, finish)``. Use
    ``rank_order_sum.sum_in_rank_order`` to add on the CPU, and make each accumulation wait for the previous one, as
    ``GlooChannel.reduce_scatter`` does.
 3. Report stalls and divergence: call ``Watchdog.record`` or ``Watchdog.issue`` for each operation, and put calls that
    may fail inside ``Watchdog.guard``.
-4. Choose it in ``transports/choose.py``, where all ranks must agree: exchange whether each rank can use it
-   (``Group.all_gather_object``) before any rank does.
+4. In ``transports/choose.py`` add the class to ``TRANSPORTS``, choose it in ``expected_transport`` or ``_between_cpus``
+   (the plan chooses by them as well), and open it in ``open_transport``. There all ranks must agree: exchange whether
+   each rank can use it (``Group.all_gather_object``) before any rank does.
 5. If users can ask for it by name, add the name to ``Comm.transport`` in ``config/model.py``.
-6. Two places compare ``Transport.name``: ``engine/assembly.py`` warns if ``comm.register_buffers`` has no effect, and
-   ``engine/duplicate_inputs.py`` compares no inputs over ``fake``. Change them if the new transport registers memory or
-   has no peers.
+6. Nothing else knows transports by name. If the engine or the plan must treat the new one in another way, add a trait.
 7. Add it to the list of transports in tests/comm/transports/test_transports.py, whose tests compare bits, and the
-   behavior of ranks that diverge, stall or end.
+   behavior of ranks that diverge, stall or end. tests/comm/transports/toy.py is the smallest example.
 """
 
 from __future__ import annotations
