@@ -16,9 +16,8 @@ import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
-from zeroengine.partition.cut import cut_units
 from zeroengine.plan.state_bytes import STATES, Setting, StateBytes, predict_states
-from zeroengine.runtime.mixed_precision import fp32_modules
+from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]
 
@@ -99,13 +98,7 @@ class Outcome:
 def predict(model: nn.Module, config: Mapping[str, Any], setting: Setting) -> StateBytes:
     """``predict_states`` for a model on the meta device."""
     resolved = resolve(config, model, setting.world_size * setting.num_replicas)
-    plans = cut_units(
-        model,
-        patterns=resolved.units,
-        compute_dtype=resolved.low_precision,
-        keep_fp32={p for module in fp32_modules(model, resolved) for p in module.parameters()},
-    )
-    return predict_states(plans, resolved, setting)
+    return predict_states(units_of_model(model, resolved), resolved, setting)
 
 
 def resolve(config: Mapping[str, Any], model: nn.Module, world_size: int) -> Config:

@@ -4,14 +4,21 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import zeroengine
+from tests.distributed.models import TinyLM, build
+from tests.distributed.ranks import run_ranks
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import UnitPlan, cut_units
 from zeroengine.plan.activations import trace_micro_step
 from zeroengine.plan.model_facts import from_function, from_huggingface, from_module, from_numbers
+from zeroengine.runtime import mixed_precision
 
 MODELS = "tests.plan.models_without_memory"
 
@@ -50,6 +57,28 @@ def test_units_are_those_of_the_configuration() -> None:
     config = load({"bf16": {"enabled": True}, "keep_fp32_modules": ["*norm*"]}).resolve(world_size=2)
     dtypes = {str(plan.dtype) for plan in facts.plans(config)}
     assert dtypes == {"torch.bfloat16", "torch.float32"}
+
+
+def cut_by_another_rule() -> tuple[list[str], list[str]]:
+    """The names of the units of ``initialize`` and of the plan, with a rule that is passed where the note says."""
+
+    def cut(model: nn.Module, **arguments: Any) -> list[UnitPlan]:
+        return cut_units(model, **arguments | {"patterns": ["blocks.*.up"]})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_precision, "cut_units", cut)
+        engine = zeroengine.initialize(build(TinyLM), config={"optimizer": {"type": "AdamW"}})
+        names = [unit.name for unit in engine._parts.units]
+        engine.close()
+        with torch.device("meta"):
+            plans = from_module(TinyLM()).plans(engine.config)
+        return names, [plan.name for plan in plans]
+
+
+def test_another_rule_for_cutting_serves_initialize_and_the_plan() -> None:
+    ((of_engine, of_plan),) = run_ranks(1, cut_by_another_rule)
+    assert of_engine == of_plan
+    assert "blocks.0.up" in of_plan
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer, unwrapped
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import check_has_parameters, cut_units, is_wide_float
+from zeroengine.partition.cut import check_has_parameters, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.automatic import StatePlanner, fit_configuration
 from zeroengine.plan.free_memory import measure_free_memory
@@ -156,12 +156,7 @@ def _make_engine(
         # leaves out count as frozen, which affects how the model is cut.
         base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
         undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
-        plans = cut_units(
-            model,
-            patterns=settings.units,
-            compute_dtype=settings.low_precision,
-            keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
-        )
+        plans = mixed_precision.units_of_model(model, settings)
         check_quantizable(settings.zero_optimization, plans)
         # With "auto" only stages are chosen at which the optimizer works.
         replica_ranks = settings.replica_ranks(group.world_size)

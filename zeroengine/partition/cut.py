@@ -7,7 +7,8 @@ parameter belongs to one unit and that unit has the modules of both its uses.
 1. Write a function that finds the root modules and their names, as ``_repeated_blocks`` and ``_match`` do, and choose
    it in ``cut_units``. All rules share the code after that (tied parameters, the rest, dtypes).
 2. Add its key next to ``units`` in ``config/model.py``, and to ``ZEROENGINE_ONLY`` in ``config/loading.py``.
-3. Pass its value to ``cut_units`` in ``engine/initialize.py``.
+3. Pass its value to ``cut_units`` in ``units_of_model`` (``runtime/mixed_precision.py``), which ``initialize`` and the
+   plan call.
 """
 
 from __future__ import annotations

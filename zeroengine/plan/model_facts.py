@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 from zeroengine.config import Config
 from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units
+from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.standard_decoder import StandardDecoder
-from zeroengine.runtime.mixed_precision import fp32_modules
+from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.utils.tensor_tree import tensors_in
 
 # The arguments and keyword arguments of one call of the model.
@@ -74,8 +74,7 @@ class ModelFacts:
         Args:
             config: The resolved configuration.
         """
-        keep_fp32 = {param for module in fp32_modules(self.model, config) for param in module.parameters()}
-        return cut_units(self.model, patterns=config.units, compute_dtype=config.low_precision, keep_fp32=keep_fp32)
+        return units_of_model(self.model, config)
 
 
 def from_module(

@@ -14,7 +14,7 @@ from torch import nn
 
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.cut import is_wide_float, plain_name
+from zeroengine.partition.cut import UnitPlan, cut_units, is_wide_float, plain_name
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
@@ -40,6 +40,12 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
             f"torch {torch.__version__} does not compute in {str(dtype)[6:]} on {device.type}: {error}. Write another "
             'precision, such as "bf16": {"enabled": true}, or none for fp32.'
         ) from error
+
+
+def units_of_model(model: nn.Module, config: Config) -> list[UnitPlan]:
+    """Return the units that a model is cut into, in the precision that a resolved configuration asks for."""
+    keep_fp32 = {param for module in fp32_modules(model, config) for param in module.parameters()}
+    return cut_units(model, patterns=config.units, compute_dtype=config.low_precision, keep_fp32=keep_fp32)
 
 
 def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
