@@ -30,8 +30,14 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    bring offloaded states to the kernel with `Pipeline` as `BlockingAdam` does.
 5. The choice. Put the class before `TorchOptimizer` in `BACKENDS` of `optim/choice.py`. Norm, clipping, loss scaling,
    checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the
-   bytes of two moments that `offload/placement.py` counts, and two messages in `optim/choice.py` that name Adam alone.
+   bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`, `_moved_element_bytes`), and
+   two messages in `optim/choice.py` that name Adam alone.
    The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
+6. The plan. `_optimizer_sizes` in `plan/state_bytes.py` has the state of the fused kernels, which covers padding and
+   keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype. With
+   `supports_offload`, `StatePlanner._serves_offload` in `plan/automatic.py` and `OFFLOADED_OPTIMIZERS` in
+   `plan/api.py` say which optimizers may be offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`:
+   the predicted states are those of `engine.memory()`, to the byte.
 """
 
 from __future__ import annotations
