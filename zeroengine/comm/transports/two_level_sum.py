@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 
+from zeroengine import ops
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.packing import Packing
-from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.packing import Packing, is_quantizable
+from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.partition.degrees import shard_index
 
@@ -63,6 +64,62 @@ class SumPlan:
         """Return the slice, and the number of its piece, that a host gets."""
         index = self.slices[host]
         return index, self.hosts_of[index].index(host) if self.num_cuts > 1 else 0
+
+
+@dataclass(frozen=True)
+class SumSizes:
+    """The sizes of what one rank holds and sends for one sum, as the exchanges below take it.
+
+    Attributes:
+        part: The elements of this rank's part of a slice.
+        num_slices: The slices that the ranks of this rank's number on all hosts have.
+        num_cuts: ``SumPlan.num_cuts``.
+        num_hosts: The number of hosts.
+        is_shared: Whether other ranks of the host have the same slice.
+    """
+
+    part: int
+    num_slices: int
+    num_cuts: int
+    num_hosts: int
+    is_shared: bool
+
+    @classmethod
+    def of_sum(cls, layout: HostLayout, levels: tuple[int, ...], numel: int) -> SumSizes:
+        """Return the sizes for a buffer of ``numel`` elements. See ``SumPlan.of_levels``."""
+        plan = SumPlan.of_levels(layout, levels)
+        part = numel // (levels[-1] if levels else 1) // len(plan.sharers)
+        return cls(part, len(plan.hosts_of), plan.num_cuts, layout.num_hosts, len(plan.sharers) > 1)
+
+    @property
+    def numel(self) -> int:
+        """The elements of the sums within the host."""
+        return self.part * self.num_slices
+
+    def held_bytes(self, dtype: torch.dtype, bits: int | None) -> int:
+        """Return the bytes of the sums within the host, of what arrives, and of a sum that the host shares.
+
+        Args:
+            dtype: The dtype of the values.
+            bits: The bits of an integer in packets. None: sums travel exactly.
+        """
+        numel = self.numel + self.part * self.is_shared
+        if bits is None or not is_quantizable(dtype):
+            return (numel + self.part // self.num_cuts * (self.num_hosts - 1)) * wide_dtype(dtype).itemsize
+        # One packet more for each host that gets another piece, and after the exchange those of a sum's pieces.
+        num_packets = self.num_hosts + self.num_slices * self.num_cuts
+        if self.num_cuts > 1:
+            numel += -(-self.part // self.num_cuts)
+            num_packets += self.num_cuts
+        return numel * torch.float32.itemsize + num_packets * ops.packet_bytes(-(-self.part // self.num_cuts), bits)
+
+    def sent_bytes(self, dtype: torch.dtype, bits: int | None) -> int:
+        """Return the bytes that go to other hosts. See ``held_bytes``."""
+        numel = self.part // self.num_cuts
+        is_packed = bits is not None and is_quantizable(dtype)
+        nbytes = ops.packet_bytes(numel, bits or 0) if is_packed else numel * wide_dtype(dtype).itemsize
+        # The pieces of a sum go to each host, and where sums are cut, so do those of the sum over the hosts.
+        return nbytes * ((self.num_hosts - 1) + (self.num_cuts - 1))
 
 
 class HostExchange(Protocol):
