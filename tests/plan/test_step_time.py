@@ -212,3 +212,25 @@ def test_the_update_of_states_on_a_disk_reads_and_writes_at_once() -> None:
     in_turns = predict(with_rates(ALONE, disk_read=1e9, disk_write=1e9), 1, zero=nvme)
     at_once = predict(with_rates(ALONE, disk_read=1e9, disk_write=1e9, disk_both=2e9), 1, zero=nvme)
     assert at_once.offload == pytest.approx(in_turns.offload / 2 - at_once.update / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport", "replica_ranks", "within", "between"),
+    [
+        (1, "auto", 1, "single", "shm"),
+        (1, "gloo", 2, "gloo", "gloo"),
+        (2, "auto", 1, "single", "two-level"),
+        (2, "auto", 2, "shm", "two-level"),
+        (2, "auto", 4, "shm", "gloo"),
+        (4, "auto", 8, "two-level", "gloo"),
+        (2, "gloo", 2, "gloo", "gloo"),
+    ],
+)
+def test_transports_within_and_between_replicas_are_those_that_ranks_open(
+    nodes: int, transport: str, replica_ranks: int, within: str, between: str
+) -> None:
+    machine = replace(CPUS, nodes=nodes, ranks_per_node=4)
+    local_steps = {"steps": 2, "replica_ranks": replica_ranks}
+    config = load({"comm": {"transport": transport}, "local_steps": local_steps}).resolve(world_size=4 * nodes)
+    setting = setting_of(machine, config)
+    assert (setting.transport, setting.replica_transport) == (within, between)
