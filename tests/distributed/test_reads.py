@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -328,10 +329,17 @@ class ScalesOfNorms(TinyLM):
 
 
 def loop_with_packed_tensors(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
-    """What the graph saves goes through hooks of the user's, which keep parameters as they are."""
+    """What the graph saves goes through hooks of the user's, which keep parameters as they are.
+
+    In one step all units are gathered before the forward and released before the backward.
+    """
     losses, norms = [], []
     for step in range(task.steps):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0]):
+        with contextlib.ExitStack() as stack:
+            if step == 1:
+                stack.enter_context(zeroengine.gathered(engine.module.parameters()))
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0])
+            stack.enter_context(hooks)
             loss = engine(*task.data(step, engine.rank))
         engine.backward(loss)
         engine.step()

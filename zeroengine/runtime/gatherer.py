@@ -289,11 +289,11 @@ class Gatherer(BackwardListener):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
         # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
-        # searched for views of units that were gathered without a hook, and of buffers that are aliased.
+        # searched for views of units that were gathered without a hook or stay gathered, and of aliased buffers.
         if not self._graph_tasks:
-            unhooked = [
-                unit for unit in self._units if unit in self._unhooked_uses or unit in self.gathers.deferred_frees
-            ]
+            pinned = [unit for unit in self.gathers.pinned_units() if unit.is_releasable]
+            candidates = {*self._unhooked_uses, *pinned}
+            unhooked = [unit for unit in self._units if unit in candidates or unit in self.gathers.deferred_frees]
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
         self._release_unhooked_uses()
         if not self._graph_tasks:
