@@ -40,6 +40,7 @@ from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.choice import choose_backend, update_request
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, check_scheduler, make_scheduler
+from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import Nesterov, OuterStep
 from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
@@ -114,6 +115,7 @@ class EngineParts:
         reducer: Collects gradients in buffers and reduces them.
         outside_writes: Finds values that user code wrote into the model.
         optimizer: Updates this rank's shards.
+        master_weights: Reads and replaces the masters between steps.
         outer_step: Turns what the replicas have become into common parameters; None without ``local_steps``.
         progress: Prints a line from time to time; None if nothing asks for it, and on other ranks than 0.
         step_runner: Clips, updates, steps the LR schedule, and counts.
@@ -244,6 +246,9 @@ class EngineParts:
             )
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)
             self.outer_step = self._make_outer_step()
+        self.master_weights = MasterWeights(
+            self.optimizer, self.gatherer, self.placement, self.outside_writes, self.transport
+        )
         self.progress: ProgressPrinter | None = None
         if config.steps_per_print is not None and group.rank == 0:
             self.progress = ProgressPrinter(config, group.world_size)

@@ -11,7 +11,6 @@ import torch
 
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.master_weights import publish_masters, settle_parameters
 from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
@@ -118,7 +117,7 @@ class EngineCheckpoints:
         # An overflow may be unreported yet, and the counters that are saved must include the last step.
         parts.step_runner.await_and_report()
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
-        settle_parameters(parts)
+        parts.master_weights.settle()
         self._rounds.make_replicas_equal()
         default_tag = f"step-{parts.step_runner.num_updates}"
         self._get_manager().save(directory, default_tag if tag is None else tag, client_state, frozen=frozen)
@@ -141,7 +140,7 @@ class EngineCheckpoints:
         # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
         parts.step_runner.await_and_report()
         parts.backward.finish()
-        settle_parameters(parts)
+        parts.master_weights.settle()
         with parts.timer.span("checkpoint"):
             restored = self._get_manager().load(
                 directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
@@ -194,7 +193,7 @@ class EngineCheckpoints:
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         with self._parts.timer.span("checkpoint"):
-            settle_parameters(self._parts)
+            self._parts.master_weights.settle()
             self._rounds.end_round()
             save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
 
@@ -213,7 +212,7 @@ class EngineCheckpoints:
                     "Leave the `with` first."
                 )
         parts.backward.finish()
-        settle_parameters(parts)
+        parts.master_weights.settle()
         loaded = load(self._stateful_parts(), weights, strict)
         self._mark_loaded(loaded.missing_keys)
         self._rounds.restart(loaded.missing_keys, loads_state=False)
@@ -263,7 +262,7 @@ class EngineCheckpoints:
             parts.replica_layout,
             parts.outer_step,
             self._counters,
-            lambda: publish_masters(parts),
+            parts.master_weights.publish,
             self._stateful,
             parts.gatherer,
             bool(parts.placement.disks),

@@ -19,7 +19,6 @@ from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.ending import EndedParts, ended_by, of_parent
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
-from zeroengine.engine.master_weights import round_masters
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
@@ -481,7 +480,8 @@ class Engine:
             ZeroEngineError: States are offloaded, or this is called inside ``gathered`` or a backward.
         """
         self._check_step("round_masters()")
-        round_masters(self._parts)
+        call_checks.check_outside_of_gathered(self._parts, "round_masters()")
+        self._parts.master_weights.round()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""

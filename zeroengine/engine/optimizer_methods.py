@@ -10,7 +10,6 @@ import torch
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_gathered
-from zeroengine.engine.master_weights import publish_masters, settle_parameters
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import acts_elementwise
 
@@ -43,7 +42,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
         _check_elementwise(parts, name, act)
     check_same("a method of the optimizer", calls)
     parts.step_runner.await_result()
-    settle_parameters(parts)
+    parts.master_weights.settle()
     # Ranks may read this rank's parameters in place.
     parts.transport.fence()
     result, error = None, None
@@ -52,7 +51,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     except Exception as raised:
         error = raised
     # In plain PyTorch, what a method did before it raised stays done.
-    publish_masters(parts)
+    parts.master_weights.publish()
     parts.placement.evict()
     with parts.group.collective_errors(f"to call {call}"):
         if error is not None:

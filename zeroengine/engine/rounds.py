@@ -18,7 +18,6 @@ import torch
 
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_gathered
-from zeroengine.engine.master_weights import publish_masters, settle_parameters
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -70,12 +69,12 @@ class Rounds:
         if parts.outer_step is None or not self._num_steps:
             return False
         # Masters take over what the user wrote into the model since the last step.
-        settle_parameters(parts)
+        parts.master_weights.settle()
         # Ranks of the replica may still read parameters in place that change below.
         parts.transport.fence()
         issued = parts.step_runner.issued_step
         parts.outer_step.run(f"outer step after step {issued.number if issued is not None else 0}")
-        publish_masters(parts)
+        parts.master_weights.publish()
         self._num_steps = 0
         return True
 

@@ -1,0 +1,79 @@
+"""Read and replace the master weights between steps: what must end before, and how all ranks take them over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroengine.comm.interfaces import Transport
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.offload.placement import Placement
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.outside_writes import OutsideWrites
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """The master weights of one engine, between steps. Every method is a collective.
+
+    Attributes:
+        optimizer: Its shards have the master weights.
+        gatherer: Gathers the parameters that all ranks compute with.
+        placement: The states that live in CPU memory or on a disk.
+        outside_writes: Finds values that user code wrote into the model.
+        transport: Moves bytes between the ranks that the states are partitioned over.
+    """
+
+    optimizer: ShardedOptimizer
+    gatherer: Gatherer
+    placement: Placement
+    outside_writes: OutsideWrites
+    transport: Transport
+
+    def settle(self) -> None:
+        """Return when nothing reads or writes parameters and masters, and masters are what the model computes with.
+
+        Call it before they are saved or replaced.
+
+        Raises:
+            DivergenceError: On every rank, where the ranks wrote different values into the model.
+        """
+        # The order matters. Gathers and copies that are under way write parameters, so they end first. Then ranks
+        # compare what the user wrote, so that masters take over only values that all ranks share. Eviction comes last,
+        # for it gives back what reloading the masters brought into memory.
+        self.gatherer.quiesce()
+        self.placement.finish_copies()
+        self.outside_writes.compare()
+        self.optimizer.reload_masters()
+        self.placement.evict()
+
+    def publish(self) -> None:
+        """Let all ranks compute with master weights that were written by something else than a step."""
+        # A load may have written masters through copies that are still under way.
+        self.placement.finish_copies()
+        for shard in self.optimizer.shards:
+            if shard.unit.is_mixed_precision:
+                # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
+                # the process.
+                populate(shard.master)
+                populate(shard.param, write=True)
+                shard.param.copy_(shard.master)
+            # The order of units is the same on every rank, as the all-gather of updated units requires.
+            self.gatherer.gathers.publish_update(shard.unit)
+            # At most one unit is in memory at a time where states live on a disk.
+            self.placement.evict(shard.param, shard.master)
+        # These values were written on purpose and on every rank, so they are no divergence.
+        self.outside_writes.reset_baseline()
+        self.gatherer.quiesce()
+        # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
+        self.transport.fence()
+
+    def round(self) -> None:
+        """Let masters take the rounded values that the model computes with."""
+        self.settle()
+        for shard in self.optimizer.shards:
+            if shard.unit.is_mixed_precision:
+                populate(shard.param)
+                populate(shard.master, write=True)
+                shard.master.copy_(shard.param)
+                self.placement.evict(shard.param, shard.master)
