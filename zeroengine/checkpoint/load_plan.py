@@ -32,14 +32,16 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The parts of a checkpoint to load.
+    """What a load takes from a checkpoint. See ``Engine.load_checkpoint``.
 
     Attributes:
+        fallback: Where the checkpoint is damaged, load the newest of the others that is whole.
         weights_only: Load parameters and buffers alone.
         optimizer: Load the optimizer's state and hyperparameters, too; otherwise its state starts anew.
         strict: Checkpoint and model must have the same parameters.
     """
 
+    fallback: bool
     weights_only: bool
     optimizer: bool
     strict: bool
@@ -84,7 +86,7 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
         parts: The engine.
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
-        options: The parts of the checkpoint to load.
+        options: What to take from it.
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine.

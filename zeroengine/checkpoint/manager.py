@@ -165,16 +165,7 @@ class CheckpointManager:
         """The CPU memory that the copy of the states takes, in bytes."""
         return self._copy_memory.nbytes
 
-    def load(
-        self,
-        folder: str | os.PathLike[str],
-        tag: str | None,
-        *,
-        weights_only: bool,
-        optimizer: bool,
-        strict: bool,
-        fallback: bool,
-    ) -> RestoreResult:
+    def load(self, folder: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> RestoreResult:
         """Put a checkpoint into the engine, and return the rest of it.
 
         Raises:
@@ -182,8 +173,7 @@ class CheckpointManager:
             HalfLoadedError: On every rank; some states are the checkpoint's.
             DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
         """
-        options = LoadOptions(weights_only, optimizer, strict)
-        arguments = {"tag": tag, "fallback": fallback, **vars(options)}
+        arguments = {"tag": tag, **vars(options)}
         with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             folder = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(folder)
@@ -192,8 +182,9 @@ class CheckpointManager:
         check_same("load_checkpoint()", all_arguments)
         # A save beside training may be replacing the very checkpoint that is asked for.
         self.wait()
+        search = CheckpointSearch(self._group, Path(folder), tag, fallback=options.fallback)
         try:
-            with CheckpointSearch(self._group, Path(folder), tag, fallback=fallback).open() as (checkpoint, manifest):
+            with search.open() as (checkpoint, manifest):
                 if manifest is not None and manifest.tag != checkpoint.name and self._group.rank == 0:
                     log.warning(
                         "%s holds the checkpoint that was saved as %s, of step %d: its folder was renamed or copied",
@@ -207,7 +198,7 @@ class CheckpointManager:
             self._is_half_loaded = True
             raise
         # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
-        self._is_half_loaded = self._is_half_loaded and weights_only
+        self._is_half_loaded = self._is_half_loaded and options.weights_only
         self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         try:
             with loading_errors(self._group):

@@ -71,7 +71,7 @@ def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, opt
         parts: The engine.
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
-        options: The parts of the checkpoint to load.
+        options: What to take from it.
 
     Raises:
         CheckpointError: On every rank, before anything is changed; the checkpoint does not fit or cannot be read.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.rounds import Rounds
@@ -122,16 +123,7 @@ class EngineCheckpoints:
         default_tag = f"step-{parts.step_runner.num_updates}"
         self._get_manager().save(directory, default_tag if tag is None else tag, client_state, frozen=frozen)
 
-    def load(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None,
-        *,
-        weights_only: bool,
-        optimizer: bool,
-        strict: bool,
-        fallback: bool,
-    ) -> Any:
+    def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
         with parts.group.collective_errors("to load a checkpoint"):
@@ -142,9 +134,7 @@ class EngineCheckpoints:
         parts.backward.finish()
         parts.master_weights.settle()
         with parts.timer.span("checkpoint"):
-            restored = self._get_manager().load(
-                directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
-            )
+            restored = self._get_manager().load(directory, tag, options)
         self._mark_loaded(restored.missing)
         self._rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
@@ -157,8 +147,8 @@ class EngineCheckpoints:
         if parts.config.zero_optimization.zeropp_loco_param is not None and parts.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.step_runner.num_updates + parts.step_runner.num_skipped
-        text = f"{'weights are' if weights_only else 'the run is'} loaded from {os.fspath(directory)}, at step {step}"
-        parts.report_event("resume", step, text, path=os.fspath(directory))
+        subject, path = "weights are" if options.weights_only else "the run is", os.fspath(directory)
+        parts.report_event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
         return restored.client_state
 
     def wait(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
@@ -685,9 +686,8 @@ class Engine:
             CheckpointError: On every rank; the engine is unchanged.
             DivergenceError: On every rank, if the ranks name different folders or tags; the engine is unchanged.
         """
-        return self._checkpoints.load(
-            directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
-        )
+        options = LoadOptions(fallback=fallback, weights_only=weights_only, optimizer=optimizer, strict=strict)
+        return self._checkpoints.load(directory, tag, options)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is being saved in the background, and unlock the folders. Call it on every rank.
