@@ -29,7 +29,7 @@ from tests.checkpoint.test_engine_checkpoints import fingerprint, refused
 from tests.distributed.models import build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, start, take_steps
-from zeroengine.checkpoint import manager
+from zeroengine.checkpoint import restore
 from zeroengine.checkpoint import snapshot as state
 from zeroengine.checkpoint.directory import LATEST, CheckpointFolder
 from zeroengine.checkpoint.folder_lock import LOCK
@@ -185,7 +185,7 @@ def hostile_contents(root: Path) -> None:
     assert "holds a NUL character" in refused(engine, str(root / "\0"))
     engine.load_checkpoint(root, "a")
     alone(engine, lambda: shutil.copytree(root / "a", root / "step-77"))
-    with mock.patch.object(manager.log, "warning") as warned:
+    with mock.patch.object(restore.log, "warning") as warned:
         engine.load_checkpoint(root, "step-77")
     assert [call.args[1:] for call in warned.call_args_list] == [(root / "step-77", "a", 2)] * (engine.rank == 0)
     engine.close()
@@ -266,7 +266,7 @@ def replaced_meanwhile(root: Path) -> None:
     engine = engine_at(2)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "best")
-    real = manager.restore.__globals__["_read_tensors"]
+    real = restore._read_tensors
 
     def replace(*args: Any) -> None:
         real(*args)
@@ -274,10 +274,10 @@ def replaced_meanwhile(root: Path) -> None:
             (root / "best").rename(root / "before")
             shutil.copytree(root / "before", root / "best")
 
-    manager.restore.__globals__["_read_tensors"] = replace
+    restore._read_tensors = replace
     with pytest.raises(CheckpointError, match="was replaced while it was read: load it again"):
         engine.load_checkpoint(root, "best")
-    manager.restore.__globals__["_read_tensors"] = real
+    restore._read_tensors = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         engine.save_weights(root / "out")
     engine.load_checkpoint(root, "best", weights_only=True)
@@ -379,17 +379,17 @@ def fails_while_writing(root: Path) -> None:
     engine = engine_at(1)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "a")
-    real = manager.restore.__globals__["_read_tensors"]
+    real = restore._read_tensors
 
     def breaks(*args: Any) -> None:
         if engine.rank == 1:
             raise CheckpointError("gone")
         real(*args)
 
-    manager.restore.__globals__["_read_tensors"] = breaks
+    restore._read_tensors = breaks
     with pytest.raises(CheckpointError, match="load a checkpoint that is whole before training goes on"):
         engine.load_checkpoint(root, "a")
-    manager.restore.__globals__["_read_tensors"] = real
+    restore._read_tensors = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         take_steps(engine, range(1))
     engine.zero_grad()

@@ -25,8 +25,8 @@ from zeroengine.errors import CheckpointError
 
 def fingerprint(engine: zeroengine.Engine) -> Any:
     """Everything that a load could change."""
-    parts = engine._checkpoints._get_manager()._parts
-    entries = parts.model_entries(once=False) | parts.optimizer_entries(once=False)
+    states = engine._checkpoints.tensors
+    entries = states.model_entries(once=False) | states.optimizer_entries(once=False)
     tensors = {(name, box): piece.clone().flatten().tolist() for name, e in entries.items() for box, piece in e.pieces}
     counters = (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.loss_scale)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]

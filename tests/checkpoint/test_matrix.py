@@ -41,9 +41,9 @@ def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, t
 
 def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], what: str) -> None:
     """Whether what this rank owns is its part of ``expected``, bit for bit."""
-    parts = engine._checkpoints._get_manager()._parts
+    owned = engine._checkpoints.tensors
     seen = set()
-    for name, entry in (parts.model_entries(once=False) | parts.optimizer_entries(once=False)).items():
+    for name, entry in (owned.model_entries(once=False) | owned.optimizer_entries(once=False)).items():
         whole = expected[readable(name)]
         assert entry.shape == tuple(whole.shape), (what, name)
         seen.add(readable(name))

@@ -18,7 +18,7 @@ SCRIPT = """
 import os, signal, socket, sys
 import torch, torch.distributed
 from torch import nn
-import zeroengine, zeroengine.engine.engine, zeroengine.checkpoint.manager
+import zeroengine, zeroengine.engine.engine, zeroengine.checkpoint.writer
 
 def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

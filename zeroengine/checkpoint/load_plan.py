@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, StoredTensor, read_metadata
+from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, is_momentum, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
@@ -79,11 +79,11 @@ class LoadPlan:
     computed: StateEntries
 
 
-def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
+def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
     """Return what is to be read.
 
     Args:
-        parts: The engine.
+        engine: The engine's state.
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
         options: What to take from it.
@@ -91,7 +91,7 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
     Raises:
         CheckpointError: The checkpoint does not fit the engine.
     """
-    group = parts.group
+    tensors, group = engine.tensors, engine.tensors.group
     metadata = read_metadata(path)
     if manifest is not None:
         # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
@@ -99,13 +99,13 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
         if unlisted:
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
     # A load fills every element that this rank holds, also the copies that another rank saved.
-    model = parts.model_entries(once=False)
-    saved_names = parts.saved_names()
-    aliases = parts.aliases() | saved_names.own_names()
+    model = tensors.model_entries(once=False)
+    saved_names = tensors.saved_names()
+    aliases = tensors.aliases() | saved_names.own_names()
     names = CheckpointNames(metadata, model, aliases, saved_names.computed)
     match = names.model
     if options.strict and manifest is not None and manifest.left_out:
-        match = _without_left_out(parts, match, manifest.left_out, aliases, path)
+        match = _without_left_out(tensors, match, manifest.left_out, aliases, path)
     # Without `strict` a checkpoint may hold the optimizer's state alone.
     if match.stored_names or options.strict:
         match.check(str(path), strict=options.strict)
@@ -118,14 +118,14 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
     group_keys: Collection[str] | None = None
     if not options.weights_only:
         if options.optimizer:
-            spans = _plan_optimizer(parts, names, manifest, path)
+            spans = _plan_optimizer(tensors, names, manifest, path)
         else:
-            spans = [(shard, span, {}) for shard in parts.optimizer.shards for span in shard.spans()]
+            spans = [(shard, span, {}) for shard in tensors.optimizer.shards for span in shard.spans()]
             # Many schedules compute a learning rate from the one before, so the rates come with the schedule.
-            loads_schedule = parts.lr_scheduler() is not None and schedule in metadata.objects
+            loads_schedule = engine.schedule is not None and schedule in metadata.objects
             group_keys = LEARNING_RATES if loads_schedule else ()
         if manifest is not None:
-            check_param_groups(parts, manifest, path, group_keys, aliases)
+            check_param_groups(tensors, manifest, path, group_keys, aliases)
         wanted.append(schedule)
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
         # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
@@ -144,7 +144,7 @@ def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, o
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
     reads_optimizer = options.optimizer and not options.weights_only
-    outer = _plan_outer(parts, names, metadata, path) if reads_optimizer else {}
+    outer = _plan_outer(tensors, names, metadata, path) if reads_optimizer else {}
     return LoadPlan(
         metadata,
         names,
@@ -168,17 +168,17 @@ def _own_memory(tensor: StoredTensor) -> StateEntry:
     return StateEntry(tensor.shape, values.dtype, [(box, values)])
 
 
-def _plan_outer(parts: CheckpointedParts, names: CheckpointNames, metadata: DcpMetadata, path: Path) -> StateEntries:
+def _plan_outer(tensors: EngineTensors, names: CheckpointNames, metadata: DcpMetadata, path: Path) -> StateEntries:
     """Return the momentum of the outer step that the checkpoint has, by its names there."""
-    own, outer = parts.outer_entries(once=False), {}
+    own, outer = tensors.outer_entries(once=False), {}
     for name, stored in names.model.stored_names.items():
         entry = own.get(momentum_name(name))
         stored_momentum = momentum_name(stored.removeprefix(names.model.prefix))
         if entry is not None and stored_momentum in metadata.tensors:
             outer[stored_momentum] = entry
-    if parts.group.rank == 0 and own and not outer:
+    if tensors.group.rank == 0 and own and not outer:
         log.warning("%s has no momentum of an outer step (local_steps.outer): it starts from zero", path)
-    if parts.group.rank == 0 and not own and any(is_momentum(name) for name in metadata.tensors):
+    if tensors.group.rank == 0 and not own and any(is_momentum(name) for name in metadata.tensors):
         log.warning(
             '%s has the momentum of an outer step, which is not loaded: it belongs to "local_steps" with "outer": '
             '"nesterov"',
@@ -188,12 +188,12 @@ def _plan_outer(parts: CheckpointedParts, names: CheckpointNames, metadata: DcpM
 
 
 def _without_left_out(
-    parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], aliases: Mapping[str, str], path: Path
+    tensors: EngineTensors, match: NameMatch, left_out: Sequence[str], aliases: Mapping[str, str], path: Path
 ) -> NameMatch:
     """Return a match that expects no value of the frozen parameters which the save left out.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
         match: Of the names in the checkpoint with those of the model.
         left_out: The names that the save left out.
         aliases: The own name of a parameter, by its other names.
@@ -203,8 +203,8 @@ def _without_left_out(
         CheckpointError: Such a parameter is trained here, or has no values that it could keep.
     """
     absent = {aliases.get(name, name) for name in left_out}.intersection(match.missing)
-    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
-    unset = {name for unit in parts.units for name in unit.unset_params}
+    trainable = {slot.name for shard in tensors.optimizer.shards for slot in shard.unit.layout.slots}
+    unset = {name for unit in tensors.units for name in unit.unset_params}
     for names, state, advice in (
         (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
         (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),
@@ -214,7 +214,7 @@ def _without_left_out(
                 f"{path} was saved with frozen=False, without parameters that {state}: "
                 f"{listed(problems, NUM_SHOWN)}. {advice}."
             )
-    own_names = {slot.name for unit in parts.units for slot in unit.layout.slots} | aliases.keys()
+    own_names = {slot.name for unit in tensors.units for slot in unit.layout.slots} | aliases.keys()
     return replace(
         match,
         missing=[name for name in match.missing if name not in absent],
@@ -223,21 +223,22 @@ def _without_left_out(
 
 
 def _plan_optimizer(
-    parts: CheckpointedParts, names: CheckpointNames, manifest: Manifest | None, path: Path
+    tensors: EngineTensors, names: CheckpointNames, manifest: Manifest | None, path: Path
 ) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
     """Return the keys that the checkpoint has of each of this rank's spans."""
     saved = sorted({key for keys in names.state_keys.values() for key in keys})
-    expected = parts.optimizer.shard_state.keys
+    optimizer = tensors.optimizer
+    expected = optimizer.shard_state.keys
     # Without known keys the name of the rule is the only sign of another optimizer.
-    by_another = manifest is not None and expected is None and manifest.optimizer != parts.optimizer.base_optimizer_name
+    by_another = manifest is not None and expected is None and manifest.optimizer != optimizer.base_optimizer_name
     if by_another or (expected is not None and not expected <= set(saved)):
         rule = manifest.optimizer if manifest is not None else "another optimizer"
         raise CheckpointError(
             f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{parts.optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
+            f"{optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
         )
     planned = []
-    for shard in parts.optimizer.shards:
+    for shard in optimizer.shards:
         for span in shard.spans():
             name = shard.unit.layout.slots[span.param_index].name
             keys = names.state_keys.get(name, {})

@@ -131,7 +131,7 @@ class CheckpointNames:
 
     Attributes:
         model: Which stored tensor belongs to each parameter and buffer.
-        state_names: The stored name of the optimizer's state, by its name in `CheckpointedParts.optimizer_entries`.
+        state_names: The stored name of the optimizer's state, by its name in `EngineTensors.optimizer_entries`.
         state_keys: By parameter, the dtype of each key of its state, and the shape of a number for the whole parameter.
     """
 

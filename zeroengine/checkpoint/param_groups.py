@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.snapshot import named_param_groups
 from zeroengine.errors import CheckpointError
@@ -21,7 +21,7 @@ LEARNING_RATES = ("lr", "initial_lr")
 
 
 def check_param_groups(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     manifest: Manifest,
     path: Path,
     keys: Collection[str] | None,
@@ -30,7 +30,7 @@ def check_param_groups(
     """Check that a checkpoint's groups can be put into the optimizer.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
         manifest: The checkpoint's manifest.
         path: Its directory.
         keys: The hyperparameters to take over; None takes all.
@@ -41,7 +41,7 @@ def check_param_groups(
     """
     if keys == ():
         return
-    both = (named_param_groups(parts), manifest.param_groups)
+    both = (named_param_groups(tensors), manifest.param_groups)
     own, saved = ([[aliases.get(name, name) for name in group["params"]] for group in groups] for groups in both)
     if keys is not None and len(own) != len(saved):
         raise CheckpointError(
@@ -49,7 +49,7 @@ def check_param_groups(
             f"{len(own)}. Make as many groups, or load with weights_only=True."
         )
     # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
-    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
+    trainable = {slot.name for shard in tensors.optimizer.shards for slot in shard.unit.layout.slots}
     if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
         sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
         raise CheckpointError(
@@ -57,7 +57,7 @@ def check_param_groups(
             "weights_only=True."
         )
     # Only the manifest of format 1 has no checksum, yet a check of values is cheap for all of them.
-    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+    for group, key, value in _saved_hyperparameters(tensors, manifest, keys):
         if not _is_acceptable(key, value, group.get(key)):
             raise CheckpointError(
                 f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
@@ -65,9 +65,9 @@ def check_param_groups(
             )
 
 
-def apply_param_groups(parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None) -> None:
+def apply_param_groups(tensors: EngineTensors, manifest: Manifest, keys: Collection[str] | None) -> None:
     """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
-    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+    for group, key, value in _saved_hyperparameters(tensors, manifest, keys):
         present = group.get(key)
         if isinstance(present, torch.Tensor):
             # A captured step reads the tensor, so the tensor has to stay the same object.
@@ -78,11 +78,11 @@ def apply_param_groups(parts: CheckpointedParts, manifest: Manifest, keys: Colle
 
 
 def _saved_hyperparameters(
-    parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None
+    tensors: EngineTensors, manifest: Manifest, keys: Collection[str] | None
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield each group of the optimizer with the key and the value of each of its hyperparameters in a checkpoint."""
     # Without hyperparameters to take over, another optimizer may have other groups.
-    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
+    for group, saved_group in zip(tensors.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
         for key, value in saved_group.items():
             if key != "params" and (keys is None or key in keys):
                 yield group, key, value

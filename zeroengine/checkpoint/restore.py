@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import OPTIMIZER, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.load_plan import LoadOptions, LoadPlan, make_plan
@@ -32,6 +32,7 @@ from zeroengine.checkpoint.param_groups import apply_param_groups
 from zeroengine.checkpoint.snapshot import random_states, set_random_states
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
 
@@ -64,11 +65,11 @@ class RestoreResult:
     missing: list[str]
 
 
-def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, options: LoadOptions) -> RestoreResult:
+def restore(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> RestoreResult:
     """Put a checkpoint's state into the engine. A collective. See "All or nothing".
 
     Args:
-        parts: The engine.
+        engine: The engine's state.
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
         options: What to take from it.
@@ -77,32 +78,33 @@ def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, opt
         CheckpointError: On every rank, before anything is changed; the checkpoint does not fit or cannot be read.
         HalfLoadedError: On every rank; it became unreadable while tensors were written.
     """
+    tensors, group = engine.tensors, engine.tensors.group
     # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
     # does not fit or cannot be read changes nothing.
-    with parts.group.collective_errors("to load a checkpoint"), as_checkpoint_errors(f"{path} cannot be loaded"):
-        plan = make_plan(parts, path, manifest, options)
+    with group.collective_errors("to load a checkpoint"), as_checkpoint_errors(f"{path} cannot be loaded"):
+        plan = make_plan(engine, path, manifest, options)
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
         # memory for its state already.
         if manifest is None:
-            _load_entries(parts, path, plan, check_only=True)
+            _load_entries(engine, path, plan, check_only=True)
     undo: list[Callable[[], None]] = []
     # From here on states change. Every exit below either completes the load or runs the undo actions.
     try:
-        with loading_errors(parts.group):
+        with loading_errors(group):
             if not options.weights_only:
                 # The undo actions exist before the first change, so that a failure halfway through the changes is
                 # undone as well.
-                _record_undo(parts, undo)
-                _apply_objects(parts, manifest, plan, objects)
+                _record_undo(engine, undo)
+                _apply_objects(engine, manifest, plan, objects)
         try:
-            with loading_errors(parts.group):
-                _read_tensors(parts, path, plan)
+            with loading_errors(group):
+                _read_tensors(engine, path, plan)
             # All ranks have written their masters before any rank gathers parameters.
-            with loading_errors(parts.group):
-                parts.republish()
-            with loading_errors(parts.group):
-                _load_by_own_code(parts, path, plan, objects)
+            with loading_errors(group):
+                engine.master_weights.publish()
+            with loading_errors(group):
+                _load_by_own_code(tensors, path, plan, objects)
         # The small state is put back below, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
             raise HalfLoadedError(
@@ -119,38 +121,39 @@ def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, opt
     client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
     if options.weights_only:
         return RestoreResult(client_state, {}, {}, plan.same_world, missing)
-    counters = parts.counters() if manifest is None else manifest.counters
+    counters = engine.counters if manifest is None else manifest.counters
     # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
     if manifest is None and options.optimizer:
-        counters = {"global_steps": _largest_step_count(parts)}
+        counters = {"global_steps": _largest_step_count(tensors.optimizer)}
     prefix = plan.stateful_prefix
     stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
     return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
 
 
-def _record_undo(parts: CheckpointedParts, undo: list[Callable[[], None]]) -> None:
+def _record_undo(engine: EngineState, undo: list[Callable[[], None]]) -> None:
     """Fill `undo` with actions that put the small state back, to be called from the last to the first."""
+    optimizer, device = engine.tensors.optimizer, engine.tensors.group.device
     # deepcopy is needed, as the state dict may refer to what a load changes in place.
-    random, scaler = random_states(parts.group.device), copy.deepcopy(parts.scaler.state_dict())
+    random, scaler = random_states(device), copy.deepcopy(engine.scaler.state_dict())
     # A shallow copy of each group keeps references to tensors, whose values are copied separately.
-    groups = [dict(group) for group in parts.optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     tensors = [
         (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
     ]
 
     def restore_groups() -> None:
-        for group, saved_group in zip(parts.optimizer.param_groups, groups, strict=True):
+        for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
             # Keys that the load added have to go, so the group is emptied first.
             group.clear()
             group.update(saved_group)
         for value, saved_value in tensors:
             value.copy_(saved_value)
 
-    undo.append(lambda: set_random_states(random, parts.group.device))
-    undo.append(lambda: parts.scaler.load_state_dict(scaler))
+    undo.append(lambda: set_random_states(random, device))
+    undo.append(lambda: engine.scaler.load_state_dict(scaler))
     # The actions run in reverse order. So the groups are put back after the schedule, which may write learning rates.
     undo.append(restore_groups)
-    scheduler = parts.lr_scheduler()
+    scheduler = engine.schedule
     if hasattr(scheduler, "state_dict"):
         try:
             schedule = copy.deepcopy(scheduler.state_dict())
@@ -170,19 +173,19 @@ def loading_errors(group: Group) -> Iterator[None]:
         yield
 
 
-def _read_tensors(parts: CheckpointedParts, path: Path, plan: LoadPlan) -> None:
+def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan) -> None:
     """Read this rank's boxes of all tensors."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
-    shard_state = parts.optimizer.shard_state
+    shard_state, outer_step = engine.tensors.optimizer.shard_state, engine.tensors.outer_step
     for shard, span, keys in plan.optimizer:
         if keys:
             shard_state.create(shard, span, keys)
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)
-    if plan.resets_outer and parts.outer_step is not None:
-        parts.outer_step.clear_momentum()
-    state = _load_entries(parts, path, plan)
+    if plan.resets_outer and outer_step is not None:
+        outer_step.clear_momentum()
+    state = _load_entries(engine, path, plan)
     # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
@@ -191,51 +194,50 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: LoadPlan) -> None:
             shard_state.set_numbers(shard, span, numbers)
 
 
-def _load_entries(parts: CheckpointedParts, path: Path, plan: LoadPlan, *, check_only: bool = False) -> StateEntries:
+def _load_entries(engine: EngineState, path: Path, plan: LoadPlan, *, check_only: bool = False) -> StateEntries:
     """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
-    state = parts.optimizer_entries(once=False) if plan.reads_optimizer else {}
+    state = engine.tensors.optimizer_entries(once=False) if plan.reads_optimizer else {}
     # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
     entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
     entries |= plan.outer | plan.computed
     total = sum(entry.nbytes for entry in entries.values())
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
-    with progress(f"{'checking' if check_only else 'loading'} {path.name}", total, parts.group.rank == 0) as report:
-        load_files(path, plan.metadata, entries, (), evicting(report, parts.evict), check_only=check_only)
+    action = f"{'checking' if check_only else 'loading'} {path.name}"
+    with progress(action, total, engine.tensors.group.rank == 0) as report:
+        load_files(path, plan.metadata, entries, (), evicting(report, engine.placement.evict), check_only=check_only)
     return state
 
 
-def _load_by_own_code(parts: CheckpointedParts, path: Path, plan: LoadPlan, objects: Mapping[str, Any]) -> None:
+def _load_by_own_code(tensors: EngineTensors, path: Path, plan: LoadPlan, objects: Mapping[str, Any]) -> None:
     """Let the model's own ``load_state_dict()`` take what is no parameter or buffer, such as extra state."""
     names, prefix = plan.saved_names, plan.names.model.prefix
     values = {key: objects[prefix + key] for key in names.computed if prefix + key in objects}
     values |= {stored.removeprefix(prefix): entry.pieces[0][1] for stored, entry in plan.computed.items()}
     missing = [key for key in names.computed if key not in values]
-    if missing and parts.group.rank == 0:
+    if missing and tensors.group.rank == 0:
         log.warning("%s has no %s, which stays as it is", path, listed(missing, NUM_SHOWN))
-    parts.load_by_own_code(names, values, str(path))
+    tensors.load_by_own_code(names, values, str(path))
 
 
-def _apply_objects(
-    parts: CheckpointedParts, manifest: Manifest | None, plan: LoadPlan, objects: Mapping[str, Any]
-) -> None:
+def _apply_objects(engine: EngineState, manifest: Manifest | None, plan: LoadPlan, objects: Mapping[str, Any]) -> None:
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
-        apply_param_groups(parts, manifest, plan.group_keys)
+        apply_param_groups(engine.tensors, manifest, plan.group_keys)
         # The scale of an fp16 run means nothing in other precisions.
-        if manifest.loss_scaler and parts.config.scales_loss:
-            parts.scaler.load_state_dict(manifest.loss_scaler)
-    schedule, random = f"{ZEROENGINE_PREFIX}lr_scheduler", f"{ZEROENGINE_PREFIX}rank.{parts.group.rank}"
-    scheduler = parts.lr_scheduler()
-    if scheduler is not None and schedule in objects:
+        if manifest.loss_scaler and engine.config.scales_loss:
+            engine.scaler.load_state_dict(manifest.loss_scaler)
+    group = engine.tensors.group
+    schedule, random = f"{ZEROENGINE_PREFIX}lr_scheduler", f"{ZEROENGINE_PREFIX}rank.{group.rank}"
+    if engine.schedule is not None and schedule in objects:
         # The schedule comes after the groups, because some schedules write learning rates when they are loaded.
-        scheduler.load_state_dict(objects[schedule])
+        engine.schedule.load_state_dict(objects[schedule])
     if random in objects:
-        set_random_states(objects[random], parts.group.device)
+        set_random_states(objects[random], group.device)
 
 
-def _largest_step_count(parts: CheckpointedParts) -> int:
+def _largest_step_count(optimizer: ShardedOptimizer) -> int:
     """Return the largest step count of a parameter that this rank has part of."""
-    state = parts.optimizer.shard_state
-    numbers = (state.of(shard, span).numbers for shard in parts.optimizer.shards for span in shard.spans())
+    state = optimizer.shard_state
+    numbers = (state.of(shard, span).numbers for shard in optimizer.shards for span in shard.spans())
     return max((int(number["step"]) for number in numbers if "step" in number), default=0)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.errors import CheckpointError
 from zeroengine.plan.checkpoint_copy import COPY_ALIGNMENT
@@ -70,74 +70,74 @@ class Snapshot:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def take_snapshot(parts: CheckpointedParts, client_state: Any, *, frozen: bool) -> Snapshot:
+def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Snapshot:
     """Return what a checkpoint of the engine holds.
 
     Tensors are views of the engine's states, which must not change until they are saved or copied.
 
     Args:
-        parts: The engine.
+        engine: The engine's state.
         client_state: What the user wants to save.
         frozen: Whether frozen parameters are part of it.
 
     Raises:
         CheckpointError: `client_state`, the schedule or a registered object holds objects that no checkpoint may.
     """
-    rank, scheduler = parts.group.rank, parts.lr_scheduler()
+    tensors, group, config = engine.tensors, engine.tensors.group, engine.config
+    rank = group.rank
     # Every rank has generators and registered objects of its own, so their names carry the rank.
-    objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(parts.group.device)}
-    for name, stateful in parts.stateful.items():
+    objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(group.device)}
+    for name, stateful in engine.stateful.items():
         objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
-    names = parts.saved_names()
-    groups = [group | {"params": list(map(names.first, group["params"]))} for group in named_param_groups(parts)]
+    names = tensors.saved_names()
+    groups = [own | {"params": list(map(names.first, own["params"]))} for own in named_param_groups(tensors)]
     # These values are the same on all ranks or count from rank 0 only, so rank 0 stores them.
     if rank == 0:
         objects[f"{ZEROENGINE_PREFIX}client_state"] = storable("client_state", client_state)
         for key, value in names.computed.items():
             if not isinstance(value, torch.Tensor):
                 objects[MODEL + key] = storable(f"{key!r} of the model's state dict", value)
-        if scheduler is not None:
-            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", scheduler.state_dict())
-        for i, group in enumerate(groups):
+        if engine.schedule is not None:
+            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", engine.schedule.state_dict())
+        for i, saved in enumerate(groups):
             # Plain PyTorch reads hyperparameters from here; zeroengine reads them from the manifest.
-            objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
-    counters = parts.counters()
+            objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in saved.items()}
     about = {
-        "step": counters["global_steps"],
-        "stage": parts.config.zero_optimization.stage,
-        "world_size": parts.group.world_size,
-        "precision": str(parts.config.low_precision or torch.float32).removeprefix("torch."),
-        "optimizer": parts.optimizer.base_optimizer_name,
+        "step": engine.counters["global_steps"],
+        "stage": config.zero_optimization.stage,
+        "world_size": group.world_size,
+        "precision": str(config.low_precision or torch.float32).removeprefix("torch."),
+        "optimizer": tensors.optimizer.base_optimizer_name,
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
-        "counters": counters,
+        "counters": engine.counters,
         # The manifest is JSON, which knows neither tensors nor numbers of NumPy.
         "param_groups": json.loads(json.dumps(groups, default=_as_plain)),
-        "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
-        "config": parts.config.to_dict(),
-        "left_out": [] if frozen else [key for own in parts.frozen_names() for key in names.keys.get(own, [own])],
+        "loss_scaler": engine.scaler.state_dict() if config.scales_loss else {},
+        "config": config.to_dict(),
+        "left_out": [] if frozen else [key for own in tensors.frozen_names() for key in names.keys.get(own, [own])],
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
-    entries = parts.model_entries(once=True, frozen=frozen) | parts.optimizer_entries(once=True)
-    entries |= parts.outer_entries(once=True)
+    entries = tensors.model_entries(once=True, frozen=frozen) | tensors.optimizer_entries(once=True)
+    entries |= tensors.outer_entries(once=True)
     entries = names.renamed(entries)
     if frozen:
-        entries |= parts.computed_entries(names, once=True)
+        entries |= tensors.computed_entries(names, once=True)
     # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
     # models.
     aliases = {MODEL + key: MODEL + keys[0] for keys in names.keys.values() for key in keys[1:]}
     return Snapshot(entries, objects, aliases, about)
 
 
-def named_param_groups(parts: CheckpointedParts) -> list[dict[str, Any]]:
+def named_param_groups(tensors: EngineTensors) -> list[dict[str, Any]]:
     """Return the optimizer's groups, with the own names of parameters."""
     # Objects have no meaning in a file, so parameters are stored by name.
-    units = parts.units
+    units = tensors.units
     names = {param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)}
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[param] for param in group["params"]]}
-        for group in parts.optimizer.param_groups
+        for group in tensors.optimizer.param_groups
     ]
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroengine.checkpoint.directory import check_tag
+from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.load_plan import LoadOptions
+from zeroengine.checkpoint.snapshot import take_snapshot
+from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.rounds import Rounds
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.paths import checked_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
-    from zeroengine.checkpoint.manager import CheckpointManager
+    from zeroengine.checkpoint.restore import RestoreResult
+    from zeroengine.checkpoint.writer import CheckpointWriter
     from zeroengine.weights.live_loads import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
@@ -34,17 +40,43 @@ class EngineCheckpoints:
     Args:
         parts: The parts of the engine.
         rounds: Makes replicas equal before a save.
+
+    Attributes:
+        tensors: The engine's tensors by name.
     """
 
     def __init__(self, parts: EngineParts, rounds: Rounds) -> None:
         self._parts, self._rounds = parts, rounds
-        self._manager: CheckpointManager | None = None
+        group, outer_step = parts.group, parts.outer_step
+        self.tensors = EngineTensors(
+            parts.model, parts.units, parts.optimizer, outer_step, parts.gatherer, group, parts.replica_layout
+        )
         self._stateful: dict[str, Stateful] = {}
+        # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
+        # same as at the save.
+        self._unclaimed_states: dict[str, tuple[Any, bool]] = {}
+        self._is_half_loaded = False
+        # A process that never saves has none, for it imports torch's part and owns a group of processes.
+        self._writer: CheckpointWriter | None = None
 
     @property
     def copy_bytes(self) -> int:
         """Return the bytes of the copy in CPU memory that a checkpoint is written from."""
-        return 0 if self._manager is None else self._manager.copy_bytes
+        return 0 if self._writer is None else self._writer.copy_bytes
+
+    def check_not_half_loaded(self, call: str) -> None:
+        """Refuse ``call`` after a load that failed halfway.
+
+        Raises:
+            CheckpointError: Some states are those of a checkpoint, and no load has succeeded since.
+        """
+        if self._is_half_loaded:
+            raise CheckpointError(
+                f"{call} after a load that failed half way: some states are the checkpoint's. Load a checkpoint that "
+                "is whole first."
+            )
+
+    # -- registered objects -----------------------------------------------------------------------
 
     def register_stateful(self, name: str, stateful: Stateful) -> None:
         """Make the state of ``stateful`` part of every checkpoint. See ``Engine.register_stateful``."""
@@ -57,23 +89,28 @@ class EngineCheckpoints:
                 f"{type(stateful).__name__}"
             )
         self._stateful[name] = stateful
-        # A checkpoint may have been loaded before the object was registered. The manager kept the state for it.
-        if self._manager is not None:
-            self._manager.hand_over(name)
+        # A checkpoint may have been loaded before the object was registered.
+        self._hand_over(name)
 
     def unused_name(self, prefix: str) -> str:
         """Return a name for ``register_stateful`` that begins with ``prefix`` and a number that is free."""
         # Loaders are numbered in the order of registration, so each finds its own state again in a resumed run.
         return f"{prefix}.{sum(name.startswith(f'{prefix}.') for name in self._stateful)}"
 
-    def check_not_half_loaded(self, call: str) -> None:
-        """Refuse ``call`` after a load that failed halfway.
-
-        Raises:
-            CheckpointError: The states are partly those of a checkpoint.
-        """
-        if self._manager is not None:
-            self._manager.check_not_half_loaded(call)
+    def _hand_over(self, name: str) -> None:
+        """Give a registered object the state that was loaded for it, if there is one."""
+        if name not in self._unclaimed_states:
+            return
+        # The state is given once. A second registration of the name is refused.
+        state, same_world = self._unclaimed_states.pop(name)
+        stateful = self._stateful[name]
+        # A loader's position on one rank means nothing on another number of ranks, unless the object says otherwise.
+        if same_world or getattr(stateful, "world_independent", False):
+            stateful.load_state_dict(state)
+        elif self._parts.group.rank == 0:
+            log.warning(
+                "the state of %r was saved on another number of ranks, and each has its own: it is left as it is", name
+            )
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -95,12 +132,30 @@ class EngineCheckpoints:
             frozen: Whether frozen parameters are saved.
             inside_step: Whether this may come between the micro-steps of a step. Their gradients are not saved.
         """
-        with self._parts.timer.span("checkpoint"):
-            self._save(directory, tag, client_state, frozen, inside_step)
+        parts, call = self._parts, "save_checkpoint()"
+        with parts.timer.span("checkpoint"):
+            self._prepare_save(inside_step)
+            if self._writer is None:
+                from zeroengine.checkpoint.writer import CheckpointWriter
 
-    def _save(
-        self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool, inside_step: bool
-    ) -> None:
+                self._writer = CheckpointWriter(
+                    parts.group, parts.config.checkpoint, parts.placement, self._report_saved
+                )
+            # Only one save is under way at a time: both would use the same copy and the same process group.
+            self._writer.wait()
+            tag = f"step-{parts.step_runner.num_updates}" if tag is None else tag
+            # The dict is filled inside, because the checks may raise, and the exchange happens at the end of the block.
+            arguments: dict[str, object] = {"frozen": frozen}
+            with parts.group.collective_errors("to save a checkpoint", arguments) as all_arguments:
+                path = checked_path(directory, "save_checkpoint(directory)", CheckpointError)
+                arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
+                self.check_not_half_loaded(call)
+                snapshot = take_snapshot(self._state(), client_state, frozen=frozen)
+            # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
+            check_same(call, all_arguments)
+            self._writer.write(snapshot, path, tag)
+
+    def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
         parts.backward.end_if_over()
@@ -120,8 +175,6 @@ class EngineCheckpoints:
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
         parts.master_weights.settle()
         self._rounds.make_replicas_equal()
-        default_tag = f"step-{parts.step_runner.num_updates}"
-        self._get_manager().save(directory, default_tag if tag is None else tag, client_state, frozen=frozen)
 
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
@@ -134,7 +187,7 @@ class EngineCheckpoints:
         parts.backward.finish()
         parts.master_weights.settle()
         with parts.timer.span("checkpoint"):
-            restored = self._get_manager().load(directory, tag, options)
+            restored = self._restore(directory, tag, options)
         self._mark_loaded(restored.missing)
         self._rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
@@ -151,18 +204,69 @@ class EngineCheckpoints:
         parts.report_event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
         return restored.client_state
 
+    def _restore(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> RestoreResult:
+        """Put a checkpoint into the engine, and return the rest of it.
+
+        Raises:
+            CheckpointError: On every rank; nothing is changed.
+            HalfLoadedError: On every rank; some states are the checkpoint's.
+            DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
+        """
+        from zeroengine.checkpoint.restore import HalfLoadedError, loading_errors, restore
+        from zeroengine.checkpoint.search import CheckpointSearch
+
+        group = self._parts.group
+        arguments: dict[str, object] = {"tag": tag, **vars(options)}
+        with group.collective_errors("to load a checkpoint", arguments) as all_arguments:
+            folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
+            arguments["directory"] = os.path.abspath(folder)
+            if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
+                raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
+        check_same("load_checkpoint()", all_arguments)
+        # A save beside training may be replacing the very checkpoint that is asked for.
+        if self._writer is not None:
+            self._writer.wait()
+        search = CheckpointSearch(group, Path(folder), tag, fallback=options.fallback)
+        try:
+            with search.open() as (checkpoint, manifest):
+                if manifest is not None and manifest.tag != checkpoint.name and group.rank == 0:
+                    log.warning(
+                        "%s holds the checkpoint that was saved as %s, of step %d: its folder was renamed or copied",
+                        checkpoint,
+                        manifest.tag,
+                        manifest.step,
+                    )
+                restored = restore(self._state(), checkpoint, manifest, options)
+            # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
+            self._is_half_loaded = self._is_half_loaded and options.weights_only
+            self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
+            try:
+                with loading_errors(group):
+                    for name in self._stateful:
+                        self._hand_over(name)
+            # Objects of the user raise here, after the tensors were replaced. The engine is half loaded then.
+            except CheckpointError as error:
+                raise HalfLoadedError(
+                    f"{error}. A registered object did not take its state, and the engine's has been loaded: load "
+                    "again, or another checkpoint, before training goes on."
+                ) from error
+        except HalfLoadedError:
+            # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.
+            self._is_half_loaded = True
+            raise
+        return restored
+
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""
-        if self._manager is not None:
+        if self._writer is not None:
             with self._parts.timer.span("checkpoint"):
                 # Nothing of this job is written from here on, so another one may save into the folder.
-                self._manager.finish()
+                self._writer.finish()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being saved, and give back what saving holds."""
-        # A process that never saved has no manager, and closing must not import torch's checkpoint code for it.
-        if self._manager is not None:
-            self._manager.close()
+        if self._writer is not None:
+            self._writer.close()
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -185,7 +289,7 @@ class EngineCheckpoints:
         with self._parts.timer.span("checkpoint"):
             self._parts.master_weights.settle()
             self._rounds.end_round()
-            save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
+            save(self.tensors, directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""
@@ -203,7 +307,7 @@ class EngineCheckpoints:
                 )
         parts.backward.finish()
         parts.master_weights.settle()
-        loaded = load(self._stateful_parts(), weights, strict)
+        loaded = load(self.tensors, parts.master_weights, weights, strict)
         self._mark_loaded(loaded.missing_keys)
         self._rounds.restart(loaded.missing_keys, loads_state=False)
         return loaded
@@ -237,36 +341,19 @@ class EngineCheckpoints:
             micro_steps = (runner.num_updates + runner.num_skipped) * int(config.gradient_accumulation_steps)
         self._parts.accumulation.micro_steps = micro_steps
 
-    def _stateful_parts(self) -> CheckpointedParts:
-        from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
-
+    def _state(self) -> EngineState:
         parts = self._parts
-        return CheckpointedParts(
-            parts.model,
-            parts.units,
-            parts.optimizer,
-            lambda: parts.step_runner.schedule,
-            parts.scaler,
+        return EngineState(
+            self.tensors,
             parts.config,
-            parts.group,
-            parts.replica_layout,
-            parts.outer_step,
-            self._counters,
-            parts.master_weights.publish,
+            parts.scaler,
+            parts.step_runner.schedule,
+            self._counters(),
             self._stateful,
-            parts.gatherer,
-            bool(parts.placement.disks),
-            parts.placement.evict,
+            parts.placement,
+            parts.master_weights,
         )
 
     def _report_saved(self, path: str, nbytes: int, seconds: float) -> None:
         text = f"{path} is saved: {format_byte_size(nbytes)} in {seconds:.1f} s"
         self._parts.report_event("checkpoint", 0, text, path=path, bytes=nbytes, seconds=seconds)
-
-    def _get_manager(self) -> CheckpointManager:
-        # The manager imports torch's checkpoint code and allocates memory, which a run without checkpoints never needs.
-        if self._manager is None:
-            from zeroengine.checkpoint.manager import CheckpointManager
-
-            self._manager = CheckpointManager(self._stateful_parts(), self._report_saved)
-        return self._manager

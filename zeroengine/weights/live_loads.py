@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.entries import StateEntries, StateEntry, part_of_box, without_prefix
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
+from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
@@ -39,11 +40,12 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult:
+def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights, strict: bool) -> LoadResult:
     """Put weights from files, or rank 0's state dict, into the shards. A collective.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
+        master_weights: Take the values.
         weights: A file or folder that all ranks read, or a state dict, which the other ranks need not pass.
         strict: Both sides must have the same names.
 
@@ -51,16 +53,16 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
         CheckpointError: On every rank, before anything is changed; the weights do not fit.
         DivergenceError: On every rank; they name different files.
     """
-    group = parts.group
+    group = tensors.group
     source: WeightSource | None = None
     arguments: dict[str, object] = {"strict": strict}
     with group.collective_errors("to load weights", arguments) as all_arguments:
         source = _open_source(weights)
-        entries = without_prefix(parts.model_entries(once=False))
-        names = parts.saved_names()
-        aliases = parts.aliases() | names.own_names()
+        entries = without_prefix(tensors.model_entries(once=False))
+        names = tensors.saved_names()
+        aliases = tensors.aliases() | names.own_names()
         if source is not None:
-            source = as_model_names(source, parts.module, [*entries, *aliases])
+            source = as_model_names(source, tensors.module, [*entries, *aliases])
         if isinstance(weights, (str, os.PathLike)):
             arguments["weights"] = os.path.abspath(os.path.expanduser(weights))
     # Where not all ranks name files, only `strict` is compared: rank 0 has a state dict, or `_is_from_rank_0` reports
@@ -80,15 +82,15 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     where, specs, others = content
     with group.collective_errors("to load weights"):
         check_others(where, others, names.computed)
-        read_whole = partial(_read_whole, parts, specs, None if from_rank_0 and group.rank else source, from_rank_0)
-        matched = match_weights(parts, entries, names, specs, others, where, read_whole)
+        read_whole = partial(_read_whole, tensors, specs, None if from_rank_0 and group.rank else source, from_rank_0)
+        matched = match_weights(tensors, entries, names, specs, others, where, read_whole)
     match = matched.match
     # The check is computed from the same facts on every rank, so all raise or none does.
     match.check(where, strict=strict)
     with group.collective_errors("to load weights"):
         source = None if source is None else matched.source(source)
         if from_rank_0:
-            _receive_entries(parts, entries, matched.specs, match.stored_names, source)
+            _receive_entries(tensors, entries, matched.specs, match.stored_names, source)
         else:
             assert source is not None
             total = sum(entries[name].nbytes for name in match.stored_names)
@@ -96,9 +98,9 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
                 for name, stored_name in match.stored_names.items():
                     _read_entry(entries[name], source, stored_name, report)
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
-    parts.republish()
+    master_weights.publish()
     with group.collective_errors("to load weights"):
-        parts.load_by_own_code(names, matched.computed, where)
+        tensors.load_by_own_code(names, matched.computed, where)
     return LoadResult(match.missing, match.unexpected)
 
 
@@ -139,7 +141,7 @@ def _is_from_rank_0(offers: list[tuple[bool, str] | None]) -> bool:
 
 
 def _read_whole(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     specs: Mapping[str, TensorSpec],
     source: WeightSource | None,
     from_rank_0: bool,
@@ -151,11 +153,11 @@ def _read_whole(
     if not from_rank_0:
         assert source is not None
         return source.read(name, box).clone()
-    values = torch.empty(spec.shape, dtype=spec.dtype, device=parts.group.device)
+    values = torch.empty(spec.shape, dtype=spec.dtype, device=tensors.group.device)
     if source is not None:
         values.copy_(source.read(name, box))
     # Bytes are broadcast, because not every backend knows every dtype.
-    parts.group.broadcast(values.reshape(-1).view(torch.uint8))
+    tensors.group.broadcast(values.reshape(-1).view(torch.uint8))
     return values.cpu()
 
 
@@ -179,7 +181,7 @@ def _targets(entry: StateEntry, first: int, stop: int) -> Iterator[tuple[Box, to
 
 
 def _receive_entries(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     entries: StateEntries,
     specs: Mapping[str, TensorSpec],
     stored_names: Mapping[str, str],
@@ -192,7 +194,7 @@ def _receive_entries(
     # The size of the buffer follows from facts that all ranks share, so all of them run the same broadcasts.
     chunks = [(min(math.prod(specs[stored].shape), CHUNK), specs[stored].dtype) for stored in stored_names.values()]
     nbytes = max(numel * dtype.itemsize for numel, dtype in chunks)
-    buffer = torch.empty(nbytes, dtype=torch.uint8, device=parts.group.device)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device=tensors.group.device)
     for name, stored in stored_names.items():
         entry, dtype = entries[name], specs[stored].dtype
         numel = math.prod(entry.shape)
@@ -200,11 +202,11 @@ def _receive_entries(
             stop = min(first + CHUNK, numel)
             values = buffer[: (stop - first) * dtype.itemsize].view(dtype)
             # Only rank 0 has values. The other ranks receive into the same buffer and keep their own part.
-            if parts.group.rank == 0:
+            if tensors.group.rank == 0:
                 assert source is not None
                 for part in boxes_of_run(entry.shape, first, stop):
                     values[part.start - first :][: part.numel].copy_(source.read(stored, part).reshape(-1))
             # Bytes are broadcast, because not every backend knows every dtype.
-            parts.group.broadcast(values.view(torch.uint8))
+            tensors.group.broadcast(values.view(torch.uint8))
             for part, target in _targets(entry, first, stop):
                 target.copy_(values[part.start - first :][: part.numel].view(part.sizes))

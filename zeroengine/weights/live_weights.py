@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.entries import StateEntries, StateEntry, without_prefix
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import check_same
@@ -36,7 +36,7 @@ CHUNK = 1 << 22
 
 
 def save(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     directory: str | os.PathLike[str],
     dtype: Any,
     shard_size: str | int,
@@ -46,7 +46,7 @@ def save(
     """Write the weights as `zero-export` does. A collective: every rank writes the boxes that it owns.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
         directory: The folder to write, on a disk that all ranks share.
         dtype: The dtype that floating tensors are cast to; None keeps each tensor's own.
         shard_size: The bytes of values in a file at most, such as "5GB".
@@ -57,27 +57,27 @@ def save(
         CheckpointError: On every rank; what was in `directory` is as it was.
         DivergenceError: On every rank; they pass different arguments.
     """
-    group, call = parts.group, "save_weights()"
+    group, call = tensors.group, "save_weights()"
     arguments: dict[str, object] = {"trainable_only": trainable_only}
     with group.collective_errors("to save weights", arguments) as all_arguments:
         dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
         arguments["names"] = patterns = sorted_patterns(names, call)
-        state = read_model_state(parts.module, parts.units, parts.gatherer)
-        chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
-        saved_names = parts.saved_names(state)
+        state = read_model_state(tensors.module, tensors.units, tensors.gatherer)
+        chosen = choose_names(state, tensors.units, patterns, trainable_only=trainable_only, call=call)
+        saved_names = tensors.saved_names(state)
     # Ranks with other arguments would compute other positions and overwrite each other's values.
     check_same(call, all_arguments)
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
-        entries, own_tied = _chosen_entries(parts, saved_names, chosen)
+        entries, own_tied = _chosen_entries(tensors, saved_names, chosen)
         own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
-        plan = plan_for_files(parts.module, own_specs)
+        plan = plan_for_files(tensors.module, own_specs)
         specs = {name: own_specs[own_name] for name, own_name in plan.old_names.items()}
-        specs |= {name: spec for tensors in plan.groups for name, spec in tensors.targets.items()}
+        specs |= {name: spec for converted in plan.groups for name, spec in converted.targets.items()}
         stored_names = {own_name: name for name, own_name in plan.old_names.items()}
         tied = {plan.rename(alias): stored_names[name] for alias, name in own_tied.items() if name in stored_names}
         layout = plan_files({name: spec.cast(target_dtype) for name, spec in specs.items()}, tied, max_bytes)
@@ -96,7 +96,7 @@ def save(
             # node's writes on every file system.
             with writer.synced(), progress("saving", total, group.rank == 0) as report:
                 # An error of one rank is raised after the exchanges in the first call, so that no rank waits in one.
-                _write_groups(parts, writer, entries, plan.groups, report)
+                _write_groups(tensors, writer, entries, plan.groups, report)
                 _write_entries(writer, {name: entries[own] for name, own in plan.old_names.items()}, report)
         with group.collective_errors("to save weights"), _naming_folder(output):
             if group.rank == 0:
@@ -110,20 +110,20 @@ def save(
 
 
 def _chosen_entries(
-    parts: CheckpointedParts, names: SavedNames, chosen: Collection[str]
+    tensors: EngineTensors, names: SavedNames, chosen: Collection[str]
 ) -> tuple[StateEntries, dict[str, str]]:
     """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
-    stored = without_prefix(parts.model_entries(once=True))
+    stored = without_prefix(tensors.model_entries(once=True))
     entries: StateEntries = {}
     tied: dict[str, str] = {}
     for own, keys in names.keys.items():
         if wanted := [key for key in keys if key in chosen]:
             entries[wanted[0]] = stored[own]
             tied |= dict.fromkeys(wanted[1:], wanted[0])
-    computed = without_prefix(parts.computed_entries(names, once=True))
+    computed = without_prefix(tensors.computed_entries(names, once=True))
     entries |= {key: entry for key, entry in computed.items() if key in chosen}
     others = [key for key in names.computed if key in chosen and key not in computed]
-    if others and parts.group.rank == 0:
+    if others and tensors.group.rank == 0:
         log.warning(
             "safetensors hold tensors alone, so save_weights() leaves out %s: full_state_dict() and save_checkpoint() "
             "keep such values",
@@ -147,7 +147,7 @@ def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Ten
 
 
 def _write_groups(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     writer: SafetensorsWriter,
     entries: StateEntries,
     groups: Sequence[TensorGroup],
@@ -161,21 +161,21 @@ def _write_groups(
     if not names:
         return
     own_runs = {name: [(box.start, box.numel) for box, _ in entries[name].pieces] for name in names}
-    runs_of_ranks = parts.group.all_gather_object(own_runs)
+    runs_of_ranks = tensors.group.all_gather_object(own_runs)
     buffer = torch.empty(CHUNK * max(entries[name].dtype.itemsize for name in names), dtype=torch.uint8)
-    buffer = buffer.to(parts.group.device)
+    buffer = buffer.to(tensors.group.device)
     errors: list[Exception] = []
     turn = 0
     for group in groups:
         for part in range(group.num_parts):
             boxes = group.boxes(part)
-            writer_rank, turn = turn % parts.group.world_size, turn + 1
+            writer_rank, turn = turn % tensors.group.world_size, turn + 1
             received: list[torch.Tensor] = []
             for name, box in boxes:
                 runs = [runs_of_rank[name] for runs_of_rank in runs_of_ranks]
-                values = _receive_box(parts, entries[name], box, runs, writer_rank, buffer, errors)
+                values = _receive_box(tensors, entries[name], box, runs, writer_rank, buffer, errors)
                 received += [] if values is None else [values]
-            if parts.group.rank == writer_rank and not errors:
+            if tensors.group.rank == writer_rank and not errors:
                 with _postponed(errors):
                     for name, (box, values) in group.convert(part, received).items():
                         _write_box(writer, name, box, values, report)
@@ -184,7 +184,7 @@ def _write_groups(
 
 
 def _receive_box(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     entry: StateEntry,
     box: Box,
     runs_of_ranks: Sequence[Sequence[tuple[int, int]]],
@@ -195,7 +195,7 @@ def _receive_box(
     """Give one rank all values of a box of a tensor. A collective.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
         entry: The tensor, each element on one rank.
         box: The box, whose elements are contiguous in the flattened tensor.
         runs_of_ranks: Of each rank's boxes, the first element within the flattened tensor and the number of elements.
@@ -206,7 +206,7 @@ def _receive_box(
     Returns:
         The values, on the CPU; None on the other ranks.
     """
-    rank = parts.group.rank
+    rank = tensors.group.rank
     whole = torch.empty(box.numel, dtype=entry.dtype, device="cpu") if rank == receiver else None
     for owner, runs in enumerate(runs_of_ranks):
         for index, (start, numel) in enumerate(runs):
@@ -220,7 +220,7 @@ def _receive_box(
                         populate(chunk)
                         values.copy_(chunk)
                 # Bytes are broadcast, because not every backend knows every dtype.
-                parts.group.broadcast(values.view(torch.uint8), owner)
+                tensors.group.broadcast(values.view(torch.uint8), owner)
                 if whole is not None:
                     whole[first - box.start : last - box.start].copy_(values)
     return None if whole is None else whole.view(box.sizes)

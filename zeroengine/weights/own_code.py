@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.entries import StateEntries, part_of_box
 from zeroengine.checkpoint.name_mapping import NameMatch, match_names
 from zeroengine.checkpoint.saved_names import SavedNames
@@ -49,7 +49,7 @@ class MatchedWeights:
 
 
 def match_weights(
-    parts: CheckpointedParts,
+    tensors: EngineTensors,
     entries: StateEntries,
     names: SavedNames,
     specs: dict[str, TensorSpec],
@@ -60,7 +60,7 @@ def match_weights(
     """Return which stored tensors the model takes. A collective.
 
     Args:
-        parts: The engine.
+        tensors: The engine's tensors.
         entries: Its parameters and buffers by their own names.
         names: The keys of its state dict.
         specs: The shapes and dtypes of the stored tensors.
@@ -71,7 +71,7 @@ def match_weights(
     Raises:
         CheckpointError: The model's code refuses the weights.
     """
-    aliases = parts.aliases() | names.own_names()
+    aliases = tensors.aliases() | names.own_names()
     stored_shapes, own_shapes = ({name: side[name].shape for name in side} for side in (specs, entries))
     match = match_names(stored_shapes, own_shapes, aliases)
     stored_of = {name.removeprefix(match.prefix): name for name in specs if name.startswith(match.prefix)}
@@ -83,7 +83,7 @@ def match_weights(
         [] if others is None else [key for key in names.computed if key in extra - objects.keys() - stored_of.keys()]
     )
     expected = {stored_of[key]: key for key in names.computed if key in stored_of}
-    if not changes_loads(parts.module):
+    if not changes_loads(tensors.module):
         computed |= {key: read_whole(stored) for stored, key in expected.items()}
         unexpected = [name for name in match.unexpected if name not in expected]
         found = NameMatch(
@@ -100,8 +100,8 @@ def match_weights(
             state[state_keys.get(known, known)] = stored_stand_in(
                 stored, spec.shape, spec.dtype, partial(read_whole, stored)
             )
-    own = parts.own_tensors()
-    load = StateDictLoad(parts.module, parts.units, parts.gatherer, own.values())
+    own = tensors.own_tensors()
+    load = StateDictLoad(tensors.module, tensors.units, tensors.gatherer, own.values())
     missing, unexpected = load.run(names.state.like(state), where)
     stored_names: dict[str, str] = {}
     converted: dict[str, torch.Tensor] = {}

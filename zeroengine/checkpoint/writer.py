@@ -1,9 +1,8 @@
-"""Save and load an engine's state, all ranks together."""
+"""Write checkpoints, all ranks together, beside training where their states can be copied."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import ChainMap
 from collections.abc import Callable
@@ -11,24 +10,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_save import save_files
-from zeroengine.checkpoint.directory import CheckpointFolder, check_tag
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.failures import failure_reason
-from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.checkpoint.manifest import FORMAT, Manifest
-from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, loading_errors, restore
-from zeroengine.checkpoint.search import CheckpointSearch
-from zeroengine.checkpoint.snapshot import Snapshot, take_snapshot
-from zeroengine.comm.group import check_same
+from zeroengine.checkpoint.snapshot import Snapshot
+from zeroengine.comm.group import Group
+from zeroengine.config.model import Checkpoint
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import checked_path
+from zeroengine.offload.placement import Placement
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.process_groups import all_gather_objects, destroy_group
 from zeroengine.utils.progress import Report, evicting, ignore_progress, progress
@@ -73,50 +68,42 @@ class _Resources:
             destroy_group(group)
 
 
-class CheckpointManager:
-    """The checkpoints of one engine. Every method is a collective.
+class CheckpointWriter:
+    """Writes the checkpoints of one engine, beside training where it can. Every method is a collective.
 
     Args:
-        parts: The states of the engine.
+        group: All ranks.
+        settings: How to save, and how many checkpoints stay in a folder.
+        placement: The states that live in CPU memory or on a disk.
         on_saved: Called with the path, the bytes of all ranks and the seconds of each save that succeeded, by the
             thread that wrote.
     """
 
-    def __init__(self, parts: CheckpointedParts, on_saved: Callable[[str, int, float], None]) -> None:
-        self._parts, self._group, self._on_saved = parts, parts.group, on_saved
-        self._resources = resources = _Resources(parts.group.rank)
+    def __init__(
+        self, group: Group, settings: Checkpoint, placement: Placement, on_saved: Callable[[str, int, float], None]
+    ) -> None:
+        self._group, self._settings, self._placement, self._on_saved = group, settings, placement, on_saved
+        self._resources = resources = _Resources(group.rank)
         # An engine that is not closed ends these when it is deleted, or when the process exits.
         self._end = finalize(self, resources.end)
         self._directories: dict[Path, CheckpointFolder] = {}
         # Holds a copy of the states while they are written beside training. It is kept for the next save: fresh pages
         # would take longer than the copy.
         self._copy_memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._is_half_loaded = False
-        # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
-        # same as at the save.
-        self._unclaimed_states: dict[str, tuple[Any, bool]] = {}
 
-    def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any, *, frozen: bool) -> None:
-        """Write the engine's state as checkpoint `tag` of `folder`, beside training once it is copied.
+    @property
+    def copy_bytes(self) -> int:
+        """The CPU memory that the copy of the states takes, in bytes."""
+        return self._copy_memory.nbytes
+
+    def write(self, snapshot: Snapshot, folder: str, tag: str) -> None:
+        """Write checkpoint `tag` of `folder`, beside training once it is copied. No save may be under way.
 
         States on disk are never copied: they may be larger than memory.
 
         Raises:
             CheckpointError: On every rank; there is no such checkpoint then, and the ones before are as they were.
-            DivergenceError: On every rank; they name different folders or tags.
         """
-        # Only one save is under way at a time: both would use the same copy and the same process group.
-        self.wait()
-        # The dict is filled inside, because the checks may raise, and the exchange happens at the end of the block.
-        arguments: dict[str, object] = {"frozen": frozen}
-        with self._group.collective_errors("to save a checkpoint", arguments) as all_arguments:
-            path = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
-            folder = path
-            arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
-            self.check_not_half_loaded("save_checkpoint()")
-            snapshot = take_snapshot(self._parts, client_state, frozen=frozen)
-        # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
-        check_same("save_checkpoint()", all_arguments)
         # Creating a group is a collective and takes a while, so it is made at the first save and kept.
         if self._resources.gloo_group is None:
             self._resources.gloo_group = self._group.new_group("gloo")
@@ -129,8 +116,8 @@ class CheckpointManager:
             if self._group.rank == 0:
                 directory.open()
                 new_directories.append(directory.begin(tag, nbytes))
-        writing, settings = all_new_directories[0][0], self._parts.config.checkpoint
-        write = partial(_write, self._resources.gloo_group, directory, tag, writing, settings.keep)
+        writing = all_new_directories[0][0]
+        write = partial(_write, self._resources.gloo_group, directory, tag, writing, self._settings.keep)
         began = time.monotonic()
 
         def report_saved(saving: Future[str | None] | None = None) -> None:
@@ -139,7 +126,7 @@ class CheckpointManager:
                 self._on_saved(f"{directory.path}/{tag}", nbytes, time.monotonic() - began)
 
         # States on disk may be larger than memory and cannot be copied, so training waits for their save.
-        if settings.async_save and not self._parts.on_disk:
+        if self._settings.async_save and not self._placement.disks:
             # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
             if self._copy_memory.nbytes < snapshot.copy_bytes:
                 self._copy_memory = aligned_zeros(snapshot.copy_bytes, torch.uint8)
@@ -154,79 +141,11 @@ class CheckpointManager:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
                 with self._group.long_wait(f"save {tag}"):
-                    error = write(snapshot, evicting(report, self._parts.evict))
-            self._parts.evict()
+                    error = write(snapshot, evicting(report, self._placement.evict))
+            self._placement.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(error, tag, directory)
             report_saved()
-
-    @property
-    def copy_bytes(self) -> int:
-        """The CPU memory that the copy of the states takes, in bytes."""
-        return self._copy_memory.nbytes
-
-    def load(self, folder: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> RestoreResult:
-        """Put a checkpoint into the engine, and return the rest of it.
-
-        Raises:
-            CheckpointError: On every rank; nothing is changed.
-            HalfLoadedError: On every rank; some states are the checkpoint's.
-            DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
-        """
-        arguments = {"tag": tag, **vars(options)}
-        with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
-            folder = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
-            arguments["directory"] = os.path.abspath(folder)
-            if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
-                raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
-        check_same("load_checkpoint()", all_arguments)
-        # A save beside training may be replacing the very checkpoint that is asked for.
-        self.wait()
-        search = CheckpointSearch(self._group, Path(folder), tag, fallback=options.fallback)
-        try:
-            with search.open() as (checkpoint, manifest):
-                if manifest is not None and manifest.tag != checkpoint.name and self._group.rank == 0:
-                    log.warning(
-                        "%s holds the checkpoint that was saved as %s, of step %d: its folder was renamed or copied",
-                        checkpoint,
-                        manifest.tag,
-                        manifest.step,
-                    )
-                restored = restore(self._parts, checkpoint, manifest, options)
-        except HalfLoadedError:
-            # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.
-            self._is_half_loaded = True
-            raise
-        # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
-        self._is_half_loaded = self._is_half_loaded and options.weights_only
-        self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
-        try:
-            with loading_errors(self._group):
-                for name in self._parts.stateful:
-                    self.hand_over(name)
-        # Objects of the user raise here, after the tensors were replaced. The engine is half loaded then.
-        except CheckpointError as error:
-            self._is_half_loaded = True
-            raise HalfLoadedError(
-                f"{error}. A registered object did not take its state, and the engine's has been loaded: load again, "
-                "or another checkpoint, before training goes on."
-            ) from error
-        return restored
-
-    def hand_over(self, name: str) -> None:
-        """Give a registered object the state that was loaded for it, if there is one."""
-        if name not in self._unclaimed_states:
-            return
-        # The state is given once. A second registration of the name is refused elsewhere.
-        state, same_world = self._unclaimed_states.pop(name)
-        stateful = self._parts.stateful[name]
-        # A loader's position on one rank means nothing on another number of ranks, unless the object says otherwise.
-        if same_world or getattr(stateful, "world_independent", False):
-            stateful.load_state_dict(state)
-        elif self._group.rank == 0:
-            log.warning(
-                "the state of %r was saved on another number of ranks, and each has its own: it is left as it is", name
-            )
 
     def wait(self) -> None:
         """Return when no save is under way any more.
@@ -247,21 +166,6 @@ class CheckpointManager:
         errors = list(filter(None, self._group.all_gather_object(error, "to save a checkpoint")))
         if errors:
             raise CheckpointError(_failure(errors[0], tag, directory))
-
-    def check_not_half_loaded(self, call: str) -> None:
-        """Check that the engine's states are of one checkpoint, or of none.
-
-        Args:
-            call: What the user called, for the message.
-
-        Raises:
-            CheckpointError: A load failed while the states were written, and none has succeeded since.
-        """
-        if self._is_half_loaded:
-            raise CheckpointError(
-                f"{call} after a load that failed half way: some states are the checkpoint's. Load a checkpoint that "
-                "is whole first."
-            )
 
     def close(self) -> None:
         """Finish, and end what only saves need."""

@@ -1,8 +1,8 @@
-"""The parts of an engine that checkpoints and weight files read and write."""
+"""The state of an engine that checkpoints and weight files read and write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.placement import Placement
 from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box, boxes_of_run
@@ -28,8 +30,8 @@ from zeroengine.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
-class CheckpointedParts:
-    """The parts of an engine that have state, what is needed to put their state back, and their tensors by name.
+class EngineTensors:
+    """The tensors of an engine by name, which checkpoints and weight files read and write.
 
     Methods that return entries take `once`: True puts each element on exactly one rank, as a save needs it; False gives
     all elements that this rank holds, as a load needs them.
@@ -37,30 +39,16 @@ class CheckpointedParts:
     Attributes:
         replicas: Which ranks are in which replica of ``local_steps``. Replicas are equal when they are saved.
         outer_step: The outer step of ``local_steps``, whose momentum is saved.
-        lr_scheduler: Returns the LR schedule of now, or None: the user may replace it at any time.
-        counters: Returns the engine's step counters by name.
-        republish: Makes every rank compute with the masters' values, after they were written.
-        stateful: The user's registered objects, by name.
         gatherer: Gathers units where the model's own code reads parameters, for its state dict.
-        on_disk: Whether any state is on disk.
-        evict: Gives back the memory that reading states on disk took.
     """
 
     module: nn.Module
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
-    lr_scheduler: Callable[[], Any]
-    scaler: LossScaler
-    config: Config
+    outer_step: OuterStep | None
+    gatherer: Gatherer
     group: Group
     replicas: ReplicaLayout
-    outer_step: OuterStep | None
-    counters: Callable[[], dict[str, int]]
-    republish: Callable[[], None]
-    stateful: Mapping[str, Any]
-    gatherer: Gatherer
-    on_disk: bool
-    evict: Callable[[], None]
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters, which may be released, and the persistent buffers by their own names."""
@@ -209,6 +197,28 @@ class CheckpointedParts:
                 if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
                     yielded.add(id(buffer))
                     yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """All of an engine that a checkpoint holds, and what is needed to put it back.
+
+    Attributes:
+        schedule: The LR schedule, or None.
+        counters: The engine's step counters by name.
+        stateful: The user's registered objects, by name.
+        placement: The states that live in CPU memory or on a disk. Reading them takes memory.
+        master_weights: Makes every rank compute with masters that were written.
+    """
+
+    tensors: EngineTensors
+    config: Config
+    scaler: LossScaler
+    schedule: Any
+    counters: dict[str, int]
+    stateful: Mapping[str, Any]
+    placement: Placement
+    master_weights: MasterWeights
 
 
 def _boxes_of_span(
