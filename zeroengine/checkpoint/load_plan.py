@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, StoredTensor, read_metadata
+from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, is_momentum, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
@@ -46,37 +46,36 @@ class LoadOptions:
     optimizer: bool
     strict: bool
 
+    @property
+    def reads_optimizer(self) -> bool:
+        """Whether the optimizer's state is read, rather than left or started anew."""
+        return self.optimizer and not self.weights_only
+
 
 @dataclass(frozen=True)
 class LoadPlan:
     """The values to read from a checkpoint, and the tensors that take them.
 
     Attributes:
-        model: The parameters and buffers, by their names in the checkpoint.
+        names: What the checkpoint has of the model and of the optimizer's state.
+        entries: The parameters and buffers, the other tensors of the model's state dict, and the momentum of the outer
+            step of ``local_steps``, by their names in the checkpoint.
         optimizer: For each of this rank's spans, the keys that the checkpoint has of its state.
         objects: The names of the objects to read.
         stateful_prefix: Begins the names of the registered objects' states that are for this rank.
-        outer: The momentum of the outer step of ``local_steps``, by its names in the checkpoint.
-        reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
-        resets_outer: Whether momentum that is not read restarts from zero.
+        same_world: Whether the checkpoint was saved on as many ranks.
         group_keys: The hyperparameters to take over; None takes all.
         saved_names: The keys of the model's state dict.
-        computed: The tensors of the state dict that are no parameters or buffers, by their names in the checkpoint.
     """
 
-    metadata: DcpMetadata
     names: CheckpointNames
-    model: StateEntries
+    entries: StateEntries
     optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]]
     objects: list[str]
     stateful_prefix: str
     same_world: bool
-    outer: StateEntries
-    reads_optimizer: bool
-    resets_outer: bool
     group_keys: Collection[str] | None
     saved_names: SavedNames
-    computed: StateEntries
 
 
 def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
@@ -132,34 +131,16 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
         # ones.
         if same_world:
             wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
-    own_prefix = names.model.prefix
-    wanted += [own_prefix + key for key in saved_names.computed]
+    entries = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
+    computed = [names.model.prefix + key for key in saved_names.computed]
+    wanted += computed
     # These tensors have no memory in the engine, and every rank takes the whole values.
-    computed = {
-        own_prefix + key: _own_memory(metadata.tensors[own_prefix + key])
-        for key in saved_names.computed
-        if own_prefix + key in metadata.tensors
-    }
-    stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
+    entries |= {name: _own_memory(metadata.tensors[name]) for name in computed if name in metadata.tensors}
+    if options.reads_optimizer:
+        entries |= _plan_outer(tensors, names, path)
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
-    reads_optimizer = options.optimizer and not options.weights_only
-    outer = _plan_outer(tensors, names, metadata, path) if reads_optimizer else {}
-    return LoadPlan(
-        metadata,
-        names,
-        stored_model,
-        spans,
-        objects,
-        stateful_prefix,
-        same_world,
-        outer,
-        reads_optimizer,
-        not options.weights_only,
-        group_keys,
-        saved_names,
-        computed,
-    )
+    return LoadPlan(names, entries, spans, objects, stateful_prefix, same_world, group_keys, saved_names)
 
 
 def _own_memory(tensor: StoredTensor) -> StateEntry:
@@ -168,17 +149,17 @@ def _own_memory(tensor: StoredTensor) -> StateEntry:
     return StateEntry(tensor.shape, values.dtype, [(box, values)])
 
 
-def _plan_outer(tensors: EngineTensors, names: CheckpointNames, metadata: DcpMetadata, path: Path) -> StateEntries:
+def _plan_outer(tensors: EngineTensors, names: CheckpointNames, path: Path) -> StateEntries:
     """Return the momentum of the outer step that the checkpoint has, by its names there."""
     own, outer = tensors.outer_entries(once=False), {}
     for name, stored in names.model.stored_names.items():
         entry = own.get(momentum_name(name))
         stored_momentum = momentum_name(stored.removeprefix(names.model.prefix))
-        if entry is not None and stored_momentum in metadata.tensors:
+        if entry is not None and stored_momentum in names.metadata.tensors:
             outer[stored_momentum] = entry
     if tensors.group.rank == 0 and own and not outer:
         log.warning("%s has no momentum of an outer step (local_steps.outer): it starts from zero", path)
-    if tensors.group.rank == 0 and not own and any(is_momentum(name) for name in metadata.tensors):
+    if tensors.group.rank == 0 and not own and any(is_momentum(name) for name in names.metadata.tensors):
         log.warning(
             '%s has the momentum of an outer step, which is not loaded: it belongs to "local_steps" with "outer": '
             '"nesterov"',

@@ -130,6 +130,7 @@ class CheckpointNames:
         computed: The keys of the state dict that are no parameters or buffers.
 
     Attributes:
+        metadata: The checkpoint's.
         model: Which stored tensor belongs to each parameter and buffer.
         state_names: The stored name of the optimizer's state, by its name in `EngineTensors.optimizer_entries`.
         state_keys: By parameter, the dtype of each key of its state, and the shape of a number for the whole parameter.
@@ -142,6 +143,7 @@ class CheckpointNames:
         aliases: Mapping[str, str],
         computed: Collection[str] = (),
     ) -> None:
+        self.metadata = metadata
         shapes = {name.removeprefix(MODEL): entry.shape for name, entry in entries.items()}
         stored_shapes = {name: tensor.shape for name, tensor in metadata.tensors.items()}
         # What a hook computed may be stored under the name of a parameter, which is stored elsewhere then.

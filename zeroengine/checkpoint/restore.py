@@ -83,11 +83,11 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
     # does not fit or cannot be read changes nothing.
     with group.collective_errors("to load a checkpoint"), as_checkpoint_errors(f"{path} cannot be loaded"):
         plan = make_plan(engine, path, manifest, options)
-        objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
+        objects = load_files(path, plan.names.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
         # memory for its state already.
         if manifest is None:
-            _load_entries(engine, path, plan, check_only=True)
+            _load_entries(engine, path, plan, options, check_only=True)
     undo: list[Callable[[], None]] = []
     # From here on states change. Every exit below either completes the load or runs the undo actions.
     try:
@@ -99,7 +99,7 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
                 _apply_objects(engine, manifest, plan, objects)
         try:
             with loading_errors(group):
-                _read_tensors(engine, path, plan)
+                _read_tensors(engine, path, plan, options)
             # All ranks have written their masters before any rank gathers parameters.
             with loading_errors(group):
                 engine.master_weights.publish()
@@ -173,7 +173,7 @@ def loading_errors(group: Group) -> Iterator[None]:
         yield
 
 
-def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan) -> None:
+def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: LoadOptions) -> None:
     """Read this rank's boxes of all tensors."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
     shard_state, outer_step = engine.tensors.optimizer.shard_state, engine.tensors.outer_step
@@ -183,9 +183,10 @@ def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan) -> None:
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)
-    if plan.resets_outer and outer_step is not None:
+    # Momentum that is not read restarts from zero.
+    if not options.weights_only and outer_step is not None:
         outer_step.clear_momentum()
-    state = _load_entries(engine, path, plan)
+    state = _load_entries(engine, path, plan, options)
     # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
@@ -194,18 +195,21 @@ def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan) -> None:
             shard_state.set_numbers(shard, span, numbers)
 
 
-def _load_entries(engine: EngineState, path: Path, plan: LoadPlan, *, check_only: bool = False) -> StateEntries:
+def _load_entries(
+    engine: EngineState, path: Path, plan: LoadPlan, options: LoadOptions, *, check_only: bool = False
+) -> StateEntries:
     """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
-    state = engine.tensors.optimizer_entries(once=False) if plan.reads_optimizer else {}
+    state = engine.tensors.optimizer_entries(once=False) if options.reads_optimizer else {}
     # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
-    entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
-    entries |= plan.outer | plan.computed
+    entries = plan.entries | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
     total = sum(entry.nbytes for entry in entries.values())
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
     action = f"{'checking' if check_only else 'loading'} {path.name}"
     with progress(action, total, engine.tensors.group.rank == 0) as report:
-        load_files(path, plan.metadata, entries, (), evicting(report, engine.placement.evict), check_only=check_only)
+        load_files(
+            path, plan.names.metadata, entries, (), evicting(report, engine.placement.evict), check_only=check_only
+        )
     return state
 
 
@@ -213,7 +217,7 @@ def _load_by_own_code(tensors: EngineTensors, path: Path, plan: LoadPlan, object
     """Let the model's own ``load_state_dict()`` take what is no parameter or buffer, such as extra state."""
     names, prefix = plan.saved_names, plan.names.model.prefix
     values = {key: objects[prefix + key] for key in names.computed if prefix + key in objects}
-    values |= {stored.removeprefix(prefix): entry.pieces[0][1] for stored, entry in plan.computed.items()}
+    values |= {key: plan.entries[prefix + key].pieces[0][1] for key in names.computed if prefix + key in plan.entries}
     missing = [key for key in names.computed if key not in values]
     if missing and tensors.group.rank == 0:
         log.warning("%s has no %s, which stays as it is", path, listed(missing, NUM_SHOWN))
