@@ -67,8 +67,6 @@ from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
 ChannelName = Literal["gather", "reduce"]
-# The seconds to wait until peers have read a buffer (``Channel.reusable``), before another buffer is made.
-REUSE_TIMEOUT_S = 1.0
 
 
 class Buffer(Protocol):

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, ChannelName, Transport
+from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
@@ -63,10 +64,7 @@ class SendMemory:
     def acquire(self, nbytes: int) -> torch.Tensor:
         """Return uint8 memory, 1-D, that no peer reads any more."""
         fitting = [entry for entry in self._sent if entry[0].numel() == nbytes]
-        free = next((entry for entry in fitting if self._channel.reusable(entry[1], 0.0)), None)
-        # As for gradient buffers: two suffice, and a wait without a limit could deadlock.
-        if free is None and len(fitting) >= 2 and self._channel.reusable(fitting[0][1], REUSE_TIMEOUT_S):
-            free = fitting[0]
+        free = buffer_to_reuse(fitting, lambda entry, timeout_s: self._channel.reusable(entry[1], timeout_s))
         if free is None:
             return self._transport.empty(nbytes, torch.uint8, self._name)
         self._sent = [entry for entry in self._sent if entry is not free]

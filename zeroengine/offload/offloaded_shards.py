@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
+from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.monitor.timer import Timer
@@ -143,11 +144,9 @@ class OffloadedShards:
         """Return a buffer of at least ``nbytes`` bytes whose last shard all peers have received."""
         size = padded_nbytes(nbytes)
         fitting = [buffer for buffer in self._buffers if not buffer.busy and buffer.memory.nbytes >= size]
-        free = next((buffer for buffer in fitting if self._is_reusable(buffer, 0.0)), None)
-        # The wait has a limit, because a peer may itself wait for this rank's next collective. Then another buffer is
-        # made.
-        if free is None and fitting and len(self._buffers) >= self._num_buffers:
-            free = fitting[0] if self._is_reusable(fitting[0], REUSE_TIMEOUT_S) else None
+        # Buffers that do not fit count as well.
+        num_others = len(self._buffers) - len(fitting)
+        free = buffer_to_reuse(fitting, self._is_reusable, enough=max(1, self._num_buffers - num_others))
         if free is None:
             # Collectives send from the transport's memory, which is not aligned for direct I/O.
             memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.visit_order import VisitOrder
 
 
 class PrefetchLimits(NamedTuple):
@@ -26,7 +27,7 @@ class PrefetchLimits(NamedTuple):
     max_live_numel: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GatheredUnit:
     """A unit that is released between uses.
 
@@ -34,11 +35,13 @@ class GatheredUnit:
         plan: The unit.
         numel: The elements of its full buffer.
         gathers_ahead: Whether its gather may start ahead of its use.
+        is_released: Whether it is released at the moment of the pass that is played.
     """
 
     plan: UnitPlan
     numel: int
     gathers_ahead: bool
+    is_released: bool = field(default=True, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -56,16 +59,12 @@ class _Use(NamedTuple):
 
 def most_gathered_bytes(units: Sequence[GatheredUnit], limits: PrefetchLimits) -> int:
     """Return the most bytes of ``units``, which are in the order of registration, that are gathered at one time."""
-    total_numel = sum(unit.numel for unit in units)
-    if total_numel <= min(limits) and all(unit.gathers_ahead for unit in units):
-        # The first unit prefetches all others.
-        return sum(unit.nbytes for unit in units)
     forward = [use for unit in units for use in _forward_uses(unit)]
     backward = [use for unit in units for use in _backward_uses(unit)]
     last = max(forward, key=lambda use: use.start, default=None)
     # The unit that a forward needs last stays gathered for the backward.
-    kept = {last.unit} if last is not None else set()
-    return max(_most_in_pass(forward, set(), limits), _most_in_pass(backward, kept, limits, ends_first=False), 0)
+    kept = last.unit if last is not None else None
+    return max(_most_in_pass(forward, None, limits), _most_in_pass(backward, kept, limits, ends_first=False))
 
 
 def _forward_uses(unit: GatheredUnit) -> Iterator[_Use]:
@@ -83,7 +82,7 @@ def _backward_uses(unit: GatheredUnit) -> Iterator[_Use]:
 
 
 def _most_in_pass(
-    uses: Sequence[_Use], gathered: set[GatheredUnit], limits: PrefetchLimits, *, ends_first: bool = True
+    uses: Sequence[_Use], kept: GatheredUnit | None, limits: PrefetchLimits, *, ends_first: bool = True
 ) -> int:
     # In forward a module releases its units before the next one begins. In backward the gradient of one tensor begins
     # the backward of the module that made it, and then ends that of the module that took it.
@@ -92,51 +91,34 @@ def _most_in_pass(
         [(use.stop, order[0], False, index) for index, use in enumerate(uses)]
         + [(use.start, order[1], True, index) for index, use in enumerate(uses)]
     )
-    visits: list[GatheredUnit] = []
+    visit_order: VisitOrder[GatheredUnit] = VisitOrder()
+    # The pass before this one had the same visits.
     for _, _, begins, index in events:
-        if begins and (not visits or visits[-1] is not uses[index].unit):
-            visits.append(uses[index].unit)
+        if begins:
+            visit_order.visit(uses[index].unit, in_backward=False)
+    visit_order.start_pass()
+    for use in uses:
+        use.unit.is_released = True
     num_users: Counter[GatheredUnit] = Counter()
-    nbytes = sum(unit.nbytes for unit in gathered)
-    most, visit = nbytes, -1
-    live_numel = sum(unit.numel for unit in gathered)
+    nbytes = live_numel = 0
+
+    def mark(unit: GatheredUnit, *, is_released: bool) -> None:
+        nonlocal nbytes, live_numel
+        if unit.is_released != is_released:
+            unit.is_released, sign = is_released, -1 if is_released else 1
+            nbytes, live_numel = nbytes + sign * unit.nbytes, live_numel + sign * unit.numel
+
+    if kept is not None:
+        mark(kept, is_released=False)
+    most = nbytes
     for _, _, begins, index in events:
         unit = uses[index].unit
-        if not begins:
-            num_users[unit] -= 1
-            if not num_users[unit]:
-                gathered.discard(unit)
-                nbytes, live_numel = nbytes - unit.nbytes, live_numel - unit.numel
-            continue
-        num_users[unit] += 1
-        if visit < 0 or visits[visit] is not unit:
-            visit += 1
-        if unit not in gathered:
-            gathered.add(unit)
-            nbytes, live_numel = nbytes + unit.nbytes, live_numel + unit.numel
-        if limits.numel:
-            ahead = _to_prefetch(visits, visit, gathered, live_numel, limits)
-            gathered.update(ahead)
-            nbytes += sum(unit.nbytes for unit in ahead)
-            live_numel += sum(unit.numel for unit in ahead)
-        most = max(most, nbytes)
+        num_users[unit] += 1 if begins else -1
+        if begins or not num_users[unit]:
+            mark(unit, is_released=not begins)
+        if begins:
+            visit_order.visit(unit, in_backward=False)
+            for following in visit_order.to_prefetch(limits.numel, live_numel, limits.max_live_numel):
+                mark(following, is_released=not following.gathers_ahead)
+            most = max(most, nbytes)
     return most
-
-
-def _to_prefetch(
-    visits: Sequence[GatheredUnit], visit: int, gathered: set[GatheredUnit], live_numel: int, limits: PrefetchLimits
-) -> list[GatheredUnit]:
-    """Return what ``VisitOrder.to_prefetch`` yields."""
-    ahead: dict[GatheredUnit, None] = {}
-    ahead_numel, chosen = 0, []
-    for unit in visits[visit + 1 :]:
-        if unit not in ahead:
-            ahead[unit] = None
-            ahead_numel += unit.numel
-        is_released = unit not in gathered and unit not in chosen
-        live_numel += unit.numel * is_released
-        if (len(ahead) > 1 and ahead_numel > limits.numel) or live_numel > limits.max_live_numel:
-            break
-        if is_released and unit.gathers_ahead:
-            chosen.append(unit)
-    return chosen

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from zeroengine.comm.memory_reuse import ENOUGH_BUFFERS, buffer_to_reuse
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.bucket_queue import BucketQueue
 from zeroengine.runtime.gradient_buffers import buffer_numel
-from zeroengine.runtime.offloaded_gradients import MAX_IDLE_STAGING_BUFFERS
+from zeroengine.runtime.offloaded_gradients import StagingBuffer, staging_buffer_to_reuse
 from zeroengine.runtime.unit_gradients import GradientFormat
+from zeroengine.utils.work import Completed
 
-# A pool that waits for the oldest of two reduces has two buffers besides those that are being filled.
-MAX_IN_FLIGHT = 2
+# A pool that waits for the oldest of its buffers has so many besides those that are being filled.
+MAX_IN_FLIGHT = ENOUGH_BUFFERS
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GradientFlow:
     """The gradients of one trainable unit in a backward.
 
@@ -30,6 +32,7 @@ class GradientFlow:
         first: The position of the module whose backward gives the unit its first gradient.
         last: The position of the module whose backward gives it the last one. A backward runs from high to low.
         slice_numel: The elements of each slice that the reduce cuts the buffer into.
+        is_ready: Whether the unit has all of its gradients, at the moment of the backward that is played.
     """
 
     numel: int
@@ -38,6 +41,7 @@ class GradientFlow:
     first: int
     last: int
     slice_numel: int = 0
+    is_ready: bool = field(default=False, init=False)
 
 
 def gradient_positions(plan: UnitPlan) -> tuple[int, int]:
@@ -67,42 +71,45 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
         at_once: Whether a reduce is done when it was launched, as without peers. Otherwise as many buffers are counted
             as the slowest peer causes.
     """
-    pool = _Pool(max((flow.numel for flow in flows), default=0), at_once)
-    order = flows[::-1]
+    largest = max((flow.numel for flow in flows), default=0)
+    queue = BucketQueue(flows[::-1], bucket_numel)
     # A unit begins before it completes, also where both happen in one module.
     events = sorted(
-        [(-flow.first, 0, index) for index, flow in enumerate(order)]
-        + [(-flow.last, 1, index) for index, flow in enumerate(order)]
+        [(-flow.first, 0, index) for index, flow in enumerate(queue.order)]
+        + [(-flow.last, 1, index) for index, flow in enumerate(queue.order)]
     )
+    counts: Counter[BufferKey] = Counter()
+    num_idle: Counter[BufferKey] = Counter()
+    in_use: dict[GradientFlow, BufferKey] = {}
+
+    def acquire(flow: GradientFlow) -> BufferKey:
+        key = _buffer_key(flow, largest)
+        # A slow peer frees a buffer only for those who wait.
+        is_new = buffer_to_reuse(range(num_idle[key]), lambda _, timeout_s: at_once or timeout_s > 0) is None
+        counts[key] += is_new
+        num_idle[key] -= not is_new
+        return key
+
+    def launch(bucket: Sequence[GradientFlow]) -> None:
+        for flow in bucket:
+            if not flow.format.reduced_in_place:
+                # Gradients that are not sharded go to where they are kept, and reach a buffer only at the launch.
+                num_idle[in_use.pop(flow) if flow in in_use else acquire(flow)] += 1
+
     # The second step finds the buffers of the first.
     for _ in range(2):
-        in_use: dict[int, BufferKey] = {}
-        complete: set[int] = set()
-        bucket: list[int] = []
-        num_queued = 0
-
-        def launch(bucket: list[int], in_use: dict[int, BufferKey]) -> None:
-            for index in bucket:
-                if not order[index].format.reduced_in_place:
-                    pool.release(in_use.pop(index) if index in in_use else pool.acquire(order[index]))
-            bucket.clear()
-
+        queue.begin_backward()
+        for flow in flows:
+            flow.is_ready = False
         for _, ends, index in events:
-            if not ends:
-                # Gradients that are not sharded go to where they are kept, and reach a buffer only at the launch.
-                if order[index].format.is_sharded:
-                    in_use[index] = pool.acquire(order[index])
-                continue
-            complete.add(index)
-            while num_queued < len(order) and num_queued in complete:
-                if bucket and sum(order[i].numel for i in (*bucket, num_queued)) > bucket_numel:
-                    launch(bucket, in_use)
-                bucket.append(num_queued)
-                num_queued += 1
-            if bucket and sum(order[i].numel for i in bucket) >= bucket_numel:
-                launch(bucket, in_use)
-        launch(bucket, in_use)
-    return pool.counts
+            flow = queue.order[index]
+            if ends:
+                flow.is_ready = True
+                launch(queue.queue_in_order(lambda _: True))
+            elif flow.format.is_sharded:
+                in_use[flow] = acquire(flow)
+        launch(queue.take_bucket())
+    return counts
 
 
 def received_bytes(
@@ -134,26 +141,6 @@ def _buffer_key(flow: GradientFlow, largest: int) -> BufferKey:
     return buffer_numel(flow.numel, largest), flow.format.reduce_dtype
 
 
-class _Pool:
-    """The rules of ``GradientBufferPool`` without memory."""
-
-    def __init__(self, largest: int, at_once: bool) -> None:
-        self._largest, self._num_in_flight = largest, 1 if at_once else MAX_IN_FLIGHT
-        self._num_idle: Counter[BufferKey] = Counter()
-        self.counts: Counter[BufferKey] = Counter()
-
-    def acquire(self, flow: GradientFlow) -> BufferKey:
-        key = _buffer_key(flow, self._largest)
-        if self._num_idle[key] >= self._num_in_flight:
-            self._num_idle[key] -= 1
-        else:
-            self.counts[key] += 1
-        return key
-
-    def release(self, key: BufferKey) -> None:
-        self._num_idle[key] += 1
-
-
 def staging_buffer_bytes(
     flows: Sequence[GradientFlow], *, accumulates: bool, num_reducing: int, on_stream: bool
 ) -> int:
@@ -165,36 +152,27 @@ def staging_buffer_bytes(
         num_reducing: The most reduces that are not done when the next one begins.
         on_stream: Whether a stream orders the copies, as on a GPU.
     """
-    needs = []
-    for flow in reversed(flows):
-        if flow.format.is_offloaded:
-            sum_dtype = torch.promote_types(flow.format.reduce_dtype, flow.format.dtype)
-            has_total = accumulates or sum_dtype is not flow.format.dtype
-            total_dtype = flow.format.dtype if on_stream else sum_dtype
-            needs.append(
-                (
-                    padded_nbytes(flow.shard_numel * sum_dtype.itemsize),
-                    padded_nbytes(flow.shard_numel * total_dtype.itemsize) if has_total else 0,
-                )
-            )
+    needs = [
+        flow.format.staging_bytes(flow.shard_numel, accumulates=accumulates, on_stream=on_stream)
+        for flow in reversed(flows)
+        if flow.format.is_offloaded
+    ]
     if on_stream:
         return sum(max((need[index] for need in needs), default=0) for index in (0, 1))
-    # Buffers whose reduce is not done, by launch, and buffers whose write is not done.
-    reducing: list[list[int]] = []
-    writing: list[int] = []
-    nbytes = 0
+    buffers: list[StagingBuffer] = []
+    # Buffers whose reduce is not done, by launch.
+    reducing: list[list[StagingBuffer]] = []
     for launch in needs * 2:
         while len(reducing) > num_reducing:
-            writing += reducing.pop(0)
-        held: list[int] = []
+            for buffer in reducing.pop(0):
+                # That this write is done shows only when somebody waits for it.
+                buffer.holds_sum, buffer.write = False, Completed()
+        reducing.append([])
         for need in (need for need in launch if need):
-            idle = [size for size in writing if need <= size <= 4 * need]
-            busy = [size for sizes in (*reducing, held) for size in sizes if need <= size <= 4 * need]
-            if not idle or len(idle) + len(busy) < MAX_IDLE_STAGING_BUFFERS:
-                nbytes += need
-                held.append(need)
-            else:
-                writing.remove(idle[0])
-                held.append(idle[0])
-        reducing.append(held)
-    return nbytes
+            reused = staging_buffer_to_reuse(buffers, need)
+            if reused is None:
+                reused = StagingBuffer(torch.empty(need, dtype=torch.uint8, device="meta"))
+                buffers.append(reused)
+            reused.holds_sum = True
+            reducing[-1].append(reused)
+    return sum(buffer.memory.nbytes for buffer in buffers)

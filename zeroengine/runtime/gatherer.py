@@ -108,7 +108,7 @@ class Gatherer(BackwardListener):
         # The units that were gathered for a use without a hook. They are released when the pass ends.
         self._unhooked_uses: dict[Unit, None] = {}
         self.gathers = UnitGathers(self._units, transport, timer, self._gather_for_use, self._is_in_use)
-        self._visit_order = VisitOrder()
+        self._visit_order: VisitOrder[Unit] = VisitOrder()
         self._last_in_forward: Unit | None = None
         # The sequence number of the first node that the model's forward in progress adds to the graph.
         self._first_sequence_number = 0
@@ -384,8 +384,6 @@ class Gatherer(BackwardListener):
         if self.gathers.num_pins or not unit.is_releasable or not (self.num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
-        if not self._prefetch_numel:
-            return
         for unit in self._visit_order.to_prefetch(self._prefetch_numel, self.gathers.live_numel, self._max_live_numel):
             shards = unit.offloaded_shards
             # A collective is started early only if it proceeds by itself. Otherwise at most this rank's own shard is

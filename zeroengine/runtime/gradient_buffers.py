@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
+from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Work
@@ -67,7 +68,7 @@ class GradientBufferPool:
 
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
-        self._largest = max((unit_grads.unit.layout.numel for unit_grads in gradients), default=0)
+        self._largest = max((unit_grads.numel for unit_grads in gradients), default=0)
         self._buffers: list[GradientBuffer] = []
         self._num_launched = 0
 
@@ -85,31 +86,24 @@ class GradientBufferPool:
     def acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill with one unit's gradients, whose padding is zero.
 
-        A buffer whose reduce is done is preferred. If there is none, but at least two buffers have reduces in progress,
-        the oldest is awaited for ``REUSE_TIMEOUT_S``. Otherwise a new buffer is allocated.
+        Whether that is a new one, ``buffer_to_reuse`` chooses.
         """
         unit = unit_grads.unit
-        need = buffer_numel(unit.layout.numel, self._largest)
+        need = buffer_numel(unit.numel, self._largest)
         fitting = [
             buffer
             for buffer in self._buffers
             if buffer.memory.numel() == need and buffer.memory.dtype == unit_grads.reduce_dtype and not buffer.in_use
         ]
-        # Reduces end roughly in the order of their launches, so the oldest is the most likely to be done.
         fitting.sort(key=lambda buffer: buffer.launch_number)
-        buffer = next((candidate for candidate in fitting if self._reusable(candidate, 0.0)), None)
-        # Two buffers suffice for overlap: one is filled while the other is reduced. With fewer, waiting would stop it.
-        if buffer is None and len(fitting) >= 2:
-            # A peer may read this buffer only after its own backward, which may need this rank's next gather.
-            # Waiting without a limit could therefore deadlock.
-            buffer = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
+        buffer = buffer_to_reuse(fitting, self._reusable)
         if buffer is None:
             buffer = GradientBuffer(self._transport.empty(need, unit_grads.reduce_dtype, "reduce"))
             self._buffers.append(buffer)
         layout = PaddingLayout.of_unit(unit.layout)
         if buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
-            buffer.memory[: unit.layout.numel].zero_()
+            buffer.memory[: unit.numel].zero_()
             buffer.layout, buffer.param_views = layout, unit.param_views_of(buffer.memory)
         buffer.in_use = True
         return buffer

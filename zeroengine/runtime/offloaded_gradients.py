@@ -13,7 +13,7 @@ before it writes the sum. It checks when it next looks for a free buffer, and at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ import torch
 from zeroengine import ops
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Copies, padded_nbytes, poison_on_error
+from zeroengine.offload.interfaces import Copies, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 
@@ -52,9 +52,18 @@ def _shard_view(memory: torch.Tensor, unit_grads: UnitGradients, dtype: torch.dt
     return memory[: unit_grads.flat_grads.numel() * dtype.itemsize].view(dtype)
 
 
-def _sum_dtype(unit_grads: UnitGradients) -> torch.dtype:
-    """Return the dtype to reduce into: wide enough that the sum is rounded only when it is stored."""
-    return torch.promote_types(unit_grads.reduce_dtype, unit_grads.dtype)
+def staging_buffer_to_reuse(buffers: Iterable[StagingBuffer], need: int) -> StagingBuffer | None:
+    """Return the buffer for the next ``need`` bytes, preferably one whose write is done. None: a new one is needed."""
+    # Buffers of more than four times the size are left to larger units.
+    fitting = [buffer for buffer in buffers if need <= buffer.memory.nbytes <= 4 * need]
+    # Buffers whose write is done come first.
+    idle = sorted(
+        (buffer for buffer in fitting if not buffer.holds_sum),
+        key=lambda buffer: buffer.write is not None and not buffer.write.done(),
+    )
+    if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
+        return None
+    return idle[0]
 
 
 class OffloadedGradients:
@@ -91,13 +100,14 @@ class OffloadedGradients:
         assert unit_grads.store is not None
         if (copies := unit_grads.store.copies) is not None:
             return self._reduce_and_store_ordered(unit_grads, copies, reduce, accumulate)
+        numel = unit_grads.flat_grads.numel()
+        sum_bytes, total_bytes = unit_grads.format.staging_bytes(numel, accumulates=accumulate, on_stream=False)
         # The reduce is launched before the host waits for anything, so that it proceeds meanwhile.
-        sum_buffer = self._acquire(unit_grads)
-        work = reduce(_shard_view(sum_buffer.memory, unit_grads, _sum_dtype(unit_grads)))
+        sum_buffer = self._acquire(sum_bytes)
+        work = reduce(_shard_view(sum_buffer.memory, unit_grads, unit_grads.format.sum_dtype))
         if accumulate:
             self._wait_stored(unit_grads)
-        casts = _sum_dtype(unit_grads) is not unit_grads.dtype
-        total_buffer = self._acquire(unit_grads) if accumulate or casts else None
+        total_buffer = self._acquire(total_bytes) if total_bytes else None
         read = None
         if accumulate:
             assert total_buffer is not None
@@ -140,7 +150,7 @@ class OffloadedGradients:
         """
         buffer = sum_buffer
         if total_buffer is not None:
-            latest = _shard_view(sum_buffer.memory, unit_grads, _sum_dtype(unit_grads))
+            latest = _shard_view(sum_buffer.memory, unit_grads, unit_grads.format.sum_dtype)
             total = _shard_view(total_buffer.memory, unit_grads, unit_grads.dtype)
             if read is None:
                 total.copy_(latest)
@@ -161,14 +171,16 @@ class OffloadedGradients:
     ) -> Work:
         store, numel = unit_grads.store, unit_grads.flat_grads.numel()
         assert store is not None
+        sum_bytes, total_bytes = unit_grads.format.staging_bytes(numel, accumulates=accumulate, on_stream=True)
         # No span may begin in here: its marks would be on the copy stream.
         with copies.on_copy_stream("out"), poison_on_error(store):
-            total = latest = self._ordered_buffer(0, copies, numel, _sum_dtype(unit_grads))
+            sum_memory = self._ordered_buffer(0, copies, sum_bytes)
+            total = latest = _shard_view(sum_memory, unit_grads, unit_grads.format.sum_dtype)
             reduce(latest).wait_stream()
             # The gradient buffer is free from here on, because the rest uses only the staging buffers.
             reduced = copies.record_event()
-            if accumulate or latest.dtype is not unit_grads.dtype:
-                total = self._ordered_buffer(1, copies, numel, unit_grads.dtype)
+            if total_bytes:
+                total = _shard_view(self._ordered_buffer(1, copies, total_bytes), unit_grads, unit_grads.dtype)
             if accumulate:
                 store.read(unit_grads.flat_grads, total).wait_stream()
                 total.add_(latest)
@@ -178,32 +190,26 @@ class OffloadedGradients:
             self._ordered_writes[unit_grads] = store.write(total, unit_grads.flat_grads)
         return reduced
 
-    def _ordered_buffer(self, index: int, copies: Copies, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one of the two buffers whose uses the store's stream orders, of ``numel`` elements."""
-        need = padded_nbytes(numel * dtype.itemsize)
+    def _ordered_buffer(self, index: int, copies: Copies, need: int) -> torch.Tensor:
+        """Return one of the two buffers whose uses the store's stream orders, of at least ``need`` bytes."""
         while len(self._ordered_buffers) <= index:
             self._ordered_buffers.append(copies.device_memory(need))
         if self._ordered_buffers[index].nbytes < need:
             # The smaller buffer was allocated on the copy stream, which is current now. So the allocator reuses its
             # memory only after the transfers that use it.
             self._ordered_buffers[index] = copies.device_memory(need)
-        return self._ordered_buffers[index][: numel * dtype.itemsize].view(dtype)
+        return self._ordered_buffers[index]
 
-    def _acquire(self, unit_grads: UnitGradients) -> StagingBuffer:
-        """Return a staging buffer for ``unit_grads``, preferably one whose write is done."""
+    def _acquire(self, need: int) -> StagingBuffer:
+        """Return a staging buffer of at least ``need`` bytes."""
         self._finish_reduces(lambda _, work: work.done())
-        need = padded_nbytes(unit_grads.flat_grads.numel() * _sum_dtype(unit_grads).itemsize)
-        # Buffers of more than four times the size are left to larger units.
-        fitting = [buffer for buffer in self._staging_buffers if need <= buffer.memory.nbytes <= 4 * need]
-        idle = [buffer for buffer in fitting if not buffer.holds_sum]
-        # Buffers whose write is done come first.
-        idle.sort(key=lambda buffer: buffer.write is not None and not buffer.write.done())
-        if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
-            self._staging_buffers.append(StagingBuffer(aligned_zeros(need, torch.uint8)))
-            return self._staging_buffers[-1]
-        self._wait_write(idle[0])
-        idle[0].holds_sum = True
-        return idle[0]
+        buffer = staging_buffer_to_reuse(self._staging_buffers, need)
+        if buffer is None:
+            buffer = StagingBuffer(aligned_zeros(need, torch.uint8))
+            self._staging_buffers.append(buffer)
+        self._wait_write(buffer)
+        buffer.holds_sum = True
+        return buffer
 
     def wait_all(self) -> None:
         """Return when every sum is in its store."""

@@ -6,8 +6,8 @@
    (``UnitReduces.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
    (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
-   bucket. This is a queue, not memory. When its units have ``reduce_bucket_size`` elements, the reduces of all of them
-   are launched, one collective for each unit (``UnitReduces.launch``).
+   bucket. This is a queue (``BucketQueue``), not memory. When its units have ``reduce_bucket_size`` elements, the
+   reduces of all of them are launched, one collective for each unit (``UnitReduces.launch``).
 4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
 5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
@@ -49,6 +49,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.bucket_queue import BucketQueue
 from zeroengine.runtime.module_backwards import Hook
 from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.runtime.unit import Unit
@@ -92,8 +93,6 @@ class Reducer(BackwardListener):
     ) -> None:
         units = list(units)
         self._transport = transport
-        # Elements of the units that one bucket holds at most. A larger unit is a bucket alone; 0 launches unit by unit.
-        self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
         self._backward = backward
         self._micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = [
@@ -104,13 +103,9 @@ class Reducer(BackwardListener):
         ]
         self._gradients_of = {unit_grads.unit: unit_grads for unit_grads in self.gradients}
         self.reduces = UnitReduces(self.gradients, transport, config, collects_copies, timer)
-        self._reduce_order = self.gradients[::-1]
-        # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
-        self._num_queued = 0
+        self._queue = BucketQueue(self.gradients[::-1], config.zero_optimization.reduce_bucket_size or 0)
         # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have.
         self._expected_calls = 1
-        # Complete units, whose reduces are launched together.
-        self._bucket: list[UnitGradients] = []
         self.has_late_gradients = False
         self.user_gradients = UserGradients(units, self.gradients)
         self.assigned_checksums: dict[nn.Parameter, tuple[int, int]] = {}
@@ -156,7 +151,7 @@ class Reducer(BackwardListener):
 
     def begin_backward(self) -> None:
         """Wait for the gradients of every unit."""
-        self._num_queued = 0
+        self._queue.begin_backward()
         for unit_grads in self.gradients:
             unit_grads.begin_backward()
 
@@ -252,7 +247,7 @@ class Reducer(BackwardListener):
 
     def _end_units(self, *, accepts_written: bool, ends: bool = True) -> None:
         # Unit by unit, so that the buffer of one serves another as soon as it was reduced.
-        for unit_grads in self._reduce_order:
+        for unit_grads in self._queue.order:
             if accepts_written:
                 self._accept_written(unit_grads)
             if ends:
@@ -282,36 +277,21 @@ class Reducer(BackwardListener):
         self._expected_calls = num_calls or self._expected_calls
         # After a plain call the user may have assigned gradients since the call ended.
         self._end_units(accepts_written=not num_calls)
-        self._launch_bucket()
+        for unit_grads in self._queue.take_bucket():
+            self.reduces.launch(unit_grads)
         self.reduces.flush_copies()
         self.user_gradients.watch()
 
     def _queue_in_order(self) -> None:
         """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full."""
-        while self._num_queued < len(self._reduce_order) and self._reduce_order[self._num_queued].is_ready:
-            unit_grads = self._reduce_order[self._num_queued]
-            self._num_queued += 1
-            # A bucket holds whole units. If a unit does not fit, the reduces of the queued units are launched first.
-            if self._is_reduced_in_backward(unit_grads):
-                if self._bucket and self._queued_numel() + unit_grads.unit.layout.numel > self._bucket_numel:
-                    self._launch_bucket()
-                self._bucket.append(unit_grads)
-        if self._bucket and self._queued_numel() >= self._bucket_numel:
-            self._launch_bucket()
-
-    def _queued_numel(self) -> int:
-        return sum(unit_grads.unit.layout.numel for unit_grads in self._bucket)
-
-    def _launch_bucket(self) -> None:
-        bucket, self._bucket = self._bucket, []
-        for unit_grads in bucket:
+        for unit_grads in self._queue.queue_in_order(self._is_reduced_in_backward):
             self.reduces.launch(unit_grads)
 
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
         """Return with every gradient reduced into ``flat_grads``, except late gradients. Call this on every rank."""
-        for unit_grads in self._reduce_order:
+        for unit_grads in self._queue.order:
             # Units whose micro-steps were all inside no_sync have not been reduced.
             if not unit_grads.launched_in_step:
                 for index in sorted(unit_grads.deferred_grads):
@@ -322,7 +302,7 @@ class Reducer(BackwardListener):
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
         # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
-        self.reduces.reduce_late(self._reduce_order)
+        self.reduces.reduce_late(self._queue.order)
         self.has_late_gradients = False
 
     def end_step(self) -> None:
@@ -339,7 +319,7 @@ class Reducer(BackwardListener):
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
         self.reduces.drop()
-        self._bucket.clear()
+        self._queue.take_bucket()
         self.has_late_gradients = False
         for unit_grads in self.gradients:
             unit_grads.num_pending = 0

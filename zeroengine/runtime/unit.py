@@ -66,7 +66,8 @@ class Unit:
 
     Attributes:
         modules: The modules whose forward needs this unit.
-        full_buffer: 1-D, ``layout.numel`` elements. Its storage stays the same for the life of the unit, unless other
+        numel: The elements of the full buffer, padding included.
+        full_buffer: 1-D, ``numel`` elements. Its storage stays the same for the life of the unit, unless other
             tensors alias it at a step (``replace_full_buffer``).
         shard: 1-D, the elements that this rank owns at the parameter degree.
         initial_master: The fp32 values of this rank's optimizer shard, from before they were rounded to the unit's
@@ -96,6 +97,7 @@ class Unit:
         self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
         self.layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
+        self.numel = self.layout.numel
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
         # The all-gather, in progress, of the updated optimizer shards into the parameter shard.
@@ -121,12 +123,12 @@ class Unit:
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
                 if degrees.secondary:
-                    self.secondary_shard = transport.empty(self.layout.numel // degrees.secondary, self.dtype, "gather")
+                    self.secondary_shard = transport.empty(self.numel // degrees.secondary, self.dtype, "gather")
             else:
                 shard = offloaded_shards.store.empty(numel, self.dtype)
             self._allocate_buffer()
         else:
-            self._set_full_buffer(transport.empty(self.layout.numel, self.dtype, "gather"))
+            self._set_full_buffer(transport.empty(self.numel, self.dtype, "gather"))
             ops.advise_huge_pages(self.full_buffer)
         self.full_buffer.zero_()
         self.unset_params: set[str] = set()
@@ -184,7 +186,7 @@ class Unit:
     def _allocate_buffer(self) -> None:
         # What packets hold is written to the full buffer, so it cannot show the memory of other ranks.
         copied = self.offloaded_shards is not None or self.is_quantized
-        self._buffer = self._transport.buffer(self.layout.numel, self.dtype, copied=copied)
+        self._buffer = self._transport.buffer(self.numel, self.dtype, copied=copied)
         self._set_full_buffer(self._buffer.tensor)
 
     def _set_full_buffer(self, full_buffer: torch.Tensor) -> None:

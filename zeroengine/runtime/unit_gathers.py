@@ -61,7 +61,7 @@ class UnitGathers:
             with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather(exact)
             self._timer.count("gather", nbytes)
-            self.live_numel += unit.layout.numel
+            self.live_numel += unit.numel
 
     def ensure(self, unit: Unit, exact: bool = False) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream.
@@ -73,7 +73,7 @@ class UnitGathers:
         if exact and not unit.is_released and not unit.has_exact_values:
             # Every rank has the rounded values, so every rank gathers again, into the same memory.
             self.ensure(unit)
-            self.live_numel -= unit.layout.numel
+            self.live_numel -= unit.numel
             unit.mark_released(self._gather_for_use)
         if unit.is_gathered:
             return
@@ -103,7 +103,7 @@ class UnitGathers:
             return
         if self._is_in_use(unit):
             return
-        self.live_numel -= unit.layout.numel
+        self.live_numel -= unit.numel
         # Giving memory back is a part of what a gather costs.
         with self._timer.span("gather", unit.name):
             unit.mark_released(self._gather_for_use)

@@ -44,7 +44,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import ChannelName, Transport
-from zeroengine.offload.interfaces import OffloadStore
+from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_offload_gradients
 from zeroengine.partition.degrees import Degrees
 from zeroengine.runtime.unit import Unit
@@ -95,6 +95,31 @@ class GradientFormat(NamedTuple):
         """Whether gradients are reduced where they are kept, rather than in a gradient buffer."""
         return not self.is_sharded and self.dtype is self.reduce_dtype
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype to reduce offloaded gradients into: wide enough that the sum is rounded only when it is stored."""
+        return torch.promote_types(self.reduce_dtype, self.dtype)
+
+    def staging_bytes(self, numel: int, *, accumulates: bool, on_stream: bool) -> tuple[int, int]:
+        """Return the bytes of the staging buffers that an offloaded sum of ``numel`` elements passes through.
+
+        Args:
+            numel: The elements of the sum that this rank keeps.
+            accumulates: Whether the sum is added to that of earlier micro-steps.
+            on_stream: Whether a stream orders the copies, as on a GPU.
+
+        Returns:
+            The bytes of the buffer that is reduced into, and those of the one that takes the total in the dtype that is
+            kept; 0: the sum is the total.
+        """
+        # Without a stream one buffer serves as either in turn.
+        total_dtype = self.dtype if on_stream else self.sum_dtype
+        has_total = accumulates or self.sum_dtype is not self.dtype
+        return (
+            padded_nbytes(numel * self.sum_dtype.itemsize),
+            padded_nbytes(numel * total_dtype.itemsize) if has_total else 0,
+        )
+
 
 class UnitGradients:
     """The summed gradients that this rank keeps of one unit, and how far the micro-step in progress is.
@@ -105,6 +130,8 @@ class UnitGradients:
         store: The store of the sums. None: they stay on the device. Ignored where every rank keeps all gradients.
 
     Attributes:
+        format: The dtypes, and what follows from them.
+        numel: The elements of the unit's flat buffer, padding included.
         is_sharded: Whether each micro-step is reduced to this rank's shard. Otherwise ``flat_grads`` accumulates the
             gradients of the whole unit, and only the last micro-step is reduced. In one process the shard is the whole
             unit, which counts as sharded if its sums are offloaded.
@@ -126,13 +153,13 @@ class UnitGradients:
         reduce_dtype: torch.dtype | None,
         store: OffloadStore | None = None,
     ) -> None:
-        self.unit, self.dtype = unit, dtype
+        self.unit, self.numel, self.dtype = unit, unit.numel, dtype
         layout, degrees = unit.layout, unit.degrees
         self._world_size = transport.world_size
         kept = GradientFormat.of_unit(
             unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
         )
-        self.store = store if kept.is_offloaded else None
+        self.format, self.store = kept, store if kept.is_offloaded else None
         self.is_sharded, self.reduce_dtype = kept.is_sharded, kept.reduce_dtype
         self.reduced_in_place = kept.reduced_in_place
         self.channel: ChannelName | None = None

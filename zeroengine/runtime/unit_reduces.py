@@ -114,7 +114,7 @@ class UnitReduces:
         if not unit_grads.reduced_in_place:
             buffer = self._acquire(unit_grads)
             # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
-            buffer.memory[: unit.layout.numel].copy_(unit_grads.flat_grads)
+            buffer.memory[: unit.numel].copy_(unit_grads.flat_grads)
             self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
             self._works.append((unit.name, self._channel.all_reduce(unit_grads.flat_grads, unit.name)))
@@ -132,7 +132,7 @@ class UnitReduces:
         """Reduce ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
         # A buffer for the largest unit may serve a smaller one.
         unit = unit_grads.unit
-        flat = buffer.memory[: unit.layout.numel]
+        flat = buffer.memory[: unit.numel]
         degree = flat.numel() // target.numel()
         # A slice of a whole gradient is no shard of the unit.
         levels = unit.degrees.levels_to(degree) if unit.degrees.optimizer > 1 else None

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
-
-from zeroengine.runtime.unit import Unit
+from typing import Generic, Protocol, TypeVar
 
 
-class Visit(NamedTuple):
-    """One use of a unit in a forward or a backward.
+class Gatherable(Protocol):
+    """What prefetching needs to know of a unit, so that the planner can play a pass without memory."""
 
-    Attributes:
-        in_backward: Whether the pass is a backward.
-        unit: The unit that is needed.
-        number: How many times this pass has visited the unit. A unit that is used several times may have a different
-            successor each time.
-    """
+    @property
+    def numel(self) -> int:
+        """The elements of the full buffer."""
 
-    in_backward: bool
-    unit: Unit
-    number: int
+    @property
+    def is_released(self) -> bool:
+        """Whether the unit is neither gathered nor being gathered."""
 
 
-class VisitOrder:
+U = TypeVar("U", bound=Gatherable)
+# One use of a unit: whether it is in a backward, the unit, and how many times this pass has visited the unit. A unit
+# that is used several times may have a different successor each time.
+Visit = tuple[bool, U, int]
+
+
+class VisitOrder(Generic[U]):
     """Predicts which units come next: the units that followed the same visit in the previous pass.
 
     A wrong prediction costs time and never correctness.
     """
 
     def __init__(self) -> None:
-        self._next: dict[Visit, Visit] = {}
+        self._next: dict[Visit[U], Visit[U]] = {}
         # The number of visits of each unit in this pass.
-        self._num_visits: dict[Unit, int] = {}
-        self._last: Visit | None = None
+        self._num_visits: dict[U, int] = {}
+        self._last: Visit[U] | None = None
 
     @property
-    def last(self) -> Unit | None:
+    def last(self) -> U | None:
         """The unit that was visited last in this pass, or None before the first visit."""
-        return None if self._last is None else self._last.unit
+        return None if self._last is None else self._last[1]
 
     def start_pass(self) -> None:
         """Begin a forward or a backward."""
@@ -52,17 +53,17 @@ class VisitOrder:
             # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
             self._next.pop(self._last, None)
 
-    def visit(self, unit: Unit, in_backward: bool) -> None:
+    def visit(self, unit: U, in_backward: bool) -> None:
         """Record that ``unit`` is needed now. Consecutive visits of one unit count once."""
         if self.last is unit:
             return
         self._num_visits[unit] = self._num_visits.get(unit, 0) + 1
-        visit = Visit(in_backward, unit, self._num_visits[unit])
+        visit = (in_backward, unit, self._num_visits[unit])
         if self._last is not None:
             self._next[self._last] = visit
         self._last = visit
 
-    def upcoming(self) -> Iterator[Unit]:
+    def upcoming(self) -> Iterator[U]:
         """Yield the units that followed the last visit, in order. A unit may come several times."""
         visit = self._last
         # The order may have a cycle, so stop after one round.
@@ -70,23 +71,23 @@ class VisitOrder:
             visit = self._next.get(visit) if visit is not None else None
             if visit is None:
                 return
-            yield visit.unit
+            yield visit[1]
 
-    def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[Unit]:
+    def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[U]:
         """Yield the released units among the next ones, up to the limits. The caller starts each before the next.
 
         Args:
-            prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger.
+            prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger. 0: none is.
             live_numel: Elements of releasable units that are gathered now.
             max_live_numel: Elements of releasable units that may be gathered at one time.
         """
-        ahead: set[Unit] = set()
+        ahead: set[U] = set()
         ahead_numel = 0
-        for unit in self.upcoming():
+        for unit in self.upcoming() if prefetch_numel else ():
             if unit not in ahead:
                 ahead.add(unit)
-                ahead_numel += unit.layout.numel
-            live_numel += unit.layout.numel if unit.is_released else 0
+                ahead_numel += unit.numel
+            live_numel += unit.numel if unit.is_released else 0
             is_far = len(ahead) > 1 and ahead_numel > prefetch_numel
             if is_far or live_numel > max_live_numel:
                 return
