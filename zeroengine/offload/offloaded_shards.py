@@ -14,6 +14,7 @@ from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
+from zeroengine.offload.placement_plan import can_gather_ahead
 from zeroengine.utils.work import Work
 
 
@@ -53,9 +54,7 @@ class OffloadedShards:
         self.store, self._transport, self.medium, self._timer = store, transport, store.medium, timer
         self._num_buffers = num_buffers
         self.is_read_directly = transport.world_size == 1
-        # A single rank needs no collective. Otherwise the transport must overlap, and a stream must order the
-        # collective behind the read, as for CPU memory. A shard on a disk must arrive before its collective is issued.
-        self.can_gather_ahead = self.is_read_directly or (transport.overlaps and store.medium == "cpu")
+        self.can_gather_ahead = can_gather_ahead(store.medium, transport.world_size, overlaps=transport.overlaps)
         # In the order in which they were last sent from.
         self._buffers: list[_SendBuffer] = []
         # By the shard's address.

@@ -12,7 +12,7 @@ import torch
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.offload import OffloadOptimizer, OffloadParam
 from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
-from zeroengine.offload.interfaces import padded_nbytes
+from zeroengine.offload.interfaces import Medium, padded_nbytes
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
@@ -144,6 +144,19 @@ def plan_placement(
 def can_offload_gradients(degrees: Degrees, world_size: int) -> bool:
     """Return whether a rank keeps only its shard of the summed gradients, which nothing reads before the step."""
     return degrees.gradients > 1 or world_size == 1
+
+
+def can_gather_ahead(medium: Medium, world_size: int, *, overlaps: bool) -> bool:
+    """Return whether the gather of offloaded shards may be issued ahead of its use, rather than only their read.
+
+    Args:
+        medium: The kind of memory that the shards are in.
+        world_size: The number of ranks.
+        overlaps: Whether collectives overlap the computation (``Transport.overlaps``).
+    """
+    # A single rank needs no collective. Otherwise the transport must overlap, and a stream must order the collective
+    # behind the read, as for CPU memory. A shard on a disk must arrive before its collective is issued.
+    return world_size == 1 or (overlaps and medium == "cpu")
 
 
 def _location_of(section: OffloadOptimizer | OffloadParam, has_device_memory: bool) -> str | None:

@@ -12,19 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.visit_order import VisitOrder
-
-
-class PrefetchLimits(NamedTuple):
-    """How far the gatherer gathers ahead of use.
-
-    Attributes:
-        numel: Elements that may be gathered ahead of use; 0: nothing is.
-        max_live_numel: Elements up to which prefetching continues.
-    """
-
-    numel: int
-    max_live_numel: int
+from zeroengine.runtime.visit_order import PrefetchLimits, VisitOrder
 
 
 @dataclass(eq=False)
@@ -118,7 +106,7 @@ def _most_in_pass(
             mark(unit, is_released=not begins)
         if begins:
             visit_order.visit(unit, in_backward=False)
-            for following in visit_order.to_prefetch(limits.numel, live_numel, limits.max_live_numel):
+            for following in visit_order.to_prefetch(limits, live_numel):
                 mark(following, is_released=not following.gathers_ahead)
             most = max(most, nbytes)
     return most

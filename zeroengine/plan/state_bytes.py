@@ -20,12 +20,12 @@ from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.interfaces import padded_nbytes
-from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
+from zeroengine.offload.interfaces import Medium, padded_nbytes
+from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, can_gather_ahead, plan_placement
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.checkpoint_copy import checkpoint_copy_bytes
-from zeroengine.plan.gathered_bytes import GatheredUnit, PrefetchLimits, most_gathered_bytes
+from zeroengine.plan.gathered_bytes import GatheredUnit, most_gathered_bytes
 from zeroengine.plan.gradient_buffer_bytes import (
     MAX_IN_FLIGHT,
     GradientFlow,
@@ -40,6 +40,7 @@ from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
 from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
 from zeroengine.plan.two_level_bytes import two_level_bytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
+from zeroengine.runtime.visit_order import PrefetchLimits
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("buckets", "gathered", "staging", "quantized")
@@ -290,17 +291,16 @@ def _flow(unit: UnitBytes, world_size: int) -> GradientFlow:
 
 
 def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan) -> int:
-    zero, overlaps = config.zero_optimization, setting.traits.overlaps
-    # See ``Gatherer`` and ``OffloadedShards``.
-    prefetches = zero.overlap_comm and (overlaps or any(unit.shard_offloaded for unit in units))
-    in_cpu_memory = placement.param_location == CPU_MEMORY
-    shards_gather_ahead = setting.world_size == 1 or (overlaps and in_cpu_memory)
+    overlaps = setting.traits.overlaps
+    medium: Medium = "cpu" if placement.param_location == CPU_MEMORY else "nvme"
+    shards_gather_ahead = can_gather_ahead(medium, setting.world_size, overlaps=overlaps)
     releasable = [
         GatheredUnit(unit.plan, unit.layout.numel, shards_gather_ahead if unit.shard_offloaded else overlaps)
         for unit in units
         if unit.is_releasable
     ]
-    limits = PrefetchLimits(zero.prefetch_bucket_size if prefetches else 0, zero.max_live_parameters)
+    reads_shards = any(unit.shard_offloaded for unit in units)
+    limits = PrefetchLimits.of_settings(config.zero_optimization, overlaps=overlaps, reads_shards=reads_shards)
     return most_gathered_bytes(releasable, limits)
 
 

@@ -7,7 +7,8 @@
   ``deferred_frees`` (full buffers that other tensors alias).
 - ``backward_tracker``: when a whole backward begins, ends or fails, in contrast to ``module_backwards``.
 - ``unit_gradients``: the gradients of one unit that this rank keeps, and their flags.
-- ``reducer``: the path of a gradient. It uses ``gradient_buffers`` (buffers and copies) and ``offloaded_gradients``.
+- ``reducer``: the path of a gradient. It uses ``bucket_queue`` (order), ``gradient_buffers`` (buffers and copies) and
+  ``offloaded_gradients``.
 - ``mixed_precision``: casts, modules that keep fp32, buffers, autocast.
 - ``outside_writes``: finds parameters that user code wrote, and ranks that wrote different values.
 """

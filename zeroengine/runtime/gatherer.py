@@ -45,7 +45,7 @@ from zeroengine.runtime.saved_views import SavedView, current_sequence_number, r
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gathers import UnitGathers
 from zeroengine.runtime.unit_lists import UnitLists, UserForward
-from zeroengine.runtime.visit_order import VisitOrder
+from zeroengine.runtime.visit_order import PrefetchLimits, VisitOrder
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -85,15 +85,11 @@ class Gatherer(BackwardListener):
     ) -> None:
         self._model, self._units = model, list(units)
         self._transport, self._backward, self._timer = transport, backward, timer
-        offloaded = any(unit.offloaded_shards is not None for unit in self._units)
-        # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
-        # longer. A read from the host's memory or a disk overlaps on every transport.
-        zero = config.zero_optimization
-        prefetches = zero.overlap_comm and (transport.overlaps or offloaded)
-        # Elements that may be gathered ahead of use.
-        self._prefetch_numel = zero.prefetch_bucket_size if prefetches else 0
-        # Elements of releasable units up to which prefetching continues.
-        self._max_live_numel = zero.max_live_parameters
+        self._prefetch_limits = PrefetchLimits.of_settings(
+            config.zero_optimization,
+            overlaps=transport.overlaps,
+            reads_shards=any(unit.offloaded_shards is not None for unit in self._units),
+        )
         self.num_model_forwards = 0
         self.forward_observer: ForwardObserver | None = None
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
@@ -384,7 +380,7 @@ class Gatherer(BackwardListener):
         if self.gathers.num_pins or not unit.is_releasable or not (self.num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
-        for unit in self._visit_order.to_prefetch(self._prefetch_numel, self.gathers.live_numel, self._max_live_numel):
+        for unit in self._visit_order.to_prefetch(self._prefetch_limits, self.gathers.live_numel):
             shards = unit.offloaded_shards
             # A collective is started early only if it proceeds by itself. Otherwise at most this rank's own shard is
             # read ahead, which concerns no other rank.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from zeroengine.config.zero import ZeroOptimization
 
 
 class Gatherable(Protocol):
@@ -16,6 +18,32 @@ class Gatherable(Protocol):
     @property
     def is_released(self) -> bool:
         """Whether the unit is neither gathered nor being gathered."""
+
+
+class PrefetchLimits(NamedTuple):
+    """How far units are gathered ahead of use.
+
+    Attributes:
+        numel: Elements that may be gathered ahead of use. The very next unit may be larger. 0: nothing is.
+        max_live_numel: Elements of releasable units up to which prefetching continues.
+    """
+
+    numel: int
+    max_live_numel: int
+
+    @classmethod
+    def of_settings(cls, zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:
+        """Return the limits of a configuration.
+
+        Args:
+            zero: The section of the configuration.
+            overlaps: Whether collectives overlap the computation (``Transport.overlaps``).
+            reads_shards: Whether shards are offloaded.
+        """
+        # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
+        # longer. A read from the host's memory or a disk overlaps on every transport.
+        prefetches = zero.overlap_comm and (overlaps or reads_shards)
+        return cls(zero.prefetch_bucket_size if prefetches else 0, zero.max_live_parameters)
 
 
 U = TypeVar("U", bound=Gatherable)
@@ -73,23 +101,22 @@ class VisitOrder(Generic[U]):
                 return
             yield visit[1]
 
-    def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[U]:
+    def to_prefetch(self, limits: PrefetchLimits, live_numel: int) -> Iterator[U]:
         """Yield the released units among the next ones, up to the limits. The caller starts each before the next.
 
         Args:
-            prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger. 0: none is.
+            limits: How far to gather ahead.
             live_numel: Elements of releasable units that are gathered now.
-            max_live_numel: Elements of releasable units that may be gathered at one time.
         """
         ahead: set[U] = set()
         ahead_numel = 0
-        for unit in self.upcoming() if prefetch_numel else ():
+        for unit in self.upcoming() if limits.numel else ():
             if unit not in ahead:
                 ahead.add(unit)
                 ahead_numel += unit.numel
             live_numel += unit.numel if unit.is_released else 0
-            is_far = len(ahead) > 1 and ahead_numel > prefetch_numel
-            if is_far or live_numel > max_live_numel:
+            is_far = len(ahead) > 1 and ahead_numel > limits.numel
+            if is_far or live_numel > limits.max_live_numel:
                 return
             if unit.is_released:
                 yield unit
