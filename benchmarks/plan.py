@@ -24,12 +24,12 @@ from peers import machine as describe_machine
 from workload import SIZES, Transformer, json_config
 
 from zeroengine.config import load
-from zeroengine.plan.activations import trace_micro_step
-from zeroengine.plan.machine import Machine, read_machine, save_machine
+from zeroengine.plan.bytes.activations import trace_micro_step
+from zeroengine.plan.bytes.model_facts import from_module
+from zeroengine.plan.bytes.state_bytes import predict_states
 from zeroengine.plan.measure import measure
-from zeroengine.plan.model_facts import from_module
-from zeroengine.plan.state_bytes import predict_states
-from zeroengine.plan.step_time import StepTime, predict_step, setting_of
+from zeroengine.plan.seconds.machine import Machine, read_machine, save_machine
+from zeroengine.plan.seconds.step_time import StepTime, predict_step, setting_of
 
 
 class Setting(NamedTuple):

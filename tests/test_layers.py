@@ -81,6 +81,18 @@ def test_a_package_imports_lower_tiers_alone(package: str) -> None:
     assert not upward
 
 
+def test_the_folders_of_the_planner_import_those_before_them_alone() -> None:
+    folders = ("bytes", "seconds", "search", "report")
+    number_of = {f"zeroengine.plan.{folder}": number for number, folder in enumerate(folders)}
+    upward = [
+        f"{module} imports {target}"
+        for module in SOURCES
+        for target, _ in imports_of(module)
+        if number_of.get(target.rpartition(".")[0], -1) > number_of.get(module.rpartition(".")[0], len(number_of))
+    ]
+    assert not upward
+
+
 def test_every_package_has_a_tier() -> None:
     packages = {package_of(module) for module in SOURCES if module.count(".")}
     assert packages == set(TIER_OF)

@@ -23,7 +23,7 @@ from zeroengine import ZeroEngineError
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.state_bytes import Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import Setting, predict_states
 
 Triple = tuple[int, int, int]
 # The degrees of most units, and of those whose names match a pattern.

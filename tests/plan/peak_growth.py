@@ -16,7 +16,7 @@ from torch import nn
 import zeroengine
 from zeroengine.config import load
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.state_bytes import Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import Setting, predict_states
 
 WIDTH, BLOCKS = 1024, 10
 

@@ -16,7 +16,7 @@ import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
-from zeroengine.plan.state_bytes import STATES, Setting, StateBytes, predict_states
+from zeroengine.plan.bytes.state_bytes import STATES, Setting, StateBytes, predict_states
 from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]

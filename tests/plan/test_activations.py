@@ -17,9 +17,9 @@ from tests.conftest import ROOT
 from tests.plan.peak_memory import FAMILIES, PRECISIONS
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.activations import MicroStep, _trace, trace_micro_step
-from zeroengine.plan.model_facts import from_module, from_numbers
-from zeroengine.plan.repeated_blocks import omit_equal_blocks
+from zeroengine.plan.bytes.activations import MicroStep, _trace, trace_micro_step
+from zeroengine.plan.bytes.model_facts import from_module, from_numbers
+from zeroengine.plan.bytes.repeated_blocks import omit_equal_blocks
 
 CONFIG = load({}).resolve(world_size=1)
 QUICK = [("LlamaForCausalLM", "bf16", "1")]

@@ -18,9 +18,9 @@ from zeroengine import ZeroEngineError
 from zeroengine.config import load
 from zeroengine.offload.host_memory import HOST_LIMIT_VARIABLE, available_memory
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.automatic import StateChoice, StatePlanner, fit_configuration
-from zeroengine.plan.free_memory import FreeMemory
-from zeroengine.plan.state_bytes import Setting
+from zeroengine.plan.bytes.free_memory import FreeMemory
+from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.search.automatic import StateChoice, StatePlanner, fit_configuration
 
 GIB = 1 << 30
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}}

@@ -17,9 +17,9 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.transports.gloo import GlooChannel
-from zeroengine.plan.host_traffic import HostTraffic
-from zeroengine.plan.state_bytes import Setting, planned_units
-from zeroengine.plan.step_collectives import StepCollectives
+from zeroengine.plan.bytes.state_bytes import Setting, planned_units
+from zeroengine.plan.seconds.host_traffic import HostTraffic
+from zeroengine.plan.seconds.step_collectives import StepCollectives
 
 WORLD_SIZE, RANKS_PER_HOST, MICRO_STEPS = 4, 2, 2
 NODE = {"parameters": "node", "gradients": "node"}

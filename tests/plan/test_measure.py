@@ -12,8 +12,8 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.group import Group
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.compute_rates import fit
 from zeroengine.plan.measure import UNIT_BYTES, link_rates, measure
+from zeroengine.plan.seconds.compute_rates import fit
 
 
 def test_a_fit_finds_the_rates_that_made_the_times() -> None:

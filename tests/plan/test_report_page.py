@@ -14,9 +14,9 @@ from torch import nn
 import zeroengine
 from tests.browser import browser, open_page
 from zeroengine.plan.api import machine_with
-from zeroengine.plan.known_machines import load_machine
-from zeroengine.plan.model_facts import from_numbers
-from zeroengine.plan.result import Plan
+from zeroengine.plan.bytes.model_facts import from_numbers
+from zeroengine.plan.report.result import Plan
+from zeroengine.plan.seconds.known_machines import load_machine
 
 __all__ = ["browser"]
 GIB = 2**30

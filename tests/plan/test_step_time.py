@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from zeroengine.config import load
-from zeroengine.plan.activations import MicroStep, trace_micro_step
-from zeroengine.plan.host_traffic import HostTraffic
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.machine_presets import PRESETS
-from zeroengine.plan.model_facts import from_numbers
-from zeroengine.plan.state_bytes import planned_units, predict_states
-from zeroengine.plan.step_collectives import StepCollectives
-from zeroengine.plan.step_time import StepTime, predict_step, setting_of
+from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
+from zeroengine.plan.bytes.model_facts import from_numbers
+from zeroengine.plan.bytes.state_bytes import planned_units, predict_states
+from zeroengine.plan.seconds.host_traffic import HostTraffic
+from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.seconds.machine_presets import PRESETS
+from zeroengine.plan.seconds.step_collectives import StepCollectives
+from zeroengine.plan.seconds.step_time import StepTime, predict_step, setting_of
 
 FACTS = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
 GPUS = PRESETS["h100-80gb"]

@@ -12,7 +12,7 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_degrees import degree_config
-from zeroengine.plan.state_bytes import Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import Setting, predict_states
 
 TRIPLES = ((4, 4, 4), (2, 2, 2), (1, 2, 4), (1, 1, 1))
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {}}

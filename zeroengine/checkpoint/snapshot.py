@@ -19,7 +19,7 @@ from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.errors import CheckpointError
-from zeroengine.plan.checkpoint_copy import COPY_ALIGNMENT
+from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
 
 

@@ -23,9 +23,9 @@ from zeroengine.utils.paths import path_argument
 from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
-    from zeroengine.plan.machine import Machine
-    from zeroengine.plan.model_facts import ModelFacts
-    from zeroengine.plan.result import Plan
+    from zeroengine.plan.bytes.model_facts import ModelFacts
+    from zeroengine.plan.report.result import Plan
+    from zeroengine.plan.seconds.machine import Machine
 
 USAGE = "zero-plan [MODEL] [options]"
 EXAMPLES = """\
@@ -188,7 +188,7 @@ def _plan(
 
 def _model(options: argparse.Namespace) -> ModelFacts:
     from zeroengine.plan.api import model_facts
-    from zeroengine.plan.model_facts import from_numbers
+    from zeroengine.plan.bytes.model_facts import from_numbers
 
     if options.model is not None:
         return model_facts(options.model, sequence=options.seq)
@@ -197,7 +197,7 @@ def _model(options: argparse.Namespace) -> ModelFacts:
 
 def _machine(options: argparse.Namespace, sizes: dict[str, int | None], network: float | None) -> Machine:
     from zeroengine.plan.api import machine_with
-    from zeroengine.plan.known_machines import load_machine
+    from zeroengine.plan.seconds.known_machines import load_machine
 
     given = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, **sizes}
     if options.machine is None and options.memory is not None:
@@ -213,15 +213,15 @@ def _machine(options: argparse.Namespace, sizes: dict[str, int | None], network:
 
 def _nvme_paths(overrides: list[str]) -> list[str]:
     """Return overrides for the folders that states on NVMe need, where an option asks for such states."""
-    from zeroengine.plan.candidates import NVME_PATH
+    from zeroengine.plan.search.candidates import NVME_PATH
 
     sections = [text.partition(".device=")[0] for text in overrides if text.endswith(".device=nvme")]
     return [f"{section}.nvme_path={NVME_PATH}" for section in sections]
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from zeroengine.plan.machine import default_machine_file, save_machine
     from zeroengine.plan.measure import measure
+    from zeroengine.plan.seconds.machine import default_machine_file, save_machine
 
     file = Path(options.measure) if options.measure else default_machine_file()
     with _progress() as progress:

@@ -48,7 +48,7 @@ from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.automatic import StatePlanner
+from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer

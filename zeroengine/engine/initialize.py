@@ -37,9 +37,9 @@ from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimi
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.automatic import StatePlanner, fit_configuration
-from zeroengine.plan.free_memory import measure_free_memory
-from zeroengine.plan.state_bytes import Setting
+from zeroengine.plan.bytes.free_memory import measure_free_memory
+from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 
 log = logging.getLogger("zeroengine")

@@ -12,7 +12,7 @@ import torch
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.state_offloader import resident_bytes
-from zeroengine.plan.automatic import StatePlanner
+from zeroengine.plan.search.automatic import StatePlanner
 
 REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging", "quantized")

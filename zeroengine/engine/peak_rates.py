@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroengine.config import Config
-from zeroengine.plan.machine_presets import DATA_SHEETS, presets_of_gpu, words_of_gpu
+from zeroengine.plan.seconds.machine_presets import DATA_SHEETS, presets_of_gpu, words_of_gpu
 
 # Variants with these words in their names have other peaks than the GPU of the data sheet.
 VARIANTS = {"pcie", "nvl", "laptop", "max"}

@@ -13,7 +13,7 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
-from zeroengine.plan.automatic import StatePlanner
+from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.runtime.backward_tracker import BackwardListener
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.small_transfers import HostCopy

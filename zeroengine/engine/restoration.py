@@ -15,7 +15,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.plan.free_memory import measure_free_memory
+from zeroengine.plan.bytes.free_memory import measure_free_memory
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap

@@ -1,20 +1,13 @@
 """What a training run will take: bytes by state, activations, and the seconds of a step, before anything is allocated.
 
-``zeroengine.plan(...)`` is ``api.plan``: the package can be called.
+``zeroengine.plan(...)`` is ``api.plan``: the package can be called. ``python -m zeroengine.plan.measure`` measures the
+rates of a machine. The folders, each of which imports those above it alone:
 
-- ``api``: the plan of a model on a machine.
-- ``state_bytes``: the bytes that a rank holds of every state, by the engine's own layout arithmetic.
-- ``automatic``: the stage and the offload that ``initialize`` chooses, and what it refuses.
-- ``model_facts``: a model on the meta device, from a function, a configuration of Hugging Face, or plain numbers.
-- ``standard_decoder``: the model of plain numbers.
-- ``activations``: memory and arithmetic of one micro-step, traced under fake tensors. It uses ``operation_trace``, and
-  ``repeated_blocks`` to trace equal blocks once.
-- ``machine``: the memory and the rates of the machines; ``machine_presets`` has those of common GPUs, and
-  ``known_machines`` finds one by name.
-- ``measure``: the rates of this machine, measured. ``compute_rates`` fits those of a model's operations.
-- ``step_time``: the seconds of a step.
-- ``candidates``, ``estimator``, ``scaling``: what is compared, and what fits.
-- ``result``, ``report``, ``report_page``: the plan as Python, as JSON, as a table and as a page.
+- ``bytes``: what a rank holds, of a model that has no memory. Where the runtime decides (what is gathered ahead, what
+  fills a bucket, which buffer is used again), its own rules are run here over numbers.
+- ``seconds``: what a step takes, by the rates of a machine.
+- ``search``: what is compared, what ``initialize`` chooses, and what fits.
+- ``report``: the plan as Python, as JSON, as a table and as a page.
 """
 
 import sys

@@ -15,15 +15,22 @@ from torch import nn
 
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.candidates import Choices, Estimate, PlanCandidate, choices_of, rank_estimates, shown_estimates
-from zeroengine.plan.degree_choices import degree_choices
-from zeroengine.plan.estimator import Estimator, LargestModel
-from zeroengine.plan.known_machines import load_machine
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.meta_copy import batches_like, copy_to_meta
-from zeroengine.plan.model_facts import ModelFacts, from_function, from_huggingface, from_module
-from zeroengine.plan.result import Plan
-from zeroengine.plan.scaling import merged
+from zeroengine.plan.bytes.meta_copy import batches_like, copy_to_meta
+from zeroengine.plan.bytes.model_facts import ModelFacts, from_function, from_huggingface, from_module
+from zeroengine.plan.report.result import Plan
+from zeroengine.plan.search.candidates import (
+    Choices,
+    Estimate,
+    PlanCandidate,
+    choices_of,
+    rank_estimates,
+    shown_estimates,
+)
+from zeroengine.plan.search.degree_choices import degree_choices
+from zeroengine.plan.search.estimator import Estimator, LargestModel
+from zeroengine.plan.search.scaling import merged
+from zeroengine.plan.seconds.known_machines import load_machine
+from zeroengine.plan.seconds.machine import Machine
 from zeroengine.utils.byte_size import format_byte_size
 
 # Optimizers whose states can be offloaded.

@@ -32,9 +32,9 @@ from zeroengine.disk.probe import READ, READ_AND_WRITE, WRITE, Probe, tune
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError, ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.plan.compute_rates import measure_compute
-from zeroengine.plan.machine import Machine, Rates, read_machine, save_machine
-from zeroengine.plan.timing import median_seconds
+from zeroengine.plan.seconds.compute_rates import measure_compute
+from zeroengine.plan.seconds.machine import Machine, Rates, read_machine, save_machine
+from zeroengine.plan.seconds.timing import median_seconds
 
 MIB = 1 << 20
 # The bytes of each trial on a CPU and on a GPU. They exceed the caches.

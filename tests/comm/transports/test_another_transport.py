@@ -12,7 +12,7 @@ from tests.distributed.training import STAGES, Task, Trained, assert_same_bits, 
 from tests.emulated import cpu_alone
 from tests.plan.test_step_time import CPUS
 from zeroengine.config import load
-from zeroengine.plan.step_time import setting_of
+from zeroengine.plan.seconds.step_time import setting_of
 
 TASK = Task(steps=2)
 

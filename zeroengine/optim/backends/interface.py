@@ -33,9 +33,9 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`, `_moved_element_bytes`), and
    two messages in `optim/choice.py` that name Adam alone.
    The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
-6. The plan. `_optimizer_sizes` in `plan/state_bytes.py` has the state of the fused kernels, which covers padding and
-   keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype. With
-   `supports_offload`, `StatePlanner._serves_offload` in `plan/automatic.py` and `OFFLOADED_OPTIMIZERS` in
+6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
+   and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
+   With `supports_offload`, `StatePlanner._serves_offload` in `plan/search/automatic.py` and `OFFLOADED_OPTIMIZERS` in
    `plan/api.py` say which optimizers may be offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`:
    the predicted states are those of `engine.memory()`, to the byte.
 """

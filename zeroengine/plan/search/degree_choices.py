@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroengine.config import Config
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.step_time import machine_of_replica
+from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.seconds.step_time import machine_of_replica
 
 # What the configuration says, or else all ranks, as at every stage.
 DEFAULT = "default"

@@ -23,7 +23,7 @@ from zeroengine.config import Config
 from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan, check_has_parameters
-from zeroengine.plan.standard_decoder import StandardDecoder
+from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.utils.tensor_tree import tensors_in
 

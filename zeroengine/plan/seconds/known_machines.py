@@ -13,9 +13,9 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.plan.free_memory import free_device_bytes
-from zeroengine.plan.machine import Machine, Rates, default_machine_file, read_machine
-from zeroengine.plan.machine_presets import PRESETS, presets_of_gpu
+from zeroengine.plan.bytes.free_memory import free_device_bytes
+from zeroengine.plan.seconds.machine import Machine, Rates, default_machine_file, read_machine
+from zeroengine.plan.seconds.machine_presets import PRESETS, presets_of_gpu
 
 THIS = "this"
 # The side of the square matrices, and the bytes of the copy, of a quick estimate.

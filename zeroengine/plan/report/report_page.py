@@ -8,7 +8,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, NamedTuple
 
-from zeroengine.plan.report import (
+from zeroengine.plan.report.report import (
     LARGEST_HEADS,
     failures,
     largest_rows,
@@ -64,7 +64,7 @@ def page(plan: Json) -> str:
     Args:
         plan: The plan as JSON types.
     """
-    template = Template(files("zeroengine.plan").joinpath("report_assets/page.html").read_text())
+    template = Template(files("zeroengine.plan.report").joinpath("assets/page.html").read_text())
     shown = plan["candidates"][: plan["shown"]]
     misfits = failures(plan)
     return template.substitute(

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from zeroengine.plan.degree_choices import DEFAULT
+from zeroengine.plan.search.degree_choices import DEFAULT
 from zeroengine.utils.byte_size import format_byte_size
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.

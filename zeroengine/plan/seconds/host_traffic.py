@@ -9,10 +9,10 @@ from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
-from zeroengine.plan.state_bytes import Setting
-from zeroengine.plan.step_collectives import Gather, StepCollectives
-from zeroengine.plan.two_level_bytes import sent_sum_bytes
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.two_level_bytes import sent_sum_bytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.plan.seconds.step_collectives import Gather, StepCollectives
 
 
 @dataclass(frozen=True)

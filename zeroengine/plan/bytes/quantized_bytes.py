@@ -10,9 +10,9 @@ from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
-from zeroengine.plan.gradient_buffer_bytes import MAX_IN_FLIGHT
-from zeroengine.plan.two_level_bytes import packed_numel
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.gradient_buffer_bytes import MAX_IN_FLIGHT
+from zeroengine.plan.bytes.two_level_bytes import packed_numel
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
 
 def kept_bytes(

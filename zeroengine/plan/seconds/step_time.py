@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from zeroengine.comm.transports.choose import expected_transport
 from zeroengine.config import Config
 from zeroengine.optim.replica_mean import sum_dtype
-from zeroengine.plan.activations import MicroStep, OperationCount
-from zeroengine.plan.collective_seconds import Collectives, RingCollectives, Seconds, collectives_of
-from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
-from zeroengine.plan.model_facts import ModelFacts
-from zeroengine.plan.outer_bytes import outer_element_sizes, piece_numel
-from zeroengine.plan.state_bytes import Setting, StateBytes, planned_units
-from zeroengine.plan.step_collectives import StepCollectives
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.activations import MicroStep, OperationCount
+from zeroengine.plan.bytes.model_facts import ModelFacts
+from zeroengine.plan.bytes.outer_bytes import outer_element_sizes, piece_numel
+from zeroengine.plan.bytes.state_bytes import Setting, StateBytes, planned_units
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.plan.seconds.collective_seconds import Collectives, RingCollectives, Seconds, collectives_of
+from zeroengine.plan.seconds.machine import MAPPED_BYTES, Machine, Rates
+from zeroengine.plan.seconds.step_collectives import StepCollectives
 
 # The share of a computation on CPUs that hides what crosses the network meanwhile. Measured with two hosts of two ranks
 # on two cores (docs/benchmarks.md, "Two hosts"): 0 to 0.9, a third in most runs.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
 
 class Gather(NamedTuple):

@@ -25,10 +25,10 @@ from zeroengine.optim.backends.adam_state import has_adam_rule
 from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
-from zeroengine.plan.free_memory import UNKNOWN_BYTES, FreeMemory
-from zeroengine.plan.optimizer_state import OptimizerProbe
-from zeroengine.plan.state_bytes import BUFFERS, STATES, Setting, StateBytes, predict_states
-from zeroengine.plan.unit_bytes import value_bytes
+from zeroengine.plan.bytes.free_memory import UNKNOWN_BYTES, FreeMemory
+from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
+from zeroengine.plan.bytes.state_bytes import BUFFERS, STATES, Setting, StateBytes, predict_states
+from zeroengine.plan.bytes.unit_bytes import value_bytes
 from zeroengine.utils.byte_size import format_byte_size
 
 # "auto" leaves this share of the free device memory for activations, if any choice does.

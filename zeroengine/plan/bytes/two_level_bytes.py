@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.transports.two_level_sum import SumSizes
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.model_facts import ModelFacts
-from zeroengine.plan.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
-from zeroengine.plan.repeated_blocks import count_omitted_blocks, omit_equal_blocks, with_omitted_units
+from zeroengine.plan.bytes.model_facts import ModelFacts
+from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
+from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks, with_omitted_units
 from zeroengine.runtime import mixed_precision
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 

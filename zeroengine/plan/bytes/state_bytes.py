@@ -24,9 +24,9 @@ from zeroengine.offload.interfaces import Medium, padded_nbytes
 from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, can_gather_ahead, plan_placement
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.checkpoint_copy import checkpoint_copy_bytes
-from zeroengine.plan.gathered_bytes import GatheredUnit, most_gathered_bytes
-from zeroengine.plan.gradient_buffer_bytes import (
+from zeroengine.plan.bytes.checkpoint_copy import checkpoint_copy_bytes
+from zeroengine.plan.bytes.gathered_bytes import GatheredUnit, most_gathered_bytes
+from zeroengine.plan.bytes.gradient_buffer_bytes import (
     MAX_IN_FLIGHT,
     GradientFlow,
     count_gradient_buffers,
@@ -34,12 +34,12 @@ from zeroengine.plan.gradient_buffer_bytes import (
     received_bytes,
     staging_buffer_bytes,
 )
-from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
-from zeroengine.plan.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
-from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
-from zeroengine.plan.quantized_bytes import kept_bytes, passing_bytes
-from zeroengine.plan.two_level_bytes import two_level_bytes
-from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
+from zeroengine.plan.bytes.optimizer_state import OptimizerProbe, StateSizes
+from zeroengine.plan.bytes.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
+from zeroengine.plan.bytes.passing_bytes import most_at_start, receive_bytes
+from zeroengine.plan.bytes.quantized_bytes import kept_bytes, passing_bytes
+from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes, units_of_plans, value_bytes
 from zeroengine.runtime.visit_order import PrefetchLimits
 
 STATES = ("parameters", "gradients", "master", "optimizer")

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.activations import MicroStep, OperationCount
-from zeroengine.plan.state_bytes import StateBytes
+from zeroengine.plan.bytes.activations import MicroStep, OperationCount
+from zeroengine.plan.bytes.state_bytes import StateBytes
 
 
 def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:

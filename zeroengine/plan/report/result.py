@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroengine.plan.candidates import Estimate, ZeroSetting
-from zeroengine.plan.estimator import LargestModel
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.report import table
-from zeroengine.plan.report_page import page
+from zeroengine.plan.report.report import table
+from zeroengine.plan.report.report_page import page
+from zeroengine.plan.search.candidates import Estimate, ZeroSetting
+from zeroengine.plan.search.estimator import LargestModel
+from zeroengine.plan.seconds.machine import Machine
 
 # The version of the JSON.
 FORMAT = 1

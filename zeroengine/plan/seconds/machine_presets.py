@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zeroengine.plan.machine import Machine, Rates
+from zeroengine.plan.seconds.machine import Machine, Rates
 
 # Fractions of the peaks that eager PyTorch is assumed to achieve. On an H200 a bf16 product of 8192 x 8192 matrices ran
 # at 0.79 of the peak and a copy at 0.90; a model's products are smaller.

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from zeroengine.config import Config
-from zeroengine.plan.host_traffic import HostTraffic
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.state_bytes import Setting
-from zeroengine.plan.step_collectives import Gather
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.plan.seconds.host_traffic import HostTraffic
+from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.seconds.step_collectives import Gather
 
 
 class Seconds(NamedTuple):

@@ -9,8 +9,10 @@ from typing import Any
 
 from zeroengine.config import Config, load
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.activations import MicroStep, trace_micro_step
-from zeroengine.plan.candidates import (
+from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
+from zeroengine.plan.bytes.model_facts import ModelFacts
+from zeroengine.plan.bytes.state_bytes import Setting, StateBytes, predict_states
+from zeroengine.plan.search.candidates import (
     HEADROOM,
     NVME_PATH,
     Choices,
@@ -20,11 +22,16 @@ from zeroengine.plan.candidates import (
     micro_batches,
     settings_of,
 )
-from zeroengine.plan.machine import Machine
-from zeroengine.plan.model_facts import ModelFacts
-from zeroengine.plan.scaling import extrapolated, largest, merged, repeated_units, states_with_blocks, with_blocks
-from zeroengine.plan.state_bytes import Setting, StateBytes, predict_states
-from zeroengine.plan.step_time import predict_step, setting_of
+from zeroengine.plan.search.scaling import (
+    extrapolated,
+    largest,
+    merged,
+    repeated_units,
+    states_with_blocks,
+    with_blocks,
+)
+from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.seconds.step_time import predict_step, setting_of
 from zeroengine.utils.byte_size import format_byte_size
 
 # Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging

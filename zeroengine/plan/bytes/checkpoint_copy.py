@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from zeroengine.config import Config
 from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.plan.optimizer_state import StateSizes
-from zeroengine.plan.outer_bytes import outer_element_sizes
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.optimizer_state import StateSizes
+from zeroengine.plan.bytes.outer_bytes import outer_element_sizes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.utils.rounding import round_up
 
 # Counted in bytes: a multiple of every dtype's size, as a view of another dtype requires.

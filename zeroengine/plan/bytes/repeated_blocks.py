@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.plan.operation_trace import OperationTrace
+from zeroengine.plan.bytes.operation_trace import OperationTrace
 from zeroengine.utils.tensor_tree import tensors_in
 
 # Shorter runs are traced as a whole.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.model_facts import Batch, as_batch
+from zeroengine.plan.bytes.model_facts import Batch, as_batch
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 

@@ -1,0 +1,1 @@
+"""What is compared, what is chosen, and what fits."""
