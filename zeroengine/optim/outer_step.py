@@ -191,11 +191,6 @@ class OuterStep:
         has_copies = any(len(outer.region.owners) > 1 for outer in self.shards)
         self.mean = ReplicaMean(transport, between, timer, numel, device, has_copies)
 
-    @property
-    def has_state(self) -> bool:
-        """Whether there are an anchor and a momentum."""
-        return self._nesterov is not None
-
     def run(self, label: str) -> None:
         """Replace the masters by the result of an outer step: the same bits on every replica. A collective."""
         regions = {id(outer.region): outer for outer in self.shards}
