@@ -343,6 +343,28 @@ def test_reads_concern_the_own_replica_and_writes_all_of_them() -> None:
     assert not torch.equal(first[name], second[name])
 
 
+def round_masters_of_replicas() -> None:
+    rank = start()
+    models, states = [build(), build().bfloat16().float()], []
+    for model in models:
+        engine = zeroengine.initialize(model, config=local(2, 2, 1, NESTEROV, bf16={"enabled": True}))
+        if model is models[0]:
+            engine.round_masters()
+        take_steps(engine, range(3))
+        states.append(whole_states(engine))
+        if model is models[1]:
+            # In the middle of a round the replicas differ.
+            engine.round_masters()
+            head = zeroengine.full_master(model.head.weight)
+            assert len({value.sum().item() for value in engine.group.all_gather_object(head)}) == 1, rank
+        engine.close()
+    assert not differences(*states)
+
+
+def test_rounding_masters_rounds_what_all_replicas_start_from() -> None:
+    run_ranks(2, round_masters_of_replicas)
+
+
 def train_offloaded(folder: Path) -> list[list[str]]:
     """The names of what differs between states on the device and elsewhere."""
     start()

@@ -476,13 +476,17 @@ class Engine:
         """Let the master weights take the rounded values that the model computes with, in mixed precision.
 
         Training then goes on as if the model had been cast before ``initialize``. Call it on every rank, between steps.
+        With ``local_steps`` it ends the round.
 
         Raises:
             ZeroEngineError: States are offloaded, or this is called inside ``gathered`` or a backward.
         """
         self._check_step("round_masters()")
         call_checks.check_outside_of_gathered(self._parts, "round_masters()")
+        # What replicas start from is rounded with their masters, and it is the same on all of them.
+        self._rounds.end_round()
         self._parts.master_weights.round()
+        self._rounds.restart((), loads_state=False)
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""
