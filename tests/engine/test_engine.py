@@ -8,6 +8,7 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,11 @@ def frameworks(folder: str) -> None:
     engine = zeroengine.initialize(build(), config=config(3, gradient_accumulation_steps=2, bf16={"enabled": True}))
     weight = next(engine.module.parameters())
     assert not torch.equal(zeroengine.full_master(weight), zeroengine.full_master(weight).bfloat16().float())
+    with mock.patch.object(
+        type(engine._parts.placement), "check_intact", side_effect=OSError("disk full") if rank else None
+    ):
+        with pytest.raises(OSError if rank else zeroengine.ZeroEngineError, match="disk full"):
+            engine.round_masters()
     engine.round_masters()
     rounded = zeroengine.full_master(weight)
     with zeroengine.gathered(weight):

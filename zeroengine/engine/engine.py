@@ -481,8 +481,10 @@ class Engine:
         Raises:
             ZeroEngineError: States are offloaded, or this is called inside ``gathered`` or a backward.
         """
-        self._check_step("round_masters()")
-        call_checks.check_outside_of_gathered(self._parts, "round_masters()")
+        # The ranks exchange values below, so an error of one rank before that is an error of all.
+        with self.group.collective_errors("to round the master weights"):
+            self._check_step("round_masters()")
+            call_checks.check_outside_of_gathered(self._parts, "round_masters()")
         # What replicas start from is rounded with their masters, and it is the same on all of them.
         self._rounds.end_round()
         self._parts.master_weights.round()
