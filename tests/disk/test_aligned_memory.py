@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeroengine.comm.interfaces import PagedBuffer
 from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros
 
 
@@ -22,12 +23,23 @@ def test_aligned_memory_is_aligned_and_zero(numel: int, dtype: torch.dtype) -> N
     x.fill_(1)
 
 
-def test_aligned_memory_is_freed_with_its_tensor() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+def resident() -> int:
+    """The bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
+
+def test_aligned_memory_is_freed_with_its_tensor() -> None:
     before = resident()
     for _ in range(50):
         view = aligned_zeros(1 << 23, torch.float32).fill_(1)[5:]
     assert resident() - before < 200 << 20
     assert view.sum() == (1 << 23) - 5
+
+
+def test_memory_in_huge_pages_takes_no_more_than_it_counts() -> None:
+    # A little more than a huge page each.
+    numel = (2 << 20) + 100_000
+    before = resident()
+    aligned = [aligned_zeros(numel, torch.uint8).fill_(1) for _ in range(40)]
+    buffers = [PagedBuffer(numel, torch.uint8).tensor.fill_(1) for _ in range(40)]
+    assert resident() - before < 1.2 * numel * len([*aligned, *buffers])

@@ -148,7 +148,7 @@ class PagedBuffer:
         # Addresses before or after a large buffer are reserved, too. They hold no memory.
         reserved = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
         self._memory = mmap.mmap(-1, size + reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = start_of_huge_pages(self._memory) if reserved else 0
+        start = start_of_huge_pages(self._memory, size) if reserved else 0
         # A slice would keep the tensor that it is a slice of, a second owner of the storage, which ``Unit.is_aliased``
         # would take for a tensor of the user.
         pages = torch.frombuffer(self._memory, dtype=dtype, count=size // dtype.itemsize, offset=start)

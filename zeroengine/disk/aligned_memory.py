@@ -71,7 +71,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     large = padded >= HUGE_PAGE_BYTES
     # mmap aligns only to small pages. An extra huge page leaves room to begin at the boundary of one.
     pages = Pages(padded + HUGE_PAGE_BYTES * large)
-    offset = start_of_huge_pages(pages) if large else 0
+    offset = start_of_huge_pages(pages, padded) if large else 0
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
     # The tensor begins at its storage's address, by which views find the pages.
     _pages_by_address[tensor.data_ptr()] = pages

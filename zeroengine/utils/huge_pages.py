@@ -25,9 +25,18 @@ def huge_page_offset(mapping: mmap.mmap, phase: int = 0) -> int:
     return (phase - address_of(mapping)) % HUGE_PAGE_BYTES
 
 
-def start_of_huge_pages(mapping: mmap.mmap) -> int:
-    """Ask for huge pages in a mapping that is new, and return the offset at which the first of them can lie."""
+def start_of_huge_pages(mapping: mmap.mmap, nbytes: int) -> int:
+    """Ask for huge pages in a mapping that is new, and return the offset at which the first of them can lie.
+
+    Args:
+        mapping: A mapping that is longer by a huge page than what is to lie in it.
+        nbytes: The bytes that lie in it from this offset on, in whole pages.
+    """
+    start = huge_page_offset(mapping)
+    # A huge page at the end would also back addresses that are only reserved, which nobody counts as memory.
+    whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     # Not every system has them.
     with contextlib.suppress(OSError, AttributeError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return huge_page_offset(mapping)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE, start + whole)
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return start
