@@ -31,9 +31,9 @@ def finalize(owner: object, function: Callable[..., Any], *arguments: Any) -> we
     return weakref.finalize(owner, _call_in_process, os.getpid(), function, arguments)
 
 
-def keep_until_process_ends(kept: object) -> None:
-    """Let nothing ever free ``kept``, not even the interpreter when it shuts down."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+def keep_until_process_ends(value: object) -> None:
+    """Let nothing ever free ``value``, not even the interpreter when it shuts down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def exits_with_error() -> bool:

@@ -88,8 +88,7 @@ def leave_to_threads(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
         tensor: What the collective was given.
     """
     # The view refers to the tensor in C++, so that no thread's reference is the last one. Nothing ever drops the view.
-    for kept in (group, tensor.view_as(tensor)):
-        keep_until_process_ends(kept)
+    keep_until_process_ends((group, tensor.view_as(tensor)))
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
