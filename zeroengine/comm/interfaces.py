@@ -62,7 +62,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
-from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, start_of_huge_pages
+from zeroengine.utils.huge_pages import map_in_huge_pages, private_mapping
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
@@ -145,10 +145,7 @@ class PagedBuffer:
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         # The size is whole pages, because ``free`` frees pages and a disk reads whole blocks.
         size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
-        # Addresses before or after a large buffer are reserved, too. They hold no memory.
-        reserved = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
-        self._memory = mmap.mmap(-1, size + reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        start = start_of_huge_pages(self._memory, size) if reserved else 0
+        self._memory, start = map_in_huge_pages(size, private_mapping)
         # A slice would keep the tensor that it is a slice of, a second owner of the storage, which ``Unit.is_aliased``
         # would take for a tensor of the user.
         pages = torch.frombuffer(self._memory, dtype=dtype, count=size // dtype.itemsize, offset=start)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
-from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, start_of_huge_pages
+from zeroengine.utils.huge_pages import map_in_huge_pages
 from zeroengine.utils.rounding import round_up
 
 
@@ -68,10 +68,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     padded = round_up_to_block(nbytes)
-    large = padded >= HUGE_PAGE_BYTES
-    # mmap aligns only to small pages. An extra huge page leaves room to begin at the boundary of one.
-    pages = Pages(padded + HUGE_PAGE_BYTES * large)
-    offset = start_of_huge_pages(pages, padded) if large else 0
+    pages, offset = map_in_huge_pages(padded, Pages)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
     # The tensor begins at its storage's address, by which views find the pages.
     _pages_by_address[tensor.data_ptr()] = pages

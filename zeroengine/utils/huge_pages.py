@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
+M = TypeVar("M", bound=mmap.mmap)
 
 
 def address_of(mapping: mmap.mmap) -> int:
     """Return the address that a mapping begins at."""
     return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+
+
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Map memory of this process alone."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def huge_page_offset(mapping: mmap.mmap, phase: int = 0) -> int:
@@ -25,18 +33,26 @@ def huge_page_offset(mapping: mmap.mmap, phase: int = 0) -> int:
     return (phase - address_of(mapping)) % HUGE_PAGE_BYTES
 
 
-def start_of_huge_pages(mapping: mmap.mmap, nbytes: int) -> int:
-    """Ask for huge pages in a mapping that is new, and return the offset at which the first of them can lie.
+def map_in_huge_pages(nbytes: int, map_memory: Callable[[int], M], phase: int = 0) -> tuple[M, int]:
+    """Map private memory, in huge pages where it is large enough and the system has them.
 
     Args:
-        mapping: A mapping that is longer by a huge page than what is to lie in it.
-        nbytes: The bytes that lie in it from this offset on, in whole pages.
+        nbytes: The bytes of the memory.
+        map_memory: Maps so many bytes, such as ``private_mapping``.
+        phase: Large memory begins so many bytes after a multiple of a huge page's size, in whole pages.
+
+    Returns:
+        The mapping, and the offset at which the memory begins in it.
     """
-    start = huge_page_offset(mapping)
+    if nbytes < HUGE_PAGE_BYTES:
+        return map_memory(nbytes), 0
+    # mmap aligns only to small pages. The addresses before and after the memory are reserved, and hold nothing.
+    mapping = map_memory(nbytes + HUGE_PAGE_BYTES)
+    start = huge_page_offset(mapping, phase)
     # A huge page at the end would also back addresses that are only reserved, which nobody counts as memory.
-    whole = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    end = start + nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     # Not every system has them.
     with contextlib.suppress(OSError, AttributeError):
-        mapping.madvise(mmap.MADV_NOHUGEPAGE, start + whole)
-        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return start
+        mapping.madvise(mmap.MADV_NOHUGEPAGE, end)
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, end - start)
+    return mapping, start

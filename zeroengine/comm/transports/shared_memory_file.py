@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from zeroengine import ops
-from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, huge_page_offset
+from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, map_in_huge_pages, private_mapping
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.rounding import round_up
 
@@ -294,11 +294,8 @@ def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> torch.Tens
 
     Memory that is large enough begins ``phase`` bytes after a place where a huge page can lie.
     """
-    size = max(numel, 1) * dtype.itemsize
-    # The addresses before and after it are reserved as well, and hold no memory.
-    reserved = HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else 0
-    memory = mmap.mmap(-1, size + reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=huge_page_offset(memory, phase) if reserved else 0)
+    memory, start = map_in_huge_pages(max(numel, 1) * dtype.itemsize, private_mapping, phase)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
 
 
 def host_identity() -> str:
