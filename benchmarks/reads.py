@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workload import Transformer
 
 import zeroengine
-from zeroengine.runtime import gatherer
+from zeroengine.runtime import forward
 from zeroengine.runtime.saved_views import SavedView
 from zeroengine.runtime.unit import Unit
 
@@ -60,7 +60,7 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
     ids = torch.randint(0, 64, (1, 4))
     clock = Clock()
-    gatherer.replace_saved_views = clock.timed("walk of the graph", gatherer.replace_saved_views)
+    forward.replace_saved_views = clock.timed("walk of the graph", forward.replace_saved_views)
     Unit.is_aliased = property(clock.timed("use counts", Unit.is_aliased.fget))  # type: ignore[assignment,attr-defined]
     SavedView.restore = clock.timed("reads in backward", SavedView.restore)  # type: ignore[method-assign]
 

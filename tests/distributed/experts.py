@@ -19,7 +19,6 @@ import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, batch, build, config
 from tests.nccl_over_gloo import use_nccl_transport
 from zeroengine.comm import memory_reuse
-from zeroengine.runtime import unit_list
 
 NUM_EXPERTS = 4
 # What the units are: whole layers, or experts and the other parts of a layer, or experts and layers without them.
@@ -197,9 +196,7 @@ def start(settings: dict[str, Any], style: Style) -> zeroengine.Engine:
 
 def train(transport: str, settings: dict[str, Any], style: Style, steps: int) -> list[float]:
     """Each step's loss of this rank."""
-    with on_transport(transport) as comm, pytest.MonkeyPatch.context() as patch:
-        if style.late:
-            patch.setattr(unit_list, "NUM_FORWARDS", 2)
+    with on_transport(transport) as comm:
         engine = start(settings | {"comm": comm}, style)
         losses: list[float] = []
         kept = None

@@ -28,7 +28,6 @@ from tests.distributed.experts import (
 from tests.distributed.models import WIDTH, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.parametrization import in_turn
-from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 UNITS = [pytest.param(LAYERS, id="layers"), pytest.param(SINGLE, id="experts")]
 TRANSPORTS = ("shm", "gloo", "nccl")
@@ -152,34 +151,8 @@ def error_of_skipped_mixture(transport: str) -> str:
 
 def test_a_rank_that_does_not_call_the_module_of_a_list_learns_it_at_once() -> None:
     for message in run_ranks(2, error_of_skipped_mixture, "shm", timeout=10.0):
-        assert "at gather the first call of a list" in message
+        assert "at gather mixture.experts.0" in message
         assert "if it calls the module that holds them" in message
-
-
-def gathers_of_forwards(style: Style) -> list[int]:
-    """How many first calls of lists are exchanged in each of three forwards."""
-    counts: list[int] = []
-    exchange = ArrivalExchange.__call__
-
-    def count(*args: Any) -> Any:
-        counts[-1] += 1
-        return exchange(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ArrivalExchange, "__call__", count)
-        engine = start(config(3, units=LAYERS), style)
-        for step in range(3):
-            counts.append(0)
-            loss = engine(*batch(step, engine.rank, 1), draw(step, engine.rank, 1, style.layers))
-            engine.backward(loss)
-            engine.step()
-        engine.close()
-    return counts
-
-
-def test_ranks_agree_on_where_a_list_is_called_in_the_first_forward_alone() -> None:
-    # Before the first layer and at it: the list of layers has then been called.
-    assert run_ranks(2, gathers_of_forwards, Style()) == [[2, 0, 0]] * 2
 
 
 def bytes_of_gradient_buffers(style: Style) -> int:

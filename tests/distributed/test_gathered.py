@@ -45,7 +45,7 @@ def bits(values: Any) -> dict[str, list[float]]:
 def one_unit_cannot_be_gathered() -> None:
     start()
     engine = trained_engine(3)
-    pin, pinned = engine.gatherer.gathers.pin, []
+    pin, pinned = engine.gatherer.pin, []
 
     def pin_one(unit: Any) -> None:
         if pinned:
@@ -54,7 +54,7 @@ def one_unit_cannot_be_gathered() -> None:
         pinned.append(unit)
 
     with (
-        mock.patch.object(engine.gatherer.gathers, "pin", pin_one),
+        mock.patch.object(engine.gatherer, "pin", pin_one),
         pytest.raises(MemoryError),
         gathered(engine.module),
     ):

@@ -38,9 +38,9 @@ def check_pools(engine: zeroengine.Engine) -> None:
     """Whether all that moves comes from the pool of the channel that moves it, and nothing else does."""
     gather, reduce = Pool.all
     for unit in engine._parts.units:
-        engine.gatherer.gathers.pin(unit)
+        engine.gatherer.pin(unit)
         assert gather.place(unit.full_buffer) and gather.place(unit.shard)
-        engine.gatherer.gathers.unpin(unit)
+        engine.gatherer.unpin(unit)
     assert all(reduce.place(buffer.memory) for buffer in engine.reducer.reduces.buffer_pool._buffers)
     for grads in engine.reducer.gradients:
         assert (reduce.place(grads.flat_grads) is not None) == (grads.dtype is grads.reduce_dtype)

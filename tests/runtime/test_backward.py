@@ -1,4 +1,4 @@
-"""Where the backward of a call reaches its inputs, and that no unit waits longer than that."""
+"""When a backward releases units, and lets them be reduced."""
 
 from __future__ import annotations
 
@@ -12,39 +12,6 @@ from tests.distributed.models import WIDTH, Block, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import Task, check_every_stage, ordinary_loop, start
-from zeroengine.runtime import module_backwards
-from zeroengine.runtime.module_backwards import last_nodes
-
-
-def names(nodes: Any) -> list[str]:
-    return sorted(node.name() for node in nodes)
-
-
-def test_last_nodes_are_the_nodes_of_this_call_that_add_to_an_inputs_gradient() -> None:
-    x = torch.ones(3, requires_grad=True).exp()
-    context, leaf = torch.ones(3, requires_grad=True).sin(), torch.ones(3, requires_grad=True)
-    unread = torch.ones(3, requires_grad=True).cos()
-    first = x.tanh() * context + leaf.abs()
-    second = (first.sigmoid() - context).sqrt() * context.square()
-    found = last_nodes([first, context, unread], [second, context])
-    assert [names(nodes) for nodes in found] == [["SigmoidBackward0"], ["PowBackward0", "SubBackward0"], []]
-    found = last_nodes([x, context, leaf, context], [first])
-    assert [names(nodes) for nodes in found] == [
-        ["TanhBackward0"],
-        ["MulBackward0"],
-        ["AbsBackward0"],
-        ["MulBackward0"],
-    ]
-
-
-def test_a_graph_with_too_many_nodes_gives_no_last_nodes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module_backwards, "MAX_NODES", 5)
-    x = torch.ones(3, requires_grad=True).exp()
-    assert last_nodes([x], [x.sin().cos()]) != [set()]
-    y = x
-    for _ in range(9):
-        y = y.sin()
-    assert last_nodes([x], [y]) == [set()]
 
 
 class Crossed(Block):

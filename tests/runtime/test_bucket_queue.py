@@ -33,7 +33,7 @@ def test_units_are_reduced_in_one_order_in_whichever_order_they_complete(
         reduced: list[NumberedUnit] = []
         for unit in data.draw(st.permutations(units)):
             unit.is_ready = True
-            reduced += queue.queue_in_order(lambda unit: unit.has_reduce)
+            reduced += queue.queue_in_order(lambda unit: unit.is_ready, lambda unit: unit.has_reduce)
             first_missing = next((other.number for other in units if not other.is_ready), len(units))
             waiting = [u for u in units[:first_missing] if u.has_reduce and u not in reduced]
             # What waits is no full bucket, and nothing else that may be reduced.

@@ -19,7 +19,9 @@ from __future__ import annotations
 import logging
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.backward import Backward
+from zeroengine.runtime.backward_listener import BackwardListener
+from zeroengine.runtime.reducer import Reducer
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
 MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
@@ -36,7 +38,8 @@ class Accumulation(BackwardListener):
     Args:
         micro_steps_per_step: The value of `gradient_accumulation_steps`; None in manual accumulation.
         rank: This rank. Rank 0 logs the warning about a forgotten step.
-        backward: Reports forwards and backwards. Its `is_last_microbatch` is set from here.
+        backward: Reports forwards and backwards.
+        reducer: Is told which micro-step is the last one of a step.
 
     Attributes:
         micro_steps: Number of micro-steps in the whole run.
@@ -44,7 +47,7 @@ class Accumulation(BackwardListener):
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 
-    def __init__(self, micro_steps_per_step: int | None, rank: int, backward: BackwardTracker) -> None:
+    def __init__(self, micro_steps_per_step: int | None, rank: int, backward: Backward, reducer: Reducer) -> None:
         self.micro_steps = self.backwards = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
@@ -63,7 +66,7 @@ class Accumulation(BackwardListener):
         # The argument of set_gradient_accumulation_boundary for this step; None before it is called.
         self._boundary: bool | None = None
         self._warned = False
-        self._backward = backward
+        self._reducer = reducer
         backward.subscribe(self)
 
     @property
@@ -98,19 +101,19 @@ class Accumulation(BackwardListener):
         if self._forwards_before_backward:
             self._passes += 1
             # Inside `no_sync` gradients add up on purpose.
-            self._local_passes += not self._backward.reduces_gradients
+            self._local_passes += not self._reducer.reduces_gradients
             self._warn_of_forgotten_step()
         # Gradients are reduced while the last backward of a step computes. A wrong guess costs only time, because
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
-            self._backward.is_last_microbatch = self._boundary is True
+            self._reducer.is_last_microbatch = self._boundary is True
         elif self._boundary is not None:
-            self._backward.is_last_microbatch = self._boundary
+            self._reducer.is_last_microbatch = self._boundary
         elif self._last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
-            self._backward.is_last_microbatch = self.backwards + 1 >= self._per_step
+            self._reducer.is_last_microbatch = self.backwards + 1 >= self._per_step
         else:
-            self._backward.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
+            self._reducer.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
 
     def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients.

@@ -50,8 +50,7 @@ from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
-from zeroengine.runtime.backward_tracker import BackwardTracker
-from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.forward import Forward
 from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
@@ -109,10 +108,11 @@ class EngineParts:
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
         scaler: The loss scale.
-        backward: Reports when backwards begin and end.
-        accumulation: Counts micro-steps, and decides which call may end a step.
-        gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buffers and reduces them.
+        forward: Gathers what forwards need.
+        backward: Gathers what backwards need, and lets units be reduced.
+        gatherer: Gathers parameters before they are used and releases them afterwards.
+        accumulation: Counts micro-steps, and decides which call may end a step.
         outside_writes: Finds values that user code wrote into the model.
         optimizer: Updates this rank's shards.
         master_weights: Reads and replaces the masters between steps.
@@ -199,26 +199,18 @@ class EngineParts:
         # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
         mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
         self.scaler = LossScaler(config.fp16 if config.scales_loss else None)
-        # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
-        trainable = [param for unit in self.units if unit.trainable for param in unit.params]
-        self.backward = BackwardTracker(trainable, config.scales_loss, timer)
-        if self.monitor is not None:
-            self.backward.subscribe(self.monitor)
-        micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
-        # Accumulation, gatherer, reducer and step runner subscribe to ``backward`` in their constructors. The order of
-        # these lines matters, because listeners are called in this order, and at the end of a backward in reverse.
-        self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward)
-        self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward, timer)
-        for handle in self.gatherer.hook_handles:
-            undo.callback(handle.remove)
         collects_copies = group.device.type == "cuda" if async_step is None else async_step
         stores = self.placement.optimizer_stores
         scaler = self.scaler
-        self.reducer = Reducer(
-            self.units, self.transport, config, self.backward, stores, collects_copies, lambda: scaler.scale, timer
-        )
-        for handle in self.reducer.hook_handles:
+        self.reducer = Reducer(self.units, self.transport, config, stores, collects_copies, lambda: scaler.scale, timer)
+        self.forward = Forward(model, self.units, self.transport, self.reducer, config, timer)
+        for handle in self.forward.hook_handles:
             undo.callback(handle.remove)
+        self.gatherer, self.backward = self.forward.gatherer, self.forward.backward
+        if self.monitor is not None:
+            self.backward.subscribe(self.monitor)
+        micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
+        self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward, self.reducer)
         # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
         self.outside_writes = OutsideWrites(
             self.units, self.replica_group, self.reducer.assigned_checksums, config.check_parameter_writes
@@ -236,7 +228,7 @@ class EngineParts:
                 shards,
                 self.reducer,
                 self.transport,
-                after_update=self.gatherer.gathers.publish_update,
+                after_update=self.gatherer.publish_update,
                 step=end_step,
                 zero_grad=zero_grad,
                 writes=self.outside_writes,

@@ -57,5 +57,5 @@ def check_outside_of_backward(call: str) -> None:
 
 def check_outside_of_gathered(parts: EngineParts, call: str) -> None:
     """Check that no parameters are gathered by ``zeroengine.gathered``."""
-    if parts.gatherer.gathers.num_pins:
+    if parts.gatherer.num_pins:
         raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")

@@ -300,7 +300,7 @@ class EngineCheckpoints:
             parts.state_offloader.check_resident("load_weights()")
             parts.foreign_parameters.check()
             # Leaving the `with` compares checksums and would take the loaded values for values that the user wrote.
-            if parts.gatherer.gathers.num_pins:
+            if parts.gatherer.num_pins:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."

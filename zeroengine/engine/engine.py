@@ -114,13 +114,13 @@ class Engine:
 
         ``engine.module(...)`` is the same: all that the engine does for a forward is done by hooks of the model.
         """
-        is_nested = self.gatherer.num_model_forwards
+        is_nested = self._parts.forward.num_model_forwards
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
             # torch calls no hooks on Ctrl-C, nor if a compiled model raises. Otherwise this changes nothing.
             if not is_nested:
-                self.gatherer.abandon_forward()
+                self._parts.forward.abandon()
                 if isinstance(error, DivergenceError):
                     end_traceback_in_callers_code(error)
                 self._forwards.end(error)
@@ -252,7 +252,7 @@ class Engine:
         Raises:
             ZeroEngineError: Earlier micro-steps of this step would also lose their gradients.
         """
-        # This also ends a backward that raised, whose listeners drop its gradients.
+        # This also ends a backward that raised, and drops its gradients.
         self._parts.backward.finish()
         accumulation = self._parts.accumulation
         if not accumulation.incomplete:
@@ -390,12 +390,12 @@ class Engine:
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If this raises, nothing has changed."""
         # Inside ``no_sync`` the user asked to keep gradients unreduced.
-        if not self._parts.backward.reduces_gradients:
+        if not self.reducer.reduces_gradients:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if self.gatherer.gathers.num_pins:
+        if self.gatherer.num_pins:
             raise ZeroEngineError(
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
@@ -438,10 +438,10 @@ class Engine:
 
         It works at every stage. At stages 2 and 3 each rank holds whole gradients meanwhile.
         """
-        backward = self._parts.backward
+        backward, reducer = self._parts.backward, self.reducer
         # A plain backward before the ``with`` must end under the previous setting, and one inside under this setting.
         backward.end_if_over()
-        reduces_before, backward.reduces_gradients = backward.reduces_gradients, False
+        reduces_before, reducer.reduces_gradients = reducer.reduces_gradients, False
         try:
             yield
         finally:
@@ -449,7 +449,7 @@ class Engine:
             try:
                 backward.end_if_over()
             finally:
-                backward.reduces_gradients = reduces_before
+                reducer.reduces_gradients = reduces_before
 
     @disable_compile
     @explain_out_of_memory

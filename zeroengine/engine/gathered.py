@@ -184,8 +184,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
-            gatherer.gathers.pin(unit)
-            undo.callback(gatherer.gathers.unpin, unit)
+            gatherer.pin(unit)
+            undo.callback(gatherer.unpin, unit)
             # A forward in progress may have written before.
             unit.collect_writes()
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
@@ -209,7 +209,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             else:
                 # A rank may have written the values that were there, which is no difference to the others.
                 units[index].forget_writes(())
-            gatherer.gathers.unpin(units[index])
+            gatherer.unpin(units[index])
     # This error comes last, after every rank has taken part in the collectives above.
     if refusals:
         raise ZeroEngineError(
@@ -249,10 +249,10 @@ def collect_state_dict(
     for unit in parts.units:
         params = [param for param in unit.params if param in tensors]
         if params:
-            parts.gatherer.gathers.pin(unit)
+            parts.gatherer.pin(unit)
             if returns_values:
                 copies |= {param: param.detach().to("cpu", copy=True) for param in params}
-            parts.gatherer.gathers.unpin(unit)
+            parts.gatherer.unpin(unit)
     if not returns_values:
         return {}
     # A tensor that no unit holds is a buffer, or was computed.

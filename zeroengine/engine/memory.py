@@ -110,7 +110,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         device=str(parts.group.device),
         **on_device,
         buckets=parts.reducer.reduces.nbytes,
-        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.gathers.deferred_frees.units()},
+        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes
         + (0 if parts.outer_step is None else parts.outer_step.mean.nbytes)

@@ -41,7 +41,7 @@ class ModelForwards:
 
     def __init__(self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int]) -> None:
         self._parts, self._checkpoint_copy_bytes = parts, checkpoint_copy_bytes
-        self._model, self._gatherer = parts.model, parts.gatherer
+        self._model, self._forward = parts.model, parts.forward
         # Whether a forward has begun whose end is not known yet, and whether it counts.
         self._in_progress = self._counts = False
         # An error that was being handled as the forward began.
@@ -54,7 +54,7 @@ class ModelForwards:
             begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
             parts.undo.callback(self._model.register_forward_pre_hook(begin).remove)
             parts.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
-        parts.gatherer.forward_observer = self
+        parts.forward.observer = self
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Begin a forward, unless it is nested in another one.
@@ -70,15 +70,15 @@ class ModelForwards:
         # States are rarely offloaded, so a quick test comes before the check itself.
         if parts.state_offloader.has_offloaded_states:
             parts.state_offloader.check_resident("the forward", ("parameters",))
-        if self._gatherer.num_model_forwards:
+        if self._forward.num_model_forwards:
             if not self._has_interrupted_forward():
                 return
-            self._gatherer.abandon_forward()
+            self._forward.abandon()
         if self._in_progress:
             self.abandon()
         self._in_progress, self._outer_error = True, sys.exc_info()[1]
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
-        if not (self._model.training and torch.is_grad_enabled()) or self._gatherer.gathers.num_pins:
+        if not (self._model.training and torch.is_grad_enabled()) or parts.gatherer.num_pins:
             return
         if torch._C._current_graph_task_id() < 0:
             self._has_plain_forward = True
@@ -138,7 +138,7 @@ class ModelForwards:
 
     def _begin_profile(self, args: Any) -> None:
         # The gatherer's hook has counted this forward, so a nested one is not the first.
-        if not self._counts or self._profile is not None or self._gatherer.num_model_forwards != 1:
+        if not self._counts or self._profile is not None or self._forward.num_model_forwards != 1:
             return
         parts = self._parts
         assert parts.forward_profiler is not None
@@ -148,7 +148,7 @@ class ModelForwards:
         self._profile.__enter__()
 
     def _end_profile(self, args: Any, output: Any) -> None:
-        if self._gatherer.num_model_forwards == 1:
+        if self._forward.num_model_forwards == 1:
             error = sys.exc_info()[1]
             self._close_profile(None if error is self._outer_error else error)
 

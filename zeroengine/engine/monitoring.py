@@ -33,7 +33,7 @@ from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import Placement
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.backward_tracker import BackwardListener
+from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.process_finalizer import finalize

@@ -37,7 +37,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
         parts.state_offloader.check_resident(call)
         parts.placement.check_intact()
         check_outside_of_gathered(parts, call)
-        if parts.gatherer.num_model_forwards or torch._C._current_graph_task_id() >= 0:
+        if parts.forward.num_model_forwards or torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
         _check_elementwise(parts, name, act)
     check_same("a method of the optimizer", calls)

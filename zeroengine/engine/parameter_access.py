@@ -151,9 +151,9 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     shard, gatherer = located.shard, located.parts.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
-        gatherer.gathers.pin(located.unit)
+        gatherer.pin(located.unit)
         value = located.zeros(param.shape).copy_(param.detach())
-        gatherer.gathers.unpin(located.unit)
+        gatherer.unpin(located.unit)
         return value
     # Values that the user wrote into the model are copied into the master first.
     if any(is_written_by_rank):
@@ -181,7 +181,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     with located.same_call("set_full_master"):
         value = located.checked_copy(value)
     located.parts.group.broadcast(value)
-    gatherer.gathers.pin(unit)
+    gatherer.pin(unit)
     if located.shard is not None:
         located.write(located.shard.master, value)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     unit.forget_writes([located.index])
     # A parameter that was built without values has values now.
     unit.unset_params.discard(located.slot.name)
-    gatherer.gathers.unpin(unit)
+    gatherer.unpin(unit)
     located.parts.note_new_masters(unit, [located.slot.name])
 
 

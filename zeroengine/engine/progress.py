@@ -14,7 +14,7 @@ from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
 from zeroengine.plan.search.automatic import StatePlanner
-from zeroengine.runtime.backward_tracker import BackwardListener
+from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.small_transfers import HostCopy
 from zeroengine.view.formats import format_count, format_loss

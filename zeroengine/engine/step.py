@@ -42,7 +42,8 @@ from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.backward import Backward
+from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.launcher_reports import report_step
@@ -107,7 +108,7 @@ class StepRunner(BackwardListener):
         gatherer: Gatherer,
         transport: Transport,
         replicas: ReplicaLayout,
-        backward: BackwardTracker,
+        backward: Backward,
         timer: Timer,
         report_event: Callable[[EventKind, int, str], None],
         progress: ProgressPrinter | None,

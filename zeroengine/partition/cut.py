@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.unit_lists import find_unit_lists
 
 # Counted in elements. Outside of the blocks, a parameter of at least this size, such as an embedding, is a unit.
 LARGE_PARAM = 1 << 20
@@ -40,12 +41,19 @@ class UnitPlan:
     modules: tuple[nn.Module, ...]
     dtype: torch.dtype  # that the model computes in
     trainable: bool
+    root: nn.Module | None = None  # the module that holds all of them, if there is one
     positions: tuple[int, ...] = ()  # of each of ``modules`` among the modules of the model, in their order
 
     @property
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
         return sum(param.numel() for _, param in self.params)
+
+    @property
+    def num_uses(self) -> int:
+        """How many modules need the unit in one forward, without those inside of another one that keeps it gathered."""
+        inside = {inner for module in self.modules for inner in module.modules() if inner is not module}
+        return sum(module not in inside for module in self.modules)
 
     @property
     def is_mixed_precision(self) -> bool:
@@ -81,7 +89,7 @@ def cut_units(
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[nn.Parameter] = (),
 ) -> list[UnitPlan]:
-    """Cut ``model`` into units, in registration order.
+    """Cut ``model`` into units, in registration order but for "Lists of units" in ``unit_lists.py``.
 
     Each block in a repeated container is a unit. Such a container is a ``ModuleList``, ``ModuleDict`` or ``Sequential``
     of at least two modules of one class that have child modules. Each large parameter of the rest is a unit, and the
@@ -136,11 +144,8 @@ def cut_units(
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
-    return [
-        dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules))
-        for group in groups
-        for unit in _split(group, owners, dtype_of)
-    ]
+    units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, dtype_of)])
+    return [dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules)) for unit in units]
 
 
 def plain_name(name: str) -> str:
@@ -248,4 +253,20 @@ def _split(
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]
         suffix = "" if (dtype, trainable) == main else f" ({'frozen, ' * (not trainable)}{str(dtype)[6:]})"
-        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), dtype, trainable)
+        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), dtype, trainable, group.root)
+
+
+def _with_holders(model: nn.Module, units: list[UnitPlan]) -> list[UnitPlan]:
+    """Apply the rules of "Lists of units" in ``unit_lists.py``."""
+    for unit_list in find_unit_lists(model, {unit.root for unit in units if unit.root is not None}):
+        others, elements = unit_list.others(), set(unit_list.elements)
+        first = next(index for index, unit in enumerate(units) if unit.root in elements)
+        before: list[UnitPlan] = []
+        behind: list[UnitPlan] = []
+        for index, unit in enumerate(units):
+            is_needed = unit.root not in elements and not others.isdisjoint(unit.modules)
+            if is_needed and unit_list.holder not in unit.modules:
+                unit = dataclasses.replace(unit, modules=(*unit.modules, unit_list.holder))
+            (before if is_needed or index < first else behind).append(unit)
+        units = before + behind
+    return units

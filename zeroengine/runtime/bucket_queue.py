@@ -13,10 +13,6 @@ class Reducible(Protocol):
     def numel(self) -> int:
         """The elements of the flat buffer."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the unit may be reduced in the backward in progress."""
-
 
 U = TypeVar("U", bound=Reducible)
 
@@ -40,17 +36,18 @@ class BucketQueue(Generic[U]):
         """Wait for every unit again."""
         self._num_queued = 0
 
-    def queue_in_order(self, is_reduced: Callable[[U], bool]) -> list[U]:
+    def queue_in_order(self, is_ready: Callable[[U], bool], is_reduced: Callable[[U], bool]) -> list[U]:
         """Move units into the bucket, up to the first one that is not ready.
 
         Args:
+            is_ready: Returns whether a unit may be reduced now.
             is_reduced: Returns whether a unit has a reduce in this backward. Otherwise the queue goes past it.
 
         Returns:
             The units whose reduces are to be launched now, in order.
         """
         due: list[U] = []
-        while self._num_queued < len(self.order) and (unit := self.order[self._num_queued]).is_ready:
+        while self._num_queued < len(self.order) and is_ready(unit := self.order[self._num_queued]):
             self._num_queued += 1
             if not is_reduced(unit):
                 continue

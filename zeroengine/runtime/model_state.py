@@ -191,7 +191,7 @@ class StandIns(TorchFunctionMode):
             for other in [other for other in self._pinned if other is not unit and other not in needed]:
                 self._unpin(other)
             if unit not in self._pinned:
-                self._gatherer.gathers.pin(unit)
+                self._gatherer.pin(unit)
                 self._pinned[unit] = None
             for tensor, original, _, _ in self._detached.values():
                 if self._unit_of.get(original) is unit and has_no_values(tensor):  # type: ignore[call-overload]
@@ -206,7 +206,7 @@ class StandIns(TorchFunctionMode):
                     tensor.data = placeholder
                     mark_released(tensor, self._resolve)  # type: ignore[arg-type]
             del self._pinned[unit]
-            self._gatherer.gathers.unpin(unit)
+            self._gatherer.unpin(unit)
 
     def _refuse_writes(self, detached: Sequence[_Detached]) -> None:
         for tensor, original, placeholder, version in detached:

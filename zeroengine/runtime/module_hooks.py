@@ -13,7 +13,6 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
-from zeroengine.runtime.unit import Unit
 from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
@@ -44,17 +43,11 @@ class ForwardListener(Protocol):
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a forward of the whole model has ended or raised."""
 
-    def pre_list_forward(self, module: nn.Module, args: Any) -> None:
-        """Note that a forward of a module with a list of units begins."""
-
-    def post_list_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Note that a forward of a module with a list of units has ended or raised. Return its output."""
-
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a forward of a module that needs units begins."""
+        """Note that a forward of a module that needs units, or holds lists of units, begins."""
 
-    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note that a forward of a module that needs units has ended or raised."""
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note that such a forward has ended or raised. Return its output."""
 
 
 def is_raising() -> bool:
@@ -89,14 +82,14 @@ def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
 def register_hooks(
     listener: ForwardListener,
     model: nn.Module,
-    units_of: Mapping[nn.Module, list[Unit]],
-    list_users: Iterable[nn.Module],
+    modules: Mapping[nn.Module, bool],
 ) -> list[Any]:
-    """Notify ``listener`` of the forwards of ``model`` and of the modules that need a unit to be gathered.
+    """Notify ``listener`` of the forwards of ``model`` and of ``modules``.
 
     Args:
-        units_of: The units that each module's forward needs.
-        list_users: The modules that hold lists of units.
+        listener: Is notified.
+        model: The whole model.
+        modules: The modules that need units or hold lists of units, and whether the end of their forwards matters.
 
     Returns:
         The handles of the hooks.
@@ -115,27 +108,17 @@ def register_hooks(
 
         return UncopiedHook(hook)
 
-    # Where each rank updates a part of a unit that is never released, the next forward must wait for the all-gather of
-    # the step, so these modules need hooks as well.
-    units_of_hooked = {
-        module: units
-        for module, units in units_of.items()
-        if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in units)
-    }
     handles: list[Any] = []
-    # A list of the model itself is completed before the forward of the model ends, so these hooks come first.
-    for module in list_users:
-        handles.append(module.register_forward_pre_hook(hook_for("pre_list_forward"), prepend=True))
-        handles.append(module.register_forward_hook(hook_for("post_list_forward"), always_call=True))
     # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), because otherwise its units would never be released.
-    # The listener hides its work on the whole model itself, because it may enter a mode that outlives the hook.
+    for module, has_end in modules.items():
+        handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
+        if has_end:
+            handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
+    # A list of the model itself is completed before the forward of the model ends, so this hook comes later. The
+    # listener hides its work on the whole model itself, because it may enter a mode that outlives the hook.
     end = hook_for("post_model_forward", is_hidden=False)
     handles.append(model.register_forward_hook(end, always_call=True))
-    for module, units in units_of_hooked.items():
-        handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
-        if any(unit.is_releasable for unit in units):
-            handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
     # The forward of the whole model begins before any of its modules gathers, the model itself included.
     begin = hook_for("pre_model_forward", is_hidden=False)
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))

@@ -1,8 +1,8 @@
 """Reduces gradients over the ranks while autograd computes the next ones.
 
 [Note: The path of a gradient]
-1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
-2. The hook copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
+1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook, which ``Backward`` owns.
+2. ``add`` copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
    (``UnitReduces.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
    (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
@@ -26,10 +26,10 @@ Outside of a backward ``param.grad`` is None, or the user's: see "Who owns param
 
 [Note: Units are reduced in one order]
 Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
-it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when its backward
-is past, which the calls of its modules show (see "When a module's backward is over" in ``module_backwards.py``), or
-when the whole backward ends. So ranks that use different parameters agree on every collective, and a rank that waits
-for memory of an earlier reduce does not wait for the end of another rank's backward, which may need its own gathers.
+it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when all visits of
+it are over (see "One order of collectives" in ``visit_log.py``), or when the whole backward ends. So ranks that use
+different parameters agree on every collective, and a rank that waits for memory of an earlier reduce does not wait for
+the end of another rank's backward, which may need its own gathers.
 
 A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
 """
@@ -37,7 +37,6 @@ A unit may get gradients after it was reduced: see "Several gradients of one par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 
 import torch
 from torch import nn
@@ -48,9 +47,8 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
-from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.autograd_hooks import Hook
 from zeroengine.runtime.bucket_queue import BucketQueue
-from zeroengine.runtime.module_backwards import Hook
 from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
@@ -59,12 +57,11 @@ from zeroengine.runtime.user_gradients import UserGradients
 from zeroengine.utils.checksum import checksum
 
 
-class Reducer(BackwardListener):
-    """Owns the gradients of the trainable units. It knows nothing of parameters' values.
+class Reducer:
+    """Owns the gradients of the trainable units. It knows nothing of parameters' values, nor of what runs.
 
     Args:
         config: The resolved configuration.
-        backward: Reports when a backward begins and ends. The reducer reports each gradient and complete unit to it.
         stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
         collects_copies: Whether copies into buffers are collected and launched together, which saves time on a GPU.
         loss_scale: Returns the factor of the loss.
@@ -76,8 +73,9 @@ class Reducer(BackwardListener):
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         user_gradients: Finds what user code assigns to ``param.grad``.
         assigned_checksums: By parameter, a checksum of what user code assigned after the unit was reduced in this step.
-        hook_handles: The handles of the hooks on parameters.
         has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
+        reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
+        is_last_microbatch: Whether the backward in progress is probably the last one before the update.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class Reducer(BackwardListener):
         units: Iterable[Unit],
         transport: Transport,
         config: Config,
-        backward: BackwardTracker,
         stores: Sequence[OffloadStore | None],
         collects_copies: bool,
         loss_scale: Callable[[], float],
@@ -93,7 +90,6 @@ class Reducer(BackwardListener):
     ) -> None:
         units = list(units)
         self._transport = transport
-        self._backward = backward
         self._micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = [
             UnitGradients(
@@ -104,23 +100,14 @@ class Reducer(BackwardListener):
         self._gradients_of = {unit_grads.unit: unit_grads for unit_grads in self.gradients}
         self.reduces = UnitReduces(self.gradients, transport, config, collects_copies, timer)
         self._queue = BucketQueue(self.gradients[::-1], config.zero_optimization.reduce_bucket_size or 0)
-        # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have.
-        self._expected_calls = 1
+        self.reduces_gradients = self.is_last_microbatch = True
+        self._in_backward = False
+        # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have, and that have
+        # ended. ``Engine.backward`` counts as none.
+        self._expected_calls, self._num_ended_calls, self._run_by_engine = 1, 0, False
         self.has_late_gradients = False
         self.user_gradients = UserGradients(units, self.gradients)
         self.assigned_checksums: dict[nn.Parameter, tuple[int, int]] = {}
-        # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
-        self._handles = [
-            [
-                param.register_post_accumulate_grad_hook(Hook(self, Reducer._post_accumulate_grad, unit_index, index))
-                for index, param in enumerate(unit_grads.unit.params)
-            ]
-            for unit_index, unit_grads in enumerate(self.gradients)
-        ]
-        self.hook_handles = list(chain.from_iterable(self._handles))
-        # The hooks of each parameter, in the order in which autograd calls them, and the id of the reducer's.
-        self._hooks_of_params = [(handle.hooks_dict_ref(), handle.id) for handle in self.hook_handles]
-        backward.subscribe(self)
 
     def divisor(self) -> float:
         """Return the number that a summed gradient is divided by for the mean over ranks and micro-steps.
@@ -140,27 +127,28 @@ class Reducer(BackwardListener):
         """Watch the gradients of earlier micro-steps again, if there are any."""
         self.user_gradients.resume()
 
-    def call_began(self) -> None:
-        """Take over what the user has assigned, before autograd adds gradients of this call to it."""
-        self.user_gradients.stop_watching()
-        self.take_assigned_gradients()
-        for hooks, own_id in self._hooks_of_params:
-            # A hook that the user registered since ``initialize`` is to find the gradient, so it comes first.
-            if len(hooks) > 1:
-                hooks[own_id] = hooks.pop(own_id)
+    def begin_backward(self, *, by_engine: bool) -> None:
+        """Wait for the gradients of every unit.
 
-    def begin_backward(self) -> None:
-        """Wait for the gradients of every unit."""
+        Args:
+            by_engine: Whether ``Engine.backward`` runs the backward, rather than plain calls.
+        """
+        self._in_backward, self._num_ended_calls, self._run_by_engine = True, 0, by_engine
         self._queue.begin_backward()
         for unit_grads in self.gradients:
             unit_grads.begin_backward()
 
+    def begin_call(self) -> None:
+        """Take over what the user has assigned, before autograd adds gradients of this call to it."""
+        self.user_gradients.stop_watching()
+        self.take_assigned_gradients()
+
     def _is_reduced_in_backward(self, unit_grads: UnitGradients) -> bool:
         """Return whether the backward in progress reduces the unit, now or at its end."""
         if unit_grads.is_sharded:
-            return self._backward.reduces_gradients
+            return self.reduces_gradients
         # These gradients are reduced once, at the end of a step.
-        is_last = self._backward.reduces_gradients and self._backward.is_last_microbatch
+        is_last = self.reduces_gradients and self.is_last_microbatch
         return is_last and not unit_grads.launched_in_step
 
     def _is_deferred(self, unit_grads: UnitGradients) -> bool:
@@ -171,28 +159,23 @@ class Reducer(BackwardListener):
         # Gradients that are not sharded are added to the kept sum even inside no_sync.
         return unit_grads.is_sharded or unit_grads.launched_in_step
 
-    def _post_accumulate_grad(self, unit_index: int, index: int) -> None:
-        unit_grads, handle = self.gradients[unit_index], self._handles[unit_index][index]
-        param = unit_grads.unit.params[index]
-        # Autograd also calls the hook if a Function returned None instead of a gradient.
-        gradient, param.grad = param.grad, None
-        is_last_hook = next(reversed(handle.hooks_dict_ref())) == handle.id
-        # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
-        self._backward.note_gradient()
-        if not is_last_hook:
-            # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.
-            # The end of the backward takes what they leave.
-            param.grad = gradient
-            return
+    def add(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor | None) -> bool:
+        """Add a gradient that autograd has computed. Return whether the unit has all its gradients.
+
+        Args:
+            unit_grads: The gradients of the parameter's unit.
+            index: The index of the parameter in the unit.
+            gradient: In the shape of the parameter. None: a Function returned none.
+        """
         is_deferred = self._is_deferred(unit_grads)
         if self._num_further_calls == 0:
             unit_grads.count_arrival(index)
         if gradient is not None:
             self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
-        if not unit_grads.num_pending:
-            self._backward.note_unit_complete(unit_grads.unit)
-            self._queue_in_order()
-        # Peers may have become ready for a sum since this rank launched it.
+        return not unit_grads.num_pending
+
+    def progress(self) -> None:
+        """Let reduces in progress proceed: peers may have become ready for a sum since this rank launched it."""
         self._transport.progress()
 
     def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, *, is_deferred: bool) -> None:
@@ -213,24 +196,15 @@ class Reducer(BackwardListener):
             # The user may hold the tensor, to which others will be added.
             unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype, copy=True)
 
-    def unit_held(self, unit: Unit) -> None:
-        """Do not reduce ``unit`` before ``unit_not_held``."""
-        self._gradients_of[unit].is_held = True
-
-    def unit_not_held(self, unit: Unit) -> None:
-        """Reduce ``unit`` once it is complete."""
-        self._gradients_of[unit].is_held = False
-        self._queue_in_order()
-
-    def unit_past(self, unit: Unit) -> None:
-        """Let ``unit``, some of whose parameters got no gradient, be reduced as it is."""
+    def close(self, unit: Unit) -> bool:
+        """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
         unit_grads = self._gradients_of[unit]
-        if unit_grads.num_pending and self._num_further_calls <= 0:
-            self._accept_written(unit_grads)
-            self._copy_earlier_gradients(unit_grads)
-            unit_grads.num_pending = 0
-            self._backward.note_unit_complete(unit)
-            self._queue_in_order()
+        if not unit_grads.num_pending or self._num_further_calls > 0:
+            return False
+        self._accept_written(unit_grads)
+        self._copy_earlier_gradients(unit_grads)
+        unit_grads.num_pending = 0
+        return True
 
     @property
     def _num_further_calls(self) -> int:
@@ -238,12 +212,13 @@ class Reducer(BackwardListener):
 
         A backward is expected to have as many calls as the previous one had. Below 0: it has had more.
         """
-        return 0 if self._backward.run_by_engine else self._expected_calls - 1 - self._backward.num_ended_calls
+        return 0 if self._run_by_engine else self._expected_calls - 1 - self._num_ended_calls
 
     def end_call(self) -> None:
-        """Let all units be reduced that have not been, unless another call is expected."""
+        """Note that a plain call has ended. Let all units be reduced that have not been, unless another is expected."""
         self._end_units(accepts_written=True, ends=self._num_further_calls <= 0)
         self.user_gradients.watch()
+        self._num_ended_calls += 1
 
     def _end_units(self, *, accepts_written: bool, ends: bool = True) -> None:
         # Unit by unit, so that the buffer of one serves another as soon as it was reduced.
@@ -253,7 +228,7 @@ class Reducer(BackwardListener):
             if ends:
                 self._copy_earlier_gradients(unit_grads)
                 unit_grads.end_backward()
-                self._queue_in_order()
+                self.advance()
 
     def _accept_written(self, unit_grads: UnitGradients) -> None:
         """Accept the gradients that a Function or a hook of the user has left in ``param.grad`` in this backward."""
@@ -272,8 +247,13 @@ class Reducer(BackwardListener):
                 if not count and index in unit_grads.deferred_grads:
                     self.reduces.copy_to_slot(unit_grads, index)
 
-    def end_backward(self, num_calls: int) -> None:
-        """Launch the reduces that were not launched during the backward, in order."""
+    def end_backward(self) -> int:
+        """Launch the reduces that were not launched during the backward, in order.
+
+        Returns:
+            The number of plain calls that the backward consists of; 0 for ``Engine.backward``.
+        """
+        num_calls = self._num_ended_calls
         self._expected_calls = num_calls or self._expected_calls
         # After a plain call the user may have assigned gradients since the call ended.
         self._end_units(accepts_written=not num_calls)
@@ -281,10 +261,20 @@ class Reducer(BackwardListener):
             self.reduces.launch(unit_grads)
         self.reduces.flush_copies()
         self.user_gradients.watch()
+        self._in_backward = False
+        return num_calls
 
-    def _queue_in_order(self) -> None:
-        """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full."""
-        for unit_grads in self._queue.queue_in_order(self._is_reduced_in_backward):
+    def advance(self, is_pending: Callable[[Unit], bool] | None = None) -> None:
+        """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full.
+
+        Args:
+            is_pending: Returns whether a backward that runs has visits of a unit to come. None: no backward runs.
+        """
+
+        def is_ready(unit_grads: UnitGradients) -> bool:
+            return not (unit_grads.num_pending or (is_pending is not None and is_pending(unit_grads.unit)))
+
+        for unit_grads in self._queue.queue_in_order(is_ready, self._is_reduced_in_backward):
             self.reduces.launch(unit_grads)
 
     # -- step -------------------------------------------------------------------------------------
@@ -312,18 +302,14 @@ class Reducer(BackwardListener):
         self.assigned_checksums.clear()
         self.user_gradients.stop_watching()
 
-    def fail_backward(self, after_others: bool) -> None:
-        """Drop every gradient since the last step, because some gradients of the failed backward are missing."""
-        self.drop_gradients()
-
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
         self.reduces.drop()
         self._queue.take_bucket()
+        self._in_backward = False
         self.has_late_gradients = False
         for unit_grads in self.gradients:
             unit_grads.num_pending = 0
-            unit_grads.is_held = False
             unit_grads.deferred_grads.clear()
         self.user_gradients.drop()
         self.end_step()
@@ -332,7 +318,7 @@ class Reducer(BackwardListener):
 
     def check_backward_ended(self) -> None:
         """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
-        if self._backward.in_progress:
+        if self._in_backward:
             raise ZeroEngineError(
                 "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
             )

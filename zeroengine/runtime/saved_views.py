@@ -38,8 +38,6 @@ _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengin
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
 
-current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
 
 class SavedView(NamedTuple):
     """A description of a tensor in a unit's full buffer that autograd has saved.
@@ -73,7 +71,7 @@ class SavedView(NamedTuple):
 
 def replace_saved_views(
     outputs: Iterable[torch.Tensor],
-    first_sequence_number: int,
+    first_node: int,
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
 ) -> set[Unit]:
@@ -82,7 +80,7 @@ def replace_saved_views(
     Tensors that were saved through hooks, of an activation checkpoint or of the user, are left alone.
 
     Args:
-        first_sequence_number: ``current_sequence_number()`` before the forward. Older nodes are left alone.
+        first_node: The number of the first node that the forward may have made. Older nodes are left alone.
         units: Units whose full buffers hold values.
         read: Returns the tensor of a view when backward needs it.
 
@@ -103,7 +101,7 @@ def replace_saved_views(
         while pending and len(visited) < MAX_NODES:
             node = pending.pop()
             # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
-            if node._sequence_nr() < first_sequence_number:
+            if node._sequence_nr() < first_node:
                 continue
             for name in _names_of_saved(node.__class__):
                 try:

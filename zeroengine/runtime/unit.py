@@ -66,6 +66,7 @@ class Unit:
 
     Attributes:
         modules: The modules whose forward needs this unit.
+        root: The module that holds all of its parameters, if there is one.
         numel: The elements of the full buffer, padding included.
         full_buffer: 1-D, ``numel`` elements. Its storage stays the same for the life of the unit, unless other
             tensors alias it at a step (``replace_full_buffer``).
@@ -94,7 +95,7 @@ class Unit:
         self.original_dtypes = [param.dtype for _, param in plan.params]
         self.original_formats = [_memory_format(param) for _, param in plan.params]
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
-        self.modules = plan.modules
+        self.modules, self.root = plan.modules, plan.root
         self.rank, self.degrees = transport.rank, degrees
         self.layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
         self.numel = self.layout.numel

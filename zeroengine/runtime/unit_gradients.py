@@ -5,8 +5,6 @@ Lists have one entry for each parameter. The reducer calls every method named he
 
     attribute             set by ...                                      cleared by ...
     num_pending           ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
-    is_held               ``unit_held``: this rank skipped the unit in    ``unit_not_held``, ``begin_backward``,
-                          a list, and other ranks may use it              ``end_backward``, or a drop
     deferred_grads        a gradient inside no_sync, or a late one        the next copy of it, or a drop
     slot_filled           the copy of a gradient to where it is           the launch of its reduce (if sharded), or
                           reduced from                                    ``end_step`` (if not)
@@ -183,21 +181,14 @@ class UnitGradients:
         self.expected_counts = [1] * num_params
         self.arrived_counts = [0] * num_params
         self.num_pending = 0
-        self.is_held = False
         self.slot_filled = [False] * num_params
         self.has_grad = [False] * num_params
         self.launched_in_step = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the unit may be reduced in the backward in progress."""
-        return not self.num_pending and not self.is_held
 
     def begin_backward(self) -> None:
         """Wait for as many gradients of each parameter as in the previous backward."""
         self.arrived_counts = [0] * len(self.expected_counts)
         self.num_pending = len(self.expected_counts)
-        self.is_held = False
 
     def count_arrival(self, index: int) -> None:
         """Count one more gradient of parameter ``index`` in this backward."""
@@ -212,7 +203,6 @@ class UnitGradients:
         # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
         self.expected_counts = [max(1, count) for count in self.arrived_counts]
         self.num_pending = 0
-        self.is_held = False
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""

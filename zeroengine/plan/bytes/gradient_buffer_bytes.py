@@ -105,7 +105,7 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
             flow = queue.order[index]
             if ends:
                 flow.is_ready = True
-                launch(queue.queue_in_order(lambda _: True))
+                launch(queue.queue_in_order(lambda flow: flow.is_ready, lambda _: True))
             elif flow.format.is_sharded:
                 in_use[flow] = acquire(flow)
         launch(queue.take_bucket())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.transports.two_level_sum import SumSizes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
-from zeroengine.runtime.first_list_calls import ArrivalExchange
 
 
 def two_level_bytes(
@@ -22,7 +21,7 @@ def two_level_bytes(
         gathered: The most bytes of full buffers at a time.
         bits: The bits of an integer in packets of sums. None: sums travel exactly.
     """
-    size, num_hosts = ranks_per_host, world_size // ranks_per_host
+    size = ranks_per_host
     again = after_update = 0
     sums: list[int] = []
     for unit in units:
@@ -37,10 +36,8 @@ def two_level_bytes(
     # As many units pass through at a time as are gathered.
     largest = max((unit.full_bytes for unit in units if unit.degrees.parameters > size), default=0)
     passing = again * -(-gathered // largest) if largest else 0
-    # Where a list of units is first called, the ranks exchange a packet.
-    packets = ArrivalExchange.nbytes * (num_hosts - 1) if any(unit.degrees.parameters > 1 for unit in units) else 0
     # On a slow network the sums of all units are on their way when the backward ends.
-    return passing + packets + after_update + sum(sums)
+    return passing + after_update + sum(sums)
 
 
 def packed_numel(unit: UnitBytes, world_size: int, ranks_per_host: int) -> int:

@@ -6,7 +6,7 @@ gathers   of units that are released between uses. A forward gathers a unit for 
           each module. The unit that a forward needs last stays from its first use until then. With a second copy of the
           parameters all but the first gather of a trainable unit in a step come from its ranks. Elements of a list of
           which a rank may use only some, such as experts, are gathered by all ranks as if each used all of them (see
-          ``runtime.unit_lists``)
+          ``partition.unit_lists``)
 updates   where the optimizer's degree is above that of the parameters: gathers of each unit after its update
 reduces   of gradients that are sharded: in each micro-step. Of others: once
 """
@@ -84,7 +84,7 @@ class StepCollectives:
         for unit in gathered:
             again = Gather(unit, unit.degrees.secondary or unit.degrees.parameters)
             # A unit of several modules is such as an embedding that is tied to the head.
-            uses = len(unit.plan.modules)
+            uses = unit.plan.num_uses
             forward_uses = min(uses, 1) if unit is last else uses
             later += [again] * forward_uses
             # The second copy of a frozen unit is never out of date.

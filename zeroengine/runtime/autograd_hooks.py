@@ -1,0 +1,47 @@
+"""Hooks for autograd to call, and callbacks at the end of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroengine.utils.compiler_disable import disable_compile
+
+# Autograd calls a queued function when the innermost backward in progress ends, but not if that backward raises.
+queue_callback: Callable[[Callable[[], None]], None]
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Hook:
+    """A method for autograd to call.
+
+    The graph owns its hooks. A hook that owned the method's object would close a cycle through C++ that the garbage
+    collector cannot see, so the hook refers to the object weakly. Its arguments live as long as the graph.
+
+    Args:
+        owner: The object whose method is called.
+        method: The method.
+        args: Its arguments.
+    """
+
+    def __init__(self, owner: object, method: Callable[..., object], *args: Any) -> None:
+        self._owner, self._method, self._args = weakref.ref(owner), method, args
+
+    @disable_compile
+    def __call__(self, *_: Any) -> None:
+        """Call the method, if the owner is still alive. The arguments of autograd are ignored."""
+        owner = self._owner()
+        if owner is not None:
+            self._method(owner, *self._args)
+
+
+def register_hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None:
+    """Register a hook that autograd calls before the earlier hooks of ``tensor``."""
+    hook_id = tensor.register_hook(hook).id
+    # Autograd calls the hooks in the order of this dict.
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    for earlier in [key for key in hooks if key != hook_id]:
+        hooks[earlier] = hooks.pop(earlier)

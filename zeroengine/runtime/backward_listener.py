@@ -1,0 +1,38 @@
+"""What is told of backwards, such as the counter of micro-steps."""
+
+from __future__ import annotations
+
+
+class BackwardListener:
+    """The events of a backward. Subclasses override the events that concern them; the others do nothing."""
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins with autograd enabled, outside of any backward."""
+
+    def check_backward(self, wants_gradients: bool) -> None:
+        """A backward is about to begin. Raise to refuse it: no listener has seen ``begin_backward`` yet.
+
+        Args:
+            wants_gradients: False if all parameters are frozen, such as those of a GAN's discriminator while the
+                loss of the generator passes through it. Then no further event of this backward follows.
+        """
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def end_backward(self, num_calls: int) -> None:
+        """A backward has ended, and the reducer has its gradients.
+
+        Args:
+            num_calls: The number of plain ``loss.backward()`` calls that it consists of; 0 for ``Engine.backward``.
+        """
+
+    def fail_backward(self, after_others: bool) -> None:
+        """A backward raised, so some of its gradients are missing: drop all gradients of the step in progress.
+
+        Args:
+            after_others: Whether other backwards produced gradients that ``end_backward`` has not reported yet.
+        """
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the step in progress, which starts again."""

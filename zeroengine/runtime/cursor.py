@@ -1,0 +1,113 @@
+"""Where one backward is in the logs that it contains. See "One order of collectives" in ``visit_log.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.visit_log import Place, Visit, VisitLog
+
+
+class Cursor:
+    """The position of one backward, which moves towards earlier visits.
+
+    Args:
+        contained: The logs that the backward contains.
+        unknown: The logs that it may contain. It contains them once it has come to a visit of them.
+    """
+
+    def __init__(self, contained: Iterable[VisitLog] = (), unknown: Iterable[VisitLog] = ()) -> None:
+        # Those of logs with one order that are pending, the next one last.
+        self._pending: list[Visit] = []
+        # Those that the cursor has come to, and that are not over.
+        self._active: list[Visit] = []
+        self._reached: set[Visit] = set()
+        self.logs: set[VisitLog] = set()
+        self._unknown = set(unknown)
+        self._num_pending: Counter[Unit] = Counter()
+        self._num_active: Counter[Unit] = Counter()
+        # Units of which nothing shows when they are over.
+        self._untracked: set[Unit] = set()
+        for log in contained:
+            self.join(log)
+
+    def join(self, log: VisitLog) -> None:
+        """Note that the backward contains ``log``."""
+        if log in self.logs:
+            return
+        is_first = not self.logs
+        self.logs.add(log)
+        self._unknown.discard(log)
+        self._untracked |= log.untracked
+        # Each thread counts its nodes for itself.
+        if not log.has_one_order or (not is_first and any(other.thread != log.thread for other in self.logs)):
+            self._untracked.update(unit for visit in log.visits for unit in visit.units)
+            return
+        self._pending = sorted([*self._pending, *log.visits], key=lambda visit: visit.place)
+        for visit in log.visits:
+            self._num_pending.update(visit.units)
+
+    def pass_over(self, place: Place) -> Iterator[Visit]:
+        """Yield the pending visits at later places than ``place``, the latest first. They are over from then on.
+
+        ``leave`` comes before the caller gathers the units of each of them.
+        """
+        while self._pending and self._pending[-1].place > place:
+            visit = self._pending.pop()
+            self._num_pending.subtract(visit.units)
+            yield visit
+
+    def has_reached(self, visit: Visit) -> bool:
+        """Return whether autograd has come to ``visit``."""
+        return visit in self._reached
+
+    def reach(self, visit: Visit) -> None:
+        """Note that autograd has come to ``visit``, behind which nothing is pending."""
+        self._reached.add(visit)
+        if self._pending and self._pending[-1] is visit:
+            self._pending.pop()
+            self._num_pending.subtract(visit.units)
+        self._active.append(visit)
+        self._num_active.update(visit.units)
+
+    def leave(self, node_number: int) -> list[Visit]:
+        """Return the visits that are over when autograd comes to a node, and forget them."""
+        over = [visit for visit in self._active if visit.first_node > node_number and not visit.is_recomputed]
+        return self._leave(over)
+
+    def leave_recomputed(self) -> list[Visit]:
+        """Return the recomputed visits that are over, because the backward of the recomputation has ended."""
+        return self._leave([visit for visit in self._active if visit.is_recomputed])
+
+    def _leave(self, over: list[Visit]) -> list[Visit]:
+        for visit in over:
+            self._active.remove(visit)
+            self._num_active.subtract(visit.units)
+        return over
+
+    def recomputed_visit(self, units: Sequence[Unit]) -> Visit | None:
+        """Return the next pending visit that is recomputed and needs one of ``units``."""
+        wanted = set(units)
+        recomputed = (visit for visit in reversed(self._pending) if visit.is_recomputed)
+        return next((visit for visit in recomputed if not wanted.isdisjoint(visit.units)), None)
+
+    def is_recomputing(self, units: Sequence[Unit]) -> bool:
+        """Return whether a recomputed visit that the cursor has come to needs one of ``units``."""
+        return any(visit.is_recomputed and not set(units).isdisjoint(visit.units) for visit in self._active)
+
+    def is_pending(self, unit: Unit) -> bool:
+        """Return whether visits of ``unit`` are known to come."""
+        return self._num_pending[unit] > 0
+
+    def is_active(self, unit: Unit) -> bool:
+        """Return whether a visit of ``unit`` is in progress."""
+        return self._num_active[unit] > 0
+
+    def is_over(self, unit: Unit) -> bool:
+        """Return whether this backward uses ``unit`` no more."""
+        if self.is_pending(unit) or self.is_active(unit) or unit in self._untracked:
+            return False
+        return not any(
+            unit in log.untracked or any(unit in visit.units for visit in log.visits) for log in self._unknown
+        )

@@ -1,0 +1,98 @@
+"""Where a forward is in a list of units. See "Lists of units" in ``partition/unit_lists.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroengine.partition.unit_lists import find_unit_lists
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.visit_log import Visit
+
+
+@dataclass(eq=False)
+class ListElements:
+    """The elements of a list.
+
+    Attributes:
+        units: The releasable units of each element.
+        index_of: By unit: the index of its element.
+        followers: Modules before whose units all elements are gathered.
+        is_inside_block: Whether the module that holds them needs its other units as well.
+        is_in_order: Whether no forward has called the elements in another order.
+    """
+
+    units: list[list[Unit]]
+    index_of: dict[Unit, int]
+    followers: set[nn.Module]
+    is_inside_block: bool
+    is_in_order: bool = True
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+
+def find_lists(model: nn.Module, units: Iterable[Unit]) -> dict[nn.Module, ListElements]:
+    """Return the lists of releasable units, by the module that holds them."""
+    units_of_root: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        if unit.root is not None:
+            units_of_root.setdefault(unit.root, []).append(unit)
+    lists: dict[nn.Module, ListElements] = {}
+    for unit_list in find_unit_lists(model, units_of_root.keys()):
+        elements = [[unit for unit in units_of_root[root] if unit.is_releasable] for root in unit_list.elements]
+        index_of = {unit: index for index, element in enumerate(elements) for unit in element}
+        followers = set() if unit_list.is_inside_block else unit_list.followers()
+        if index_of:
+            lists[unit_list.holder] = ListElements(elements, index_of, followers, unit_list.is_inside_block)
+    return lists
+
+
+@dataclass(eq=False)
+class ListWalk:
+    """The way of one forward through a list.
+
+    Attributes:
+        elements: The list.
+        has_grad: Whether the forward began with gradients enabled.
+        last_node: The number of the last node of the latest element that was called, or of what came before the
+            forward. What is skipped next has its place there: a backward comes to it after everything else that the
+            module has done since, as other ranks come to the element that they have called.
+        next_index: The first element that is not gathered yet.
+        skipped: The visits of elements that this rank has not called.
+    """
+
+    elements: ListElements
+    has_grad: bool
+    last_node: int
+    next_index: int = 0
+    skipped: list[Visit] = field(default_factory=list)
+    _skipped_indices: set[int] = field(default_factory=set)
+
+    def begin_call(self, index: int) -> bool:
+        """Note that this rank calls an element. Return whether it is the first call of it after those before it."""
+        # The units of one element follow one another.
+        if not self.elements.is_in_order or index == self.next_index - 1:
+            return False
+        # A loop that called every element may start again. After one that skipped some, this is another order.
+        if index == 0 and self.next_index == len(self.elements) and not self._skipped_indices:
+            self.next_index = 0
+        self.elements.is_in_order = index >= self.next_index
+        return self.elements.is_in_order
+
+    def skip(self, stop: int) -> Iterator[list[Unit]]:
+        """Yield the units of the elements from the next one up to ``stop``, which this rank does not call here."""
+        while self.elements.is_in_order and self.next_index < stop:
+            self._skipped_indices.add(self.next_index)
+            self.next_index += 1
+            yield self.elements.units[self.next_index - 1]
+
+    @property
+    def called_nothing_trainable(self) -> bool:
+        """Whether the list has trainable elements, and this rank has called none of these."""
+        trainable = {
+            index for index, units in enumerate(self.elements.units) if any(unit.gets_gradients for unit in units)
+        }
+        return bool(trainable) and trainable <= self._skipped_indices

@@ -1,0 +1,246 @@
+"""Where the backwards are that autograd runs now: gathers what they need, in the order of the logs, and releases it.
+
+[Note: Nested backwards]
+A reentrant checkpoint runs its modules again inside the backward, and then a backward of its own through them. That
+recomputation has a log, and the nested backward a cursor. The cursor of the outer backward is at the recomputed visit
+meanwhile, which is over when the nested backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from zeroengine.runtime.autograd_hooks import Hook, queue_callback, register_hook_first
+from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
+from zeroengine.runtime.cursor import Cursor
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.visit_log import EARLIEST, Place, Visit, VisitLog, VisitLogs
+
+
+class GraphTask:
+    """A backward that autograd runs. Others may be nested in it.
+
+    Attributes:
+        number: The number that autograd gave to it.
+        cursor: Where it is.
+        is_outermost: Whether it is not nested in another one.
+        accumulates: Whether it accumulates gradients, unlike ``torch.autograd.grad``.
+        recomputation: The log of the recomputation in progress or the last one, if there was any.
+    """
+
+    def __init__(self, number: int, cursor: Cursor, *, is_outermost: bool, accumulates: bool) -> None:
+        self.number, self.cursor = number, cursor
+        self.is_outermost, self.accumulates = is_outermost, accumulates
+        self.recomputation: VisitLog | None = None
+
+
+class GradientSide(Protocol):
+    """What a traversal tells of its way. ``Backward`` is it."""
+
+    @property
+    def is_producing_gradients(self) -> bool:
+        """Whether the backward that runs now accumulates gradients."""
+
+    def begin_task(self, task: GraphTask) -> None:
+        """Autograd has begun a backward."""
+
+    def end_task(self, task: GraphTask) -> None:
+        """Autograd has ended a backward, which has not raised."""
+
+    def close(self, units: Iterable[Unit]) -> None:
+        """Let those of ``units`` be reduced that the backwards use no more."""
+
+    def advance(self) -> None:
+        """Let units be reduced of which no visit is pending any more."""
+
+
+class Traversal:
+    """The backwards that autograd runs, and where they are in the logs.
+
+    Args:
+        elements: The units of elements of lists, which are released after each visit.
+        gatherer: Gathers units.
+        gradient_side: Is told of the way.
+        is_in_forward: Whether a forward of the whole model is in progress.
+
+    Attributes:
+        logs: The logs of forwards.
+        tasks: The backwards that autograd runs, the innermost last.
+    """
+
+    def __init__(
+        self, elements: set[Unit], gatherer: Gatherer, gradient_side: GradientSide, is_in_forward: Callable[[], bool]
+    ) -> None:
+        self._elements, self._gatherer, self._gradients = elements, gatherer, gradient_side
+        self._is_in_forward = is_in_forward
+        self.logs = VisitLogs(Hook(self, Traversal.enter))
+        self.tasks: list[GraphTask] = []
+        # The logs that a backward with ``create_graph`` has come to. A thread of autograd may have made what it added.
+        self._extended_logs: set[VisitLog] = set()
+
+    def expect(self, log: VisitLog, visit: Visit, outputs: Iterable[torch.Tensor]) -> None:
+        """Let autograd report when it comes to ``outputs``, which ``visit`` of ``log`` has returned."""
+        for tensor in outputs:
+            # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook. A
+            # module may return what a module inside of it has returned. The backward comes to the outer one first.
+            register_hook_first(tensor, Hook(self, Traversal._reach, log, visit))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether autograd runs a backward, as far as ``enter`` has noticed."""
+        return bool(self.tasks)
+
+    def enter(self) -> bool:
+        """Return whether autograd is running a backward. Begin to follow it, once."""
+        number = torch._C._current_graph_task_id()
+        if number < 0:
+            return False
+        if self.tasks and (self.tasks[-1].number == number or any(task.number == number for task in self.tasks)):
+            return True
+        is_outermost = is_outermost_backward()
+        if self.tasks and is_outermost:
+            # An earlier backward has raised.
+            self.abandon()
+        is_first = not self.tasks
+        if is_first:
+            self._gatherer.begin_pass()
+        cursor = Cursor(*self.logs.of_backward()) if is_first else Cursor()
+        task = GraphTask(number, cursor, is_outermost=is_outermost, accumulates=not is_autograd_grad())
+        self.tasks.append(task)
+        # Autograd drops the callback if the backward raises. ``abandon`` then forgets it.
+        queue_callback(partial(self._end_task, task))
+        self._gradients.begin_task(task)
+        return True
+
+    def current_task(self) -> GraphTask:
+        """Return the backward whose hook calls this. ``enter`` has noticed it."""
+        number = torch._C._current_graph_task_id()
+        return next((task for task in reversed(self.tasks) if task.number == number), self.tasks[-1])
+
+    def _reach(self, log: VisitLog, visit: Visit) -> None:
+        """Go to ``visit``, to which autograd has come."""
+        if not self.enter():
+            return
+        log.note_run()
+        if torch.is_grad_enabled():
+            self._extended_logs.add(log)
+        task = self.current_task() if log.is_recomputation else self.tasks[0]
+        cursor = task.cursor
+        cursor.join(log)
+        self._move(task, visit.place)
+        if not cursor.has_reached(visit):
+            self._gather(visit)
+            cursor.reach(visit)
+            self._gradients.advance()
+
+    def move_to_current_node(self) -> None:
+        """Go to the node that autograd runs, which uses a unit without a hook."""
+        node = torch._C._current_autograd_node()
+        if self.tasks and node is not None:
+            self._move(self.tasks[0], Place(node._sequence_nr(), 0))
+
+    def recompute(self, units: Sequence[Unit], *, is_nested: bool) -> VisitLog:
+        """Go to the visit that is recomputed by a forward inside the backward. Return the log of the recomputation.
+
+        Args:
+            units: What the forward needs, before it is gathered.
+            is_nested: Whether it is inside another forward that the backward runs.
+        """
+        task = self.current_task()
+        if task.recomputation is None or not (is_nested or task.cursor.is_recomputing(units)):
+            task.recomputation = VisitLog(is_recomputation=True)
+            visit = task.cursor.recomputed_visit(units)
+            if visit is not None:
+                self._move(task, visit.place)
+                task.cursor.reach(visit)
+        return task.recomputation
+
+    def _move(self, task: GraphTask, place: Place) -> None:
+        """Move the cursor of ``task``: gather what other ranks gather on the way, and release what is over."""
+        for visit in task.cursor.pass_over(place):
+            if task.accumulates and self._gradients.is_producing_gradients:
+                self._leave(task.cursor.leave(visit.place.node_number))
+                if not visit.is_recomputed:
+                    self._gather(visit)
+                self._leave([visit])
+        self._leave(task.cursor.leave(place.node_number))
+
+    def _gather(self, visit: Visit) -> None:
+        for unit in visit.units:
+            # A module that holds a list keeps its other units, so it does not matter when those inside of it need them.
+            if not self._is_active(unit):
+                self._gatherer.visit(unit, in_backward=True)
+
+    def _leave(self, visits: Iterable[Visit]) -> None:
+        """Release the units of visits that are over, and let them be reduced."""
+        units = list(dict.fromkeys(unit for visit in visits for unit in visit.units))
+        for unit in units:
+            # A unit that further visits need stays gathered. Elements of lists come too often for that.
+            is_needed = unit not in self._elements and self.is_pending(unit)
+            if not (is_needed or self._is_active(unit)):
+                self._gatherer.release(unit)
+                self._gatherer.deferred_frees.retry()
+        if units:
+            self._gradients.close(unit for unit in units if unit.trainable)
+
+    def _end_task(self, task: GraphTask) -> None:
+        """End a backward that has not raised. Backwards inside of it that are still listed have raised."""
+        if task in self.tasks:
+            self._move(task, EARLIEST)
+            del self.tasks[self.tasks.index(task) :]
+            if self.tasks:
+                self._leave(self.tasks[-1].cursor.leave_recomputed())
+            else:
+                self._end_pass()
+        self._gradients.end_task(task)
+
+    def abandon(self) -> None:
+        """Forget backwards that raised. Call this where none can be in progress."""
+        if self.tasks:
+            self.tasks.clear()
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        for log in self._extended_logs:
+            log.has_one_order = False
+        self._extended_logs.clear()
+        # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.
+        if not self._is_in_forward():
+            self._gatherer.release_unhooked_uses()
+        self._gatherer.end_backward()
+        if not self._is_in_forward():
+            self._gatherer.deferred_frees.warn_of_memory()
+
+    def is_pending(self, unit: Unit) -> bool:
+        """Return whether visits of ``unit`` are known to come."""
+        return any(task.cursor.is_pending(unit) for task in self.tasks)
+
+    def _is_active(self, unit: Unit) -> bool:
+        return any(task.cursor.is_active(unit) for task in self.tasks)
+
+    def is_over(self, unit: Unit) -> bool:
+        """Return whether the backwards use ``unit`` no more."""
+        return all(task.cursor.is_over(unit) for task in self.tasks)
+
+
+def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[torch.Tensor]:
+    """Return those of a module's outputs through which a backward can pass to the module.
+
+    Args:
+        tensors: What the module returned.
+        first_node: The number of the first node that the forward may have made.
+    """
+    outputs: list[torch.Tensor] = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+    # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
+    return [tensor for tensor in outputs if number_of(tensor) >= first_node] or outputs
+
+
+def number_of(tensor: Any) -> int:
+    """Return the number of the node that made ``tensor``."""
+    number: int = tensor.grad_fn._sequence_nr()
+    return number

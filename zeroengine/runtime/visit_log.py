@@ -1,0 +1,223 @@
+"""The log of a forward: the visits to units that it made, in the order in which a backward goes back through them.
+
+[Note: One order of collectives]
+A gather takes all ranks, and so does a reduce. Each forward of the model leaves a log of *visits*, which is equal on
+all ranks, although the data of each rank may decide what it calls:
+
+    a call                   of a module that needs units
+    a skipped element        of a list (``partition/unit_lists.py``): other ranks may have called it
+    calls to recompute       in a reentrant checkpoint, which runs without gradients, and again in backward
+
+A backward is one ``Cursor``, which goes back through the logs that the backward contains. Autograd reports positions
+and nothing else. Of the nodes that are ready it runs the one that was made last, and a node that is not ready waits for
+later ones. So with one thread it runs the nodes in descending order of the numbers that it gave them. Each visit has a
+*place*: the number of the last node of what it returned. When autograd comes to a visit, the cursor moves there and
+*passes over* the visits at later places that autograd has not come to, such as a head that the loss of this rank does
+not depend on. Their units are gathered as on the ranks whose backward does come to them.
+
+    forward, rank 0    calls experts 0, 1 and 3     log: 0, 1, (2), 3
+    forward, rank 1    calls experts 1 and 2        log: (0), 1, 2, (3)
+    backward, rank 0   3, passes over 2, 1, 0
+    backward, rank 1   passes over 3, 2, 1, passes over 0
+
+A visit is *pending* until autograd comes to it or it is passed over, and *over* when the cursor has moved to a node
+that was made before the visit began: every node of it has run. A unit is released when the visits that the cursor has
+come to are over. It is reduced when it has all its gradients and no visit of it is pending, or when all of its visits
+are over, with zeros for the gradients that this rank lacks. So every rank reduces it at the same place.
+
+What no rank runs backward, such as a branch that is detached, is gathered for nothing. Run it under
+``torch.no_grad()`` instead.
+
+[Note: Which logs a backward contains]
+Usually a backward follows each forward, and contains it alone. But a loss may be of several forwards, or of an earlier
+one than the latest. When a backward begins, autograd is asked whether it will run an inner node of each forward, one
+below an output of the model. If the outputs are hidden in objects, or modules are called without the model, this shows
+nothing. Then the backward contains the forward once autograd has come to a visit of it.
+
+Some logs have no order that the numbers tell: parts of the forward ran in several threads, each of which counts for
+itself, or a backward with ``create_graph`` has added to the graph. Nothing of such a log is passed over, and its units
+are pending until the backward ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.compiler_disable import disable_compile
+
+# The most visits of one log that are followed: the latest ones. Outside of forwards of the whole model, modules may be
+# called for ever without a backward.
+MAX_VISITS = 10_000
+
+# The number that autograd gives to the next node that this thread makes.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class Place(NamedTuple):
+    """Where a backward comes to a visit. Higher places come first."""
+
+    node_number: int
+    tie: int  # counts visits
+
+
+# Before every visit.
+EARLIEST = Place(-1, 0)
+
+
+class Visit:
+    """A part of a forward that needs units.
+
+    Attributes:
+        units: Releasable units, in the order in which they are gathered.
+        place: Where a backward comes to it.
+        first_node: The number of the first node that it may have made.
+        is_recomputed: Whether it ran without gradients in a reentrant checkpoint, which runs it again in backward.
+    """
+
+    __slots__ = ("first_node", "is_recomputed", "place", "units")
+
+    def __init__(self, units: Sequence[Unit], first_node: int) -> None:
+        self.units, self.first_node = list(units), first_node
+        self.place = Place(sys.maxsize, 0)
+        self.is_recomputed = False
+
+
+class VisitLog:
+    """The visits of one forward of the whole model, or of a recomputation. The graph owns it.
+
+    Args:
+        is_recomputation: Whether a backward runs the forward again, as a checkpoint does.
+
+    Attributes:
+        visits: The visits, in the order in which they ended.
+        untracked: Units that the forward used in a way that no visit shows, so that they are pending to the end.
+        has_run: Whether a backward has come to it.
+        is_retained: Whether such a backward retained the graph, so that another one may come.
+        has_one_order: Whether autograd runs the visits in descending order of their places.
+        thread: The thread that it began in.
+        inner_nodes: One for each output of the model whose graph is alive.
+    """
+
+    def __init__(self, *, is_recomputation: bool = False) -> None:
+        self.is_recomputation = is_recomputation
+        self.visits: list[Visit] = []
+        self.untracked: set[Unit] = set()
+        self.has_run = self.is_retained = False
+        self.has_one_order = True
+        self.inner_nodes: weakref.WeakSet[InnerNode] = weakref.WeakSet()
+        self.thread, self._num_visits = threading.get_ident(), 0
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a backward may come to it, as far as the backwards show that have come to it."""
+        return self.is_retained or not self.has_run
+
+    def place(self, visit: Visit, node_number: int) -> None:
+        """Set the place of a visit that has ended, behind those that have. ``add`` comes later.
+
+        Args:
+            visit: The visit.
+            node_number: The number of the last node of what it returned.
+        """
+        self._num_visits += 1
+        visit.place = Place(node_number, self._num_visits)
+
+    def add(self, visits: Iterable[Visit]) -> None:
+        """Add visits that have their places."""
+        self.visits += visits
+        del self.visits[:-MAX_VISITS]
+        self.has_one_order = self.has_one_order and self.thread == threading.get_ident()
+
+    def add_recomputed(self, units: Sequence[Unit]) -> None:
+        """Add units that a reentrant checkpoint uses now without gradients, and again in backward."""
+        # No node was made since that of the checkpoint, because it runs without gradients.
+        node_number = next_node_number() - 1
+        last = self.visits[-1] if self.visits else None
+        if last is not None and last.is_recomputed and last.place.node_number == node_number:
+            last.units += [unit for unit in units if unit not in last.units]
+            return
+        visit = Visit(units, node_number)
+        visit.is_recomputed = True
+        self.place(visit, node_number)
+        self.add([visit])
+
+    def note_run(self) -> None:
+        """Note that a backward has come to it."""
+        self.has_run = True
+        self.is_retained = self.is_retained or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+class InnerNode:
+    """A node of a forward's graph, one below an output of the model: autograd runs it if it runs the output's node.
+
+    It is a hook of the output's node, which so owns it, and with it the inner node, which the graph owns as well.
+    """
+
+    def __init__(self, node: Node, output_reached: Callable[[], None]) -> None:
+        self.node, self._output_reached = node, output_reached
+
+    @disable_compile
+    def __call__(self, *_: Any) -> None:
+        """Report that autograd has come to the output."""
+        self._output_reached()
+
+
+class VisitLogs:
+    """The logs of the forwards of the whole model whose graphs are alive.
+
+    Args:
+        output_reached: Called when autograd comes to an output of the model. The graph owns it.
+
+    Attributes:
+        latest: The log of the latest forward.
+    """
+
+    def __init__(self, output_reached: Callable[[], None]) -> None:
+        self._output_reached = output_reached
+        self._alive: weakref.WeakSet[VisitLog] = weakref.WeakSet()
+        self.latest = VisitLog()
+        self._alive.add(self.latest)
+
+    def begin(self) -> None:
+        """Begin the log of a forward."""
+        self.latest = VisitLog()
+        self._alive.add(self.latest)
+
+    def end(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Note what the latest forward has returned."""
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            below = (inner for inner, _ in node.next_functions if inner is not None)
+            # All forwards share the nodes of parameters.
+            inner = next((inner for inner in below if inner.name() != "torch::autograd::AccumulateGrad"), None)
+            if inner is not None:
+                hook = InnerNode(inner, self._output_reached)
+                node.register_prehook(hook)
+                self.latest.inner_nodes.add(hook)
+
+    def continue_latest(self) -> None:
+        """Note a call outside of a forward of the whole model. It belongs to the latest one, or to a new one."""
+        if not self.latest.may_run:
+            self.begin()
+
+    def of_backward(self) -> tuple[list[VisitLog], list[VisitLog]]:
+        """Return the logs that the backward which runs now contains, and those that it may contain.
+
+        See "Which logs a backward contains".
+        """
+        alive = list(self._alive)
+        contained = [
+            log for log in alive if any(torch._C._will_engine_execute_node(inner.node) for inner in log.inner_nodes)
+        ]
+        # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
+        unknown = [
+            log for log in alive if (log.may_run or log is self.latest) and (not contained or not log.inner_nodes)
+        ]
+        return contained, unknown
