@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from pydantic import BaseModel
@@ -14,12 +14,10 @@ from zeroengine.config import deepspeed_keys, reference
 from zeroengine.config.keys import checked_models
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import ImportedOptimizerConfig
-from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, MODULE
+from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, MODULE, Counterpart
 
 SCHEMA = ROOT / "configs" / "schema.json"
-CONFIGURATION, FROM_DEEPSPEED, INTEGRATIONS = (
-    ROOT / "docs" / name for name in ("configuration.md", "from-deepspeed.md", "integrations/index.md")
-)
+CONFIGURATION, COMING_FROM = ROOT / "docs" / "configuration.md", ROOT / "docs" / "coming-from.md"
 
 
 def honored_table() -> str:
@@ -28,82 +26,95 @@ def honored_table() -> str:
     for written, canonical in deepspeed_keys.ALIASES.items():
         same_section = written.rpartition(".")[0] == canonical.rpartition(".")[0]
         spellings.setdefault(canonical, []).append(written.rpartition(".")[2] if same_section else written)
-    rows = ["| key | default | meaning |", "|---|---|---|"]
-    for path, default, text in _honored(Config, ""):
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for path, default, text, kind in _honored(Config, ""):
+        kinds.setdefault((path, default, text.replace("\n", " ")), []).append(kind)
+    rows = []
+    for (path, default, text), types in kinds.items():
         also = "".join(f" (also `{name}`)" for name in spellings.get(path, []))
-        rows.append(f"| `{path}`{also} | {default} | {text} |".replace("\n", " "))
-    return "\n".join(rows)
+        of = f" ({', '.join(types)})" if all(types) else ""
+        rows.append((f"`{path}`{also}{of}", default, text))
+    return markdown_table(("key", "default", "meaning"), rows)
 
 
 def deepspeed_table() -> str:
     """Return DeepSpeed's other keys, and how each is treated here, as a Markdown table."""
-    rows = ["| DeepSpeed key | here | why | silent where |", "|---|---|---|---|"]
+    rows = []
     for row in deepspeed_keys.TABLE.values():
         off = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
-        rows.append(f"| `{row.path}` | {row.status} | {row.reason} | {off} |")
-    return "\n".join(rows)
+        rows.append((f"`{row.path}`", row.status, row.reason, off))
+    return markdown_table(("DeepSpeed key", "here", "why", "silent where"), rows)
 
 
-def _honored(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the path, the default and the description of every key of `model`, whose path begins with `prefix`."""
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table in which rows that differ in the first column alone are one row."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    lines = [head, ("---",) * len(head), *((", ".join(first), *cells) for cells, first in names.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _honored(model: type[BaseModel], prefix: str, kind: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield the path, the default and the description of every key of `model`, whose path begins with `prefix`.
+
+    The last value is the type of optimizer or schedule whose parameter the key is, or empty.
+    """
     for name, info in model.model_fields.items():
         path, inner = f"{prefix}{info.alias or name}", checked_models(info)
         if name in ("optimizer", "scheduler"):
-            yield path, "`null`", info.description or ""
+            yield path, "`null`", info.description or "", ""
             for member in inner:
-                kind = member.model_fields["type"]
+                field = member.model_fields["type"]
                 # A class named by its import path has no fixed name that could stand in the table.
                 named = member is not ImportedOptimizerConfig
-                type_name = get_args(kind.annotation)[0] if named else "package.Class"
-                yield f'{path}.type = "{type_name}"', "", kind.description or ""
+                type_name = get_args(field.annotation)[0] if named else "package.Class"
+                yield f'{path}.type = "{type_name}"', "", field.description or "", ""
                 for params in checked_models(member.model_fields["params"]):
-                    yield from _honored(params, f"{path}.params.")
+                    yield from _honored(params, f"{path}.params.", type_name)
                 if not named:
-                    yield f"{path}.params", "`{}`", member.model_fields["params"].description or ""
+                    yield f"{path}.params", "`{}`", member.model_fields["params"].description or "", ""
         elif inner:
             for section in inner:
                 yield from _honored(section, f"{path}.")
         else:
             default = "required" if info.is_required() else f"`{json.dumps(info.default)}`"
-            yield path, default, info.description or ""
+            yield path, default, info.description or "", kind
 
 
 def migration_tables() -> Iterator[str]:
-    """Yield the tables of docs/from-deepspeed.md: of attributes of the engine, of arguments, of the package."""
-    head = "| {} | here |\n|---|---|"
+    """Yield the tables of names of other libraries: attributes of the engine, arguments, and names of the package."""
     for origin in dict.fromkeys(row.origin for row in ENGINE.values()):
-        rows = {f"`engine.{name}`": row.text for name, row in ENGINE.items() if row.origin == origin}
-        yield "\n".join([head.format(origin), *map(table_row, rows.items())])
+        rows = {f"`engine.{name}`": row for name, row in ENGINE.items() if row.origin == origin}
+        yield migration_table(origin, rows)
     for call, table in ARGUMENTS.items():
-        rows = {f"`{name}=`": row.text for name, row in table.items()}
-        yield "\n".join([head.format(f"`{call}`"), *map(table_row, rows.items())])
-    rows = {f"`{'deepspeed.' if row.origin == DEEPSPEED else ''}{name}`": row.text for name, row in MODULE.items()}
-    yield "\n".join([head.format("the package"), *map(table_row, rows.items())])
+        yield migration_table(f"`{call}`", {f"`{name}=`": row for name, row in table.items()})
+    rows = {f"`{'deepspeed.' if row.origin == DEEPSPEED else ''}{name}`": row for name, row in MODULE.items()}
+    yield migration_table("the package", rows)
+
+
+def migration_table(origin: str, rows: Mapping[str, Counterpart]) -> str:
+    cells = ((name, f"{row.text[:1].lower()}{row.text[1:]}") for name, row in rows.items())
+    return markdown_table((origin, "here"), cells)
 
 
 def integrations_table() -> str:
-    """Return the title of each page of an integration, the import that it begins with, and a link."""
-    rows = ["| framework | what you write | page |", "|---|---|---|"]
-    for page in sorted(page for page in INTEGRATIONS.parent.glob("*.md") if page != INTEGRATIONS):
+    """Return the title of each page of an integration, with a link, and the import that the page begins with."""
+    rows = []
+    for page in sorted((COMING_FROM.parent / "integrations").glob("*.md")):
         text = page.read_text()
         title = text.partition("\n")[0].removeprefix("# ")
         imported = re.search(r"^\s*((?:from|import) zeroengine\.integrations\S*.*?)(?:  #.*)?$", text, re.MULTILINE)
         assert imported is not None, page
-        rows.append(f"| {title} | `{imported[1]}` | [{title}]({page.name}) |")
-    return "\n".join(rows)
-
-
-def table_row(item: tuple[str, str]) -> str:
-    name, text = item
-    return f"| {name} | {text[:1].lower()}{text[1:]} |"
+        rows.append((f"[{title}](integrations/{page.name})", f"`{imported[1]}`"))
+    return markdown_table(("keep your framework", "what you write"), rows)
 
 
 def main() -> None:
     SCHEMA.write_text(json.dumps(reference.json_schema(), indent=2) + "\n")
     for path, tables in (
         (CONFIGURATION, (honored_table(), deepspeed_table())),
-        (FROM_DEEPSPEED, migration_tables()),
-        (INTEGRATIONS, (integrations_table(),)),
+        (COMING_FROM, (*migration_tables(), integrations_table())),
     ):
         text = path.read_text()
         for table in tables:

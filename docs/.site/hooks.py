@@ -18,7 +18,7 @@ def on_config(config: Any) -> Any:
     for section in config.nav:
         if "Integrations" in section:
             pages = integration_pages(Path(config.docs_dir))
-            section["Integrations"] += [f"integrations/{page.name}" for page in pages]
+            section["Integrations"] = [f"integrations/{page.name}" for page in pages]
     return config
 
 
@@ -58,8 +58,8 @@ def replaced(text: str, placeholder: str, value: str) -> str:
 
 
 def integration_pages(docs: Path) -> list[Path]:
-    """Return the pages of the integrations, without the overview."""
-    return sorted(page for page in (docs / "integrations").glob("*.md") if page.stem != "index")
+    """Return the pages of the integrations."""
+    return sorted((docs / "integrations").glob("*.md"))
 
 
 def integration_reference(root: Path) -> str:

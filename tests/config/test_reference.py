@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.generated_docs import (
+    COMING_FROM,
     CONFIGURATION,
-    INTEGRATIONS,
     SCHEMA,
     deepspeed_table,
     honored_table,
@@ -42,7 +42,7 @@ def test_the_tables_in_the_docs_are_current() -> None:
     text = CONFIGURATION.read_text()
     for table in (honored_table(), deepspeed_table()):
         assert table in text, "run: python -m tests.generated_docs"
-    assert integrations_table() in INTEGRATIONS.read_text(), "run: python -m tests.generated_docs"
+    assert integrations_table() in COMING_FROM.read_text(), "run: python -m tests.generated_docs"
 
 
 def test_there_is_a_ready_file_for_each_stage() -> None:

@@ -16,7 +16,7 @@ import zeroengine
 import zeroengine.comm
 from tests.distributed.models import TinyLM, build, config
 from tests.distributed.ranks import run_ranks
-from tests.generated_docs import FROM_DEEPSPEED, migration_tables
+from tests.generated_docs import COMING_FROM, migration_tables
 from zeroengine import ZeroEngineError
 from zeroengine.config.keys import honored_paths
 from zeroengine.migration.names import ARGUMENTS, ENGINE, MODULE, Counterpart
@@ -224,6 +224,6 @@ def test_names_of_other_packages_are_answered() -> None:
 
 
 def test_the_tables_in_the_docs_are_current() -> None:
-    text = FROM_DEEPSPEED.read_text()
+    text = COMING_FROM.read_text()
     for table in migration_tables():
         assert table in text, "run: python -m tests.generated_docs"
