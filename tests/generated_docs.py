@@ -37,13 +37,11 @@ def honored_table() -> str:
     return markdown_table(("key", "default", "meaning"), rows)
 
 
-def deepspeed_table() -> str:
-    """Return DeepSpeed's other keys, and how each is treated here, as a Markdown table."""
-    rows = []
-    for row in deepspeed_keys.TABLE.values():
-        off = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
-        rows.append((f"`{row.path}`", row.status, row.reason, off))
-    return markdown_table(("DeepSpeed key", "here", "why", "silent where"), rows)
+def deepspeed_tables() -> Iterator[str]:
+    """Yield a Markdown table for each way in which DeepSpeed's other keys are treated here."""
+    for status in dict.fromkeys(row.status for row in deepspeed_keys.TABLE.values()):
+        rows = [(f"`{row.path}`", row.reason) for row in deepspeed_keys.TABLE.values() if row.status == status]
+        yield markdown_table((status, "why"), rows)
 
 
 def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -113,7 +111,7 @@ def integrations_table() -> str:
 def main() -> None:
     SCHEMA.write_text(json.dumps(reference.json_schema(), indent=2) + "\n")
     for path, tables in (
-        (CONFIGURATION, (honored_table(), deepspeed_table())),
+        (CONFIGURATION, (honored_table(), *deepspeed_tables())),
         (COMING_FROM, (*migration_tables(), integrations_table())),
     ):
         text = path.read_text()
