@@ -85,8 +85,8 @@ def migration_tables() -> Iterator[str]:
     for origin in dict.fromkeys(row.origin for row in ENGINE.values()):
         rows = {f"`engine.{name}`": row for name, row in ENGINE.items() if row.origin == origin}
         yield migration_table(origin, rows)
-    for call, table in ARGUMENTS.items():
-        yield migration_table(f"`{call}`", {f"`{name}=`": row for name, row in table.items()})
+    rows = {f"`{call}({name}=)`": row for call, table in ARGUMENTS.items() for name, row in table.items()}
+    yield migration_table("argument", rows)
     rows = {f"`{'deepspeed.' if row.origin == DEEPSPEED else ''}{name}`": row for name, row in MODULE.items()}
     yield migration_table("the package", rows)
 
