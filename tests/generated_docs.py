@@ -49,8 +49,9 @@ def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> st
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
         names.setdefault(tuple(cells), []).append(name)
-    lines = [head, ("---",) * len(head), *((", ".join(first), *cells) for cells, first in names.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [head, *((", ".join(same), *cells) for cells, same in names.items())]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def _honored(model: type[BaseModel], prefix: str, kind: str = "") -> Iterator[tuple[str, str, str, str]]:
