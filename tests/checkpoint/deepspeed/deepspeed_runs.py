@@ -173,10 +173,10 @@ def main() -> None:
             script.unlink()
         with tarfile.open(DATA / "deepspeed.tar.xz", "w:xz", preset=9) as archive:
             for name in RUNS:
-                archive.add(root / name, name, filter=_plain)
+                archive.add(root / name, name, filter=without_owner)
 
 
-def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+def without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
     return info
 
