@@ -17,6 +17,7 @@ from tests.checkpoint.models import adamw, engine_at, momentum
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
+from tests.distributed.whole_states import whole_states
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -31,12 +32,8 @@ def train(engine: zeroengine.Engine, steps: range) -> list[float]:
 
 
 def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    state = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name == "seen"}
-    for name, param in engine.module.named_parameters():
-        state[name] = zeroengine.full_master(param)
-        if param.requires_grad:
-            state |= {f"{name} {key}": zeroengine.full_optimizer_state(param, key) for key in keys}
-    return state
+    buffers = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name == "seen"}
+    return buffers | whole_states(engine, keys)
 
 
 def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], what: str) -> None:
