@@ -26,6 +26,10 @@ ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ENVIRONMENTS = ROOT / ".venv-integrations"
 TIMEOUT_SECONDS = 240.0
+# What takes long to import, once for all ranks of a script. torch's optimizers import its compiler. Lightning is not
+# here, because its import notes the rank.
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint")
+PRELOADED_OF = {"transformers": ("transformers.trainer",), "accelerate": ("accelerate",)}
 
 
 def python_of(name: str) -> Path:
@@ -111,9 +115,9 @@ def run_script(
     python = python_of(environment)
     with tempfile.TemporaryDirectory() as folder:
         report_path = Path(folder, "report")
-        command = [sys.executable, str(Path(__file__).with_name("start_ranks.py")), str(ranks)]
-        command += [str(python), str(script), *map(str, arguments)]
-        done = run_program(command, {"REPORT": str(report_path), **(variables or {})}, timeout)
+        modules = [*PRELOADED, *PRELOADED_OF.get(environment, ())]
+        command = [python, Path(__file__).with_name("start_ranks.py"), ranks, ",".join(modules), script, *arguments]
+        done = run_program(list(map(str, command)), {"REPORT": str(report_path), **(variables or {})}, timeout)
         assert done.returncode == 0, f"{script} failed ({done.returncode}):\n{done.stdout[-8000:]}"
         return [json.loads(Path(f"{report_path}.{rank}").read_text()) for rank in range(ranks)]
 
