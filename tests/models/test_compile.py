@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,30 +127,31 @@ def check(way: str, stages: tuple[int, ...], task: Task, autograd: bool, more: d
     return found
 
 
+Case = tuple[str, str, tuple[int, ...], int]  # transport, way, stages, blocks
 # The other ways differ from these in when or how the blocks are replaced; AOTAutograd makes the graphs of the backward
 # over Gloo.
-NORMAL_CASES = [("shm", "whole wrapped", (0, 3), 3), ("shm", "the training step", (3,), 3)]
+NORMAL_CASES: list[Case] = [("shm", "whole wrapped", (0, 3), 3), ("shm", "the training step", (3,), 3)]
 NORMAL_CASES += [("shm", "blocks in place", (3,), 10), ("gloo", "whole in place", (1,), 3)]
 SLOW_CASES = [case for way in WAYS for case in (("shm", way, (0, 3), 10), ("gloo", way, (1,), 10))]
 
 
-@pytest.mark.parametrize(
-    ("transport", "way", "stages", "blocks"),
-    [
-        *(pytest.param(*case, id=" ".join(map(str, case))) for case in NORMAL_CASES),
-        *(
-            pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow)
-            for case in SLOW_CASES
-            if case not in NORMAL_CASES
-        ),
-    ],
-)
-def test_compiled_models_train_as_eager_ones(transport: str, way: str, stages: tuple[int, ...], blocks: int) -> None:
+def together(cases: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test: some cases for one start of ranks, which import the compiler; each other, slow."""
+    alone = [pytest.param([case], id=str(case), marks=pytest.mark.slow) for case in others if case not in cases]
+    return [pytest.param(cases, id="some"), *alone]
+
+
+def check_cases(cases: Sequence[Case]) -> None:
     """Ten blocks are more than torch.compile would compile one frame for."""
-    task = Task(factory=functools.partial(TinyLM, blocks=blocks))
-    more = {"comm": {"transport": transport}}
-    for counts in run_ranks(2, check, way, stages, task, transport == "gloo", more):
-        assert max(n for count in counts for n in count) <= 10, "blocks share their graphs"
+    for transport, way, stages, blocks in cases:
+        task = Task(factory=functools.partial(TinyLM, blocks=blocks))
+        for counts in check(way, stages, task, transport == "gloo", {"comm": {"transport": transport}}):
+            assert max(counts) <= 10, f"blocks share their graphs: {way} over {transport}"
+
+
+@pytest.mark.parametrize("cases", together(NORMAL_CASES, SLOW_CASES))
+def test_compiled_models_train_as_eager_ones(cases: Sequence[Case]) -> None:
+    run_ranks(2, check_cases, cases)
 
 
 MODELS = {
@@ -166,12 +168,15 @@ IN_BLOCKS = ("containers", "reentrant checkpoints")
 SHORT = ("parameters used directly", "checkpoints")
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in MODELS]
-)
-def test_compiled_models_of_all_kinds_train_as_eager_ones(model: str) -> None:
-    way = "blocks in place" if model in IN_BLOCKS else "whole in place"
-    run_ranks(2, check, way, (3,), MODELS[model], False, {"comm": {"transport": "gloo"}})
+def check_models(names: Sequence[str]) -> None:
+    for name in names:
+        way = "blocks in place" if name in IN_BLOCKS else "whole in place"
+        check(way, (3,), MODELS[name], False, {"comm": {"transport": "gloo"}})
+
+
+@pytest.mark.parametrize("names", together(SHORT, MODELS))
+def test_compiled_models_of_all_kinds_train_as_eager_ones(names: Sequence[str]) -> None:
+    run_ranks(2, check_models, names)
 
 
 LOW = {
@@ -182,18 +187,14 @@ LOW = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        pytest.param(
-            name, stage, marks=() if (name, stage) in (("fp32 norms", 3), ("small units", 1)) else pytest.mark.slow
-        )
-        for name in LOW
-        for stage in (3, 1)
-    ],
-)
-def test_compiled_models_in_low_precision_and_other_units_train_as_eager_ones(name: str, stage: int) -> None:
-    run_ranks(2, check, "whole wrapped", (stage,), Task(), False, LOW[name])
+def check_low(cases: Sequence[tuple[str, int]]) -> None:
+    for name, stage in cases:
+        check("whole wrapped", (stage,), Task(), False, LOW[name])
+
+
+@pytest.mark.parametrize("cases", together([("fp32 norms", 3), ("small units", 1)], itertools.product(LOW, (3, 1))))
+def test_compiled_models_in_low_precision_and_other_units_train_as_eager_ones(cases: Sequence[tuple[str, int]]) -> None:
+    run_ranks(2, check_low, cases)
 
 
 def refuse() -> list[str]:
