@@ -90,9 +90,9 @@ def read_text(path: Path | None, context: int) -> tuple[torch.Tensor, torch.Tens
             raise SystemExit(f"--text {path}: there is no such file")
         text = path.read_bytes()
         cut = len(text) - len(text) // HELD_OUT
-        parts = [text[:cut], text[cut:]]
+        parts = [bytearray(text[:cut]), bytearray(text[cut:])]
     else:
-        parts = [b"", b""]
+        parts = [bytearray(), bytearray()]
         for index, file in enumerate(library_files()):
             if len(parts[0]) < TEXT_LIMIT:
                 parts[index % HELD_OUT == HELD_OUT - 1] += file.read_bytes()
@@ -100,7 +100,7 @@ def read_text(path: Path | None, context: int) -> tuple[torch.Tensor, torch.Tens
         origin = path or f"the standard library in {sysconfig.get_path('stdlib')}"
         needed = HELD_OUT * (context + 1)
         raise SystemExit(f"{origin} has too little text: name a file of at least {needed:,} bytes with --text")
-    train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+    train, held_out = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
     return train, held_out
 
 

@@ -349,33 +349,11 @@ def test_a_closed_file_serves_the_transfers_under_way(backend: str, disk: Path) 
     assert (disk / "closed").read_bytes() == x.numpy().tobytes() and (disk / "other").stat().st_size == 0
 
 
-def test_the_interpreter_may_exit_while_transfers_are_under_way(disk: Path) -> None:
+def test_a_forked_child_cannot_use_a_queue_and_the_interpreter_may_exit_during_transfers(disk: Path) -> None:
     code = """
         import os, sys, torch
         from zeroengine.disk.aligned_memory import aligned_zeros
         from zeroengine.disk.queue import Descriptors, DiskQueue
-        class File:
-            def __init__(self, path):
-                self.path, self.nbytes = path, 1 << 21
-                self.descriptors = Descriptors(os.open(path, os.O_CREAT | os.O_RDWR))
-        kept = []
-        for backend in sys.argv[2:]:
-            file, queue = File(f"{sys.argv[1]}/exit-{backend}"), DiskQueue(2, 4096, backend)
-            buffers = [aligned_zeros(1 << 18, torch.uint8).fill_(i + 1) for i in range(8)]
-            kept += queue, [queue.write(file, i << 18, buffer) for i, buffer in enumerate(buffers)]
-        sys.stdout.write("begun")
-    """
-    done = python(code, disk, *_aio.available())
-    assert (done.returncode, done.stdout, done.stderr) == (0, "begun", "")
-    for backend in _aio.available():
-        assert (disk / f"exit-{backend}").read_bytes() == b"".join(bytes([i + 1]) * (1 << 18) for i in range(8))
-
-
-def test_a_forked_child_cannot_use_a_queue(disk: Path) -> None:
-    code = """
-        import os, sys, torch
-        from zeroengine.disk.aligned_memory import aligned_zeros
-        from zeroengine.disk.queue import DiskQueue
         from zeroengine.disk.swap_files import SwapFolder
         file, x = SwapFolder(sys.argv[1]).file("x", 1 << 20), aligned_zeros(1 << 18, torch.float32)
         queues = [DiskQueue(1, 4096, backend) for backend in sys.argv[2:]]
@@ -395,12 +373,25 @@ def test_a_forked_child_cannot_use_a_queue(disk: Path) -> None:
         for queue, transfer in zip(queues, transfers):
             transfer.wait_host()
             queue.read(file, 0, x).wait_host()
+
+        class File:
+            def __init__(self, path):
+                self.path, self.nbytes = path, 1 << 21
+                self.descriptors = Descriptors(os.open(path, os.O_CREAT | os.O_RDWR))
+        kept = []
+        for backend in sys.argv[2:]:
+            file, queue = File(f"{sys.argv[1]}/exit-{backend}"), DiskQueue(2, 4096, backend)
+            buffers = [aligned_zeros(1 << 18, torch.uint8).fill_(i + 1) for i in range(8)]
+            kept += queue, [queue.write(file, i << 18, buffer) for i, buffer in enumerate(buffers)]
+        sys.stdout.write("begun")
     """
     done = python(code, disk, *_aio.available())
     assert done.stderr == "" and done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3 * len(_aio.available())
+    *lines, last = done.stdout.splitlines()
+    assert last == "begun" and len(lines) == 3 * len(_aio.available())
     assert all(line.startswith("OffloadError a disk queue of process") for line in lines)
+    for backend in _aio.available():
+        assert (disk / f"exit-{backend}").read_bytes() == b"".join(bytes([i + 1]) * (1 << 18) for i in range(8))
 
 
 @pytest.mark.skipif(_aio.PATH.exists() and "io_uring" not in _aio.available(), reason="this machine has no io_uring")

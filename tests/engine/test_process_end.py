@@ -15,7 +15,7 @@ from tests.distributed.ranks import run_ranks
 
 # One process imports torch and forks the ranks, which end as interpreters do.
 SCRIPT = """
-import os, signal, socket, sys
+import gc, os, signal, socket, sys
 import torch, torch.distributed
 from torch import nn
 import zeroengine, zeroengine.engine.engine, zeroengine.checkpoint.writer
@@ -26,6 +26,9 @@ def exit_code(pid):
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]), WORLD_SIZE="3")
+# The collections at the end of a process would walk over all modules, and so copy them.
+gc.collect()
+gc.freeze()
 ranks = []
 for rank in range(3):
     pid = os.fork()

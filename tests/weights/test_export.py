@@ -613,12 +613,12 @@ print(peak() - before)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_memory_is_that_of_a_chunk_whatever_the_model(tmp_path: Path) -> None:
     piece = torch.randn(50 * 2**18).view(-1, 512)  # 50 MiB, saved over and over
-    dcp.save({"model": {f"layers.{i}.weight": piece for i in range(12)}}, checkpoint_id=tmp_path / "runs")
+    dcp.save({"model": {f"layers.{i}.weight": piece for i in range(5)}}, checkpoint_id=tmp_path / "runs")
     command = [sys.executable, "-c", MEASURE, tmp_path / "runs", tmp_path / "out"]
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": root})
-    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) > 300 * 2**20
-    assert int(done.stdout) < 40 * 2**20, "of 600 MiB, less than one tensor"
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) > 125 * 2**20
+    assert int(done.stdout) < 40 * 2**20, "of 250 MiB, less than one tensor"
 
 
 # -- arithmetic -----------------------------------------------------------------------------------

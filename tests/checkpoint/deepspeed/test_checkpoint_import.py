@@ -6,14 +6,15 @@ Those in data/ are of the runs in ``deepspeed_runs``, as are those made here whe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import errno
 import importlib.util
+import io
 import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -161,15 +162,17 @@ def test_it_is_a_checkpoint_like_any_other(written: Path, tmp_path: Path) -> Non
     assert "model.scratch" not in tensors
 
 
+def import_alone(root: Path, out: Path) -> tuple[int, str]:
+    """Import in a process that can import no DeepSpeed; return the exit code and what was printed as an error."""
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = checkpoint_commands.import_deepspeed([str(root), str(out)])
+    assert not torch.distributed.is_initialized()
+    return code, errors.getvalue()
+
+
 def test_deepspeed_is_not_needed(written: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['deepspeed'] = None\n"
-        "from zeroengine.cli.checkpoint_commands import import_deepspeed as run; code = run()\n"
-        "import torch; assert not torch.distributed.is_initialized(); sys.exit(code)"
-    )
-    command = [sys.executable, "-c", program, str(written / "fp16-3" / "global_step22"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_ranks(1, import_alone, written / "fp16-3" / "global_step22", tmp_path / "out") == [(0, "")]
     assert (tmp_path / "out" / "latest").read_text() == "global_step22\n"
 
 
