@@ -8,6 +8,7 @@ Imports count wherever they stand: at the top, inside functions, and for type ch
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -50,12 +51,17 @@ def module_name(path: Path) -> str:
 
 
 SOURCES = {module_name(path): path for path in sorted((ROOT / "zeroengine").rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module, which takes a second: every process that shares the tests imports this."""
+    return {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
 
 
 def imports_of(module: str) -> Iterator[tuple[str, str]]:
     """Yield the modules of zeroengine that ``module`` imports, each with the name that it takes from there."""
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "zeroengine")
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zeroengine":
@@ -107,7 +113,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_imports_are_absolute_and_name_the_defining_module() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         relative = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
         assert not relative, f"{module}: relative imports in lines {relative}"
         for target, name in imports_of(module):
@@ -116,12 +122,14 @@ def test_imports_are_absolute_and_name_the_defining_module() -> None:
 
 
 def test_integrations_use_the_public_members_of_an_engine_alone() -> None:
-    (engine,) = (node for node in ast.walk(TREES["zeroengine.engine.engine"]) if getattr(node, "name", "") == "Engine")
+    (engine,) = (
+        node for node in ast.walk(trees()["zeroengine.engine.engine"]) if getattr(node, "name", "") == "Engine"
+    )
     members = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "name", "") for node in ast.walk(engine)}
     # A parameter's owner has the engine's parts under this name.
     hidden = {name for name in members if name.startswith("_") and not name.startswith("__")} | {"parts"}
     assert "_parts" in hidden
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if module.startswith("zeroengine.integrations."):
             accesses = [
                 f"{SOURCES[module]}:{node.lineno}: {ast.unparse(node)}"
@@ -133,7 +141,7 @@ def test_integrations_use_the_public_members_of_an_engine_alone() -> None:
 
 def test_no_two_classes_share_a_name() -> None:
     modules: defaultdict[str, list[str]] = defaultdict(list)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 modules[node.name].append(module)
@@ -145,7 +153,7 @@ def test_nothing_outside_of_the_transports_compares_the_name_of_a_transport() ->
     """``comm.transport_traits`` has what to ask instead, so that another transport needs no change elsewhere."""
     found = [
         f"{module}: {ast.unparse(node)}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if not module.startswith("zeroengine.comm.transports.")
         for node in ast.walk(tree)
         if isinstance(node, ast.Compare)

@@ -106,19 +106,20 @@ def build() -> Path:
 
 def build_kernels() -> Path:
     """zeroengine's CUDA kernels, for the CPU."""
-    from tests.ops.cuda import ROOT, build_emulated
+    from tests.ops.cuda import EMULATION_FLAGS, ROOT, build_emulated
 
     def compile_to(path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             build_emulated(Path(folder)).replace(path)
 
-    return _kept("kernels", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), compile_to)
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    return _kept("kernels", sources, compile_to, " ".join(EMULATION_FLAGS))
 
 
-def _kept(name: str, sources: Sequence[Path], compile_to: Callable[[Path], None], place: str = "") -> Path:
-    """What is compiled from ``sources`` for ``place``: once, whoever asks."""
+def _kept(name: str, sources: Sequence[Path], compile_to: Callable[[Path], None], settings: str) -> Path:
+    """What is compiled from ``sources`` with ``settings``: once, whoever asks."""
     digests = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)
-    key = hashlib.sha256(digests + place.encode()).hexdigest()[:16]
+    key = hashlib.sha256(digests + settings.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"zeroengine-emulated-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}-{key}.so"

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.emulated import build_kernels
 from tests.ops import cuda
 from tests.ops.test_adam import COPIES, DTYPES, MOMENTS, State
 from zeroengine import ops
@@ -68,8 +69,8 @@ def intact(x: Tensor) -> bool:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda.build_emulated(tmp_path_factory.mktemp("emulated"))
+def emulated() -> Path:
+    return build_kernels()
 
 
 def emulating(path: Path) -> Gpu:

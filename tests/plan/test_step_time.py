@@ -9,7 +9,7 @@ import pytest
 
 from zeroengine.config import load
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_numbers
+from zeroengine.plan.bytes.model_facts import ModelFacts, from_numbers
 from zeroengine.plan.bytes.state_bytes import planned_units, predict_states
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.machine import Machine
@@ -17,7 +17,12 @@ from zeroengine.plan.seconds.machine_presets import PRESETS
 from zeroengine.plan.seconds.step_collectives import StepCollectives
 from zeroengine.plan.seconds.step_time import StepTime, predict_step, setting_of
 
-FACTS = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+
+@cache
+def small_model() -> ModelFacts:
+    return from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+
+
 GPUS = PRESETS["h100-80gb"]
 CPUS = replace(GPUS, device="cpu", ranks_per_node=2)
 ALONE = replace(CPUS, ranks_per_node=1)
@@ -25,7 +30,9 @@ ALONE = replace(CPUS, ranks_per_node=1)
 
 @cache
 def traced(bf16: bool) -> MicroStep:
-    return trace_micro_step(FACTS, load({"bf16": {"enabled": bf16}}).resolve(world_size=1), 1, checkpointing=False)
+    return trace_micro_step(
+        small_model(), load({"bf16": {"enabled": bf16}}).resolve(world_size=1), 1, checkpointing=False
+    )
 
 
 def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) -> StepTime:
@@ -33,8 +40,8 @@ def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) ->
     tree = {"gradient_accumulation_steps": accumulation, "zero_optimization": zero, **keys}
     config = load(tree).resolve(world_size=machine.world_size, ranks_per_node=machine.ranks_per_node)
     micro = traced(bool(config.bf16.enabled))
-    states = predict_states(FACTS.plans(config), config, setting_of(machine, config))
-    return predict_step(FACTS, config, micro, states, machine)
+    states = predict_states(small_model().plans(config), config, setting_of(machine, config))
+    return predict_step(small_model(), config, micro, states, machine)
 
 
 def with_rates(machine: Machine, **rates: Any) -> Machine:
@@ -52,7 +59,7 @@ def test_communication_takes_its_bytes_over_the_link(stage: int) -> None:
     instant = with_rates(CPUS, latency=0.0, memory=math.inf, link=1e9, reduce_link=1e9)
     step = predict(instant, stage)
     # Without overlap, in fp32, half of the bytes come from the other rank: an all-reduce is two passes over them.
-    of_model = 4 * FACTS.num_parameters / 2 / 1e9
+    of_model = 4 * small_model().num_parameters / 2 / 1e9
     assert step.reduce == pytest.approx(of_model * (2 if stage == 0 else 1), rel=0.01)
     # Stage 3 gathers each block twice, and the unit of embedding, norm and head, of 4 % of the model, once: it is the
     # last of the forward, and stays from its first use for the backward.
@@ -71,7 +78,7 @@ def test_a_transport_that_overlaps_hides_communication() -> None:
 def test_degrees_within_a_node_leave_only_sums_of_shards_to_the_network() -> None:
     # The links of a node take no time.
     nodes = replace(with_rates(GPUS, latency=0.0, link=math.inf, reduce_link=math.inf, node_link=1e9), nodes=2)
-    of_model = 4 * FACTS.num_parameters / 1e9
+    of_model = 4 * small_model().num_parameters / 1e9
     without_overlap = {"overlap_comm": False}
     gathered_anywhere = predict(nodes, 3, zero=without_overlap)
     hybrid = predict(nodes, 3, zero={**without_overlap, "degrees": {"parameters": "node"}})
@@ -160,11 +167,11 @@ def test_accumulation_repeats_the_computation_alone() -> None:
 
 def test_the_update_reads_and_writes_the_bytes_of_the_kernel() -> None:
     memory = CPUS.rates.memory
-    assert predict(ALONE, 0).update * memory == pytest.approx((28 + 4) * FACTS.num_parameters, rel=0.01)
+    assert predict(ALONE, 0).update * memory == pytest.approx((28 + 4) * small_model().num_parameters, rel=0.01)
     # Gradients of 2 bytes are read twice, and the copy in bf16 is written and, where users may write it, read.
-    expected = (24 + 2 * 2 + 4) * FACTS.num_parameters
+    expected = (24 + 2 * 2 + 4) * small_model().num_parameters
     assert predict(ALONE, 0, bf16={"enabled": True}).update * memory == pytest.approx(expected, rel=0.01)
-    sharded = (24 + 2 * 2 + 2) * FACTS.num_parameters / 2
+    sharded = (24 + 2 * 2 + 2) * small_model().num_parameters / 2
     assert predict(CPUS, 3, bf16={"enabled": True}).update * memory == pytest.approx(sharded, rel=0.02)
 
 
@@ -173,7 +180,7 @@ def test_states_on_a_disk_take_the_time_of_the_disk() -> None:
     slow = with_rates(ALONE, disk_read=1e6, disk_write=1e6)
     step = predict(slow, 0, zero={"offload_optimizer": place})
     # Moments are read and written; in fp32 the master weights are the parameters, which stay.
-    assert step.offload > 2 * 8 * FACTS.num_parameters / 1e6 * 0.9
+    assert step.offload > 2 * 8 * small_model().num_parameters / 1e6 * 0.9
     assert predict(with_rates(ALONE, disk_read=0.0), 0, zero={"offload_optimizer": place}).total == math.inf
 
 
