@@ -6,17 +6,6 @@ The results do not depend on them:
 - A use of a released parameter calls ``_gather_for_use`` through its class (see ``released_parameter.py``). A backward
   that reads a saved view of a parameter calls ``_restore_saved_view`` (see ``saved_views.py``). Both gather the unit.
 - A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
-
-[Note: When a unit is gathered]
-    forward of a module       the pre-forward hook gathers its units and prefetches the next ones; the post-forward hook
-                              releases them
-    backward of a module      the first gradient of its outputs gathers; when the backward goes on to what was made
-                              before the module's forward, it releases (``backward.py``)
-    use without a hook        gathered on the spot, released when the pass ends
-    ``zeroengine.gathered``   ``pin`` and ``unpin``
-    not ``is_releasable``     never released; the next pre-forward hook waits for the all-gather of the step
-
-Units that a backward gathered and did not release are released when it ends.
 """
 
 from __future__ import annotations
@@ -42,7 +31,7 @@ from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
 from zeroengine.runtime.traversal import autograd_outputs, number_of
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit, VisitLog, next_node_number
+from zeroengine.runtime.visit_log import Visit, VisitLog, latest_node_number, next_node_number
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -116,15 +105,8 @@ class Forward:
         self._traversal = self.backward.traversal
         # The graph owns this function, so the function refers to this object weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        hooked = {
-            module: any(unit.is_releasable for unit in units)
-            for module, units in self._units_of.items()
-            # Where each rank updates a part of a unit that is never released, the next forward must wait for the
-            # all-gather of the step, so these modules need hooks as well.
-            if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in units)
-        }
-        hooked |= dict.fromkeys(self._list_of, True)
-        self.hook_handles = [*register_hooks(self, model, hooked), *self.backward.hook_handles]
+        hooks = register_hooks(self, model, self._units_of, self._list_of)
+        self.hook_handles = [*hooks, *self.backward.hook_handles]
 
     def observes(self, module: nn.Module) -> bool:
         """Return whether forwards of ``module`` concern this object. Copies of the model do not."""
@@ -234,7 +216,7 @@ class Forward:
         if log is None:
             return
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
-        walk = None if elements is None or self.gatherer.num_pins else ListWalk(elements, has_grad, _latest_node())
+        walk = None if elements is None or self.gatherer.num_pins else ListWalk(elements, has_grad)
         if has_grad and not is_tracked:
             self._mark_untracked(units)
         elif not has_grad and units and self._may_be_recomputed():
@@ -272,7 +254,7 @@ class Forward:
         walks = (outer.walk for outer in reversed(forwards) if outer.walk is not None)
         walk = next((walk for walk in walks if not walk.elements.index_of.keys().isdisjoint(forward.visit.units)), None)
         if walk is not None:
-            walk.last_node = _latest_node()
+            walk.last_node = latest_node_number()
             if not has_backward and torch.is_grad_enabled() and walk.has_grad:
                 # A rank that skips this element cannot know that no backward comes to it.
                 forward.log.place(forward.visit, walk.last_node)
@@ -365,7 +347,7 @@ class Forward:
                 if not (self._traversal.is_running or is_last):
                     self.gatherer.release(unit)
             if walk.has_grad:
-                node_number = walk.last_node if walk.elements.is_inside_block else _latest_node()
+                node_number = walk.last_node if walk.elements.is_inside_block else latest_node_number()
                 visit = Visit(units, node_number)
                 log.place(visit, node_number)
                 walk.skipped.append(visit)
@@ -418,11 +400,6 @@ class Forward:
                 self._traversal.move_to_current_node()
                 self.gatherer.ensure(unit)
             return view.restore()
-
-
-def _latest_node() -> int:
-    """Return the number of the latest node that this thread has made."""
-    return next_node_number() - 1
 
 
 def _restore_view(forward_ref: weakref.ref[Forward], view: SavedView) -> torch.Tensor:

@@ -1,6 +1,17 @@
 """Gathers units, releases them, and gathers ahead those that are needed next.
 
-``forward.py`` and ``backward.py`` say when.
+``forward.py`` and ``traversal.py`` say when.
+
+[Note: When a unit is gathered]
+    forward of a module       the pre-forward hook gathers its units and prefetches the next ones; the post-forward hook
+                              releases them
+    backward of a module      the first gradient of its outputs gathers; when the backward goes on to what was made
+                              before the module's forward, it releases (``traversal.py``)
+    use without a hook        gathered on the spot, released when the pass ends
+    ``zeroengine.gathered``   ``pin`` and ``unpin``
+    not ``is_releasable``     never released; the next pre-forward hook waits for the all-gather of the step
+
+Units that a backward gathered and did not release are released when it ends.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit
+from zeroengine.runtime.visit_log import Visit, latest_node_number
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class ListWalk:
 
     elements: ListElements
     has_grad: bool
-    last_node: int
+    last_node: int = field(default_factory=latest_node_number)
     next_index: int = 0
     skipped: list[Visit] = field(default_factory=list)
     _skipped_indices: set[int] = field(default_factory=set)

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.runtime.unit import Unit
 from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
@@ -82,14 +83,16 @@ def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
 def register_hooks(
     listener: ForwardListener,
     model: nn.Module,
-    modules: Mapping[nn.Module, bool],
+    units_of: Mapping[nn.Module, list[Unit]],
+    holders: Iterable[nn.Module],
 ) -> list[Any]:
-    """Notify ``listener`` of the forwards of ``model`` and of ``modules``.
+    """Notify ``listener`` of the forwards of ``model``, and of modules that need units or hold lists of units.
 
     Args:
         listener: Is notified.
         model: The whole model.
-        modules: The modules that need units or hold lists of units, and whether the end of their forwards matters.
+        units_of: The units that each module's forward needs.
+        holders: The modules that hold lists of units.
 
     Returns:
         The handles of the hooks.
@@ -108,6 +111,13 @@ def register_hooks(
 
         return UncopiedHook(hook)
 
+    # By module: whether the end of its forward matters. Where each rank updates a part of a unit that is never
+    # released, the next forward must wait for the all-gather of the step, so such modules need hooks as well.
+    modules = {
+        module: any(unit.is_releasable for unit in units)
+        for module, units in units_of.items()
+        if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in units)
+    } | dict.fromkeys(holders, True)
     handles: list[Any] = []
     # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), because otherwise its units would never be released.

@@ -61,6 +61,11 @@ MAX_VISITS = 10_000
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+def latest_node_number() -> int:
+    """Return the number of the latest node that this thread has made."""
+    return next_node_number() - 1
+
+
 class Place(NamedTuple):
     """Where a backward comes to a visit. Higher places come first."""
 
@@ -139,7 +144,7 @@ class VisitLog:
     def add_recomputed(self, units: Sequence[Unit]) -> None:
         """Add units that a reentrant checkpoint uses now without gradients, and again in backward."""
         # No node was made since that of the checkpoint, because it runs without gradients.
-        node_number = next_node_number() - 1
+        node_number = latest_node_number()
         last = self.visits[-1] if self.visits else None
         if last is not None and last.is_recomputed and last.place.node_number == node_number:
             last.units += [unit for unit in units if unit not in last.units]
