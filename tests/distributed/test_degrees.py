@@ -23,7 +23,7 @@ from zeroengine import ZeroEngineError
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.bytes.state_bytes import Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import RankTopology, predict_states
 
 Triple = tuple[int, int, int]
 # The degrees of most units, and of those whose names match a pattern.
@@ -341,7 +341,7 @@ def bytes_of_single_units() -> list[tuple[int, int, int]]:
     engine = zeroengine.initialize(build(TinyLM), config=settings)
     memory = engine.memory()
     resolved = load(settings).resolve(world_size=4)
-    predicted = predict_states(cut_units(build(TinyLM)), resolved, Setting(4, "cpu", "shm")).device
+    predicted = predict_states(cut_units(build(TinyLM)), resolved, RankTopology(4, "cpu", "shm")).device
     expected = dict.fromkeys(STATES, 0)
     for unit in engine._parts.units:
         degrees = (4, 4, 4) if unit.name.startswith("blocks.") else (2, 2, 4)

@@ -16,7 +16,7 @@ from torch import nn
 import zeroengine
 from zeroengine.config import load
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.bytes.state_bytes import Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import RankTopology, predict_states
 
 WIDTH, BLOCKS = 1024, 10
 
@@ -69,7 +69,7 @@ def main(deferred: bool, config: dict[str, Any]) -> None:
     resolved = load(config).resolve(world_size=world_size)
     plans = cut_units(model, compute_dtype=resolved.low_precision)
     transport = "single" if world_size == 1 else resolved.comm.transport.replace("auto", "shm")
-    predicted = predict_states(plans, resolved, Setting(world_size, "cpu", transport))
+    predicted = predict_states(plans, resolved, RankTopology(world_size, "cpu", transport))
     # The activations of two tokens are small, but autograd makes the gradient of a matrix before it is copied.
     gradient = WIDTH * 4 * WIDTH * plans[0].dtype.itemsize
     del plans

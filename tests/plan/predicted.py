@@ -16,7 +16,7 @@ import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
-from zeroengine.plan.bytes.state_bytes import STATES, Setting, StateBytes, predict_states
+from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, StateBytes, predict_states
 from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]
@@ -95,10 +95,10 @@ class Outcome:
     predicted: StateBytes
 
 
-def predict(model: nn.Module, config: Mapping[str, Any], setting: Setting) -> StateBytes:
+def predict(model: nn.Module, config: Mapping[str, Any], topology: RankTopology) -> StateBytes:
     """``predict_states`` for a model on the meta device."""
-    resolved = resolve(config, model, setting.world_size * setting.num_replicas)
-    return predict_states(units_of_model(model, resolved), resolved, setting)
+    resolved = resolve(config, model, topology.world_size * topology.num_replicas)
+    return predict_states(units_of_model(model, resolved), resolved, topology)
 
 
 def resolve(config: Mapping[str, Any], model: nn.Module, world_size: int) -> Config:
@@ -112,9 +112,9 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     config = case.config(disk) | {"comm": {"transport": "gloo" if transport == "gloo" else "auto"}}
     replica_ranks = config.get("local_steps", {}).get("replica_ranks", world_size)
     own_transport = transport if replica_ranks > 1 else "single"
-    setting = Setting(replica_ranks, "cpu", own_transport, 1, world_size // replica_ranks, transport)
+    topology = RankTopology(replica_ranks, "cpu", own_transport, 1, world_size // replica_ranks, transport)
     with torch.device("meta"):
-        predicted = predict(factory(), config, setting)
+        predicted = predict(factory(), config, topology)
     engine = zeroengine.initialize(build(factory), config=config)
     most = 0
 

@@ -19,7 +19,7 @@ from zeroengine.config import load
 from zeroengine.offload.host_memory import HOST_LIMIT_VARIABLE, available_memory
 from zeroengine.partition.cut import cut_units
 from zeroengine.plan.bytes.free_memory import FreeMemory
-from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.search.automatic import StateChoice, StatePlanner, fit_configuration
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def planner_of(zero: dict[str, Any], world_size: int = 8, device: Any = "cuda", 
         model = blocks(16, 8192)
     config = load(config_of(zero, **({"bf16": {"enabled": True}} | more))).resolve(world_size=world_size)
     plans = cut_units(model, compute_dtype=config.low_precision)
-    return StatePlanner(plans, config, Setting(world_size, device, "nccl" if device == "cuda" else "gloo"), None)
+    return StatePlanner(plans, config, RankTopology(world_size, device, "nccl" if device == "cuda" else "gloo"), None)
 
 
 def free(device: float, host: float = 1000, disk: float = 0) -> FreeMemory:
@@ -59,7 +59,7 @@ def test_the_first_choice_is_taken_that_leaves_a_quarter_for_activations(
     planner, notice = fit_configuration(planner_of(AUTO), lambda paths: free(device_gib))
     chosen = planner.current()
     assert (chosen.stage, chosen.offload_optimizer) == (stage, place)
-    assert planner.need(chosen).device <= 0.75 * device_gib * GIB
+    assert planner.requirement(chosen).device <= 0.75 * device_gib * GIB
     assert notice is not None and notice.startswith(f'"auto" is stage {stage}, offload_optimizer {place}: it takes ')
 
 
@@ -115,7 +115,7 @@ def test_too_little_on_every_machine_names_the_ranks_or_the_unit_that_are_the_ca
 def test_optimizers_of_torch_are_never_offloaded_by_choice() -> None:
     planner = planner_of(AUTO)
     optimizer = torch.optim.SGD([p for plan in planner.plans for _, p in plan.params], lr=0.1)
-    planner = StatePlanner(planner.plans, planner.config, Setting(8, "cuda", "nccl"), optimizer)
+    planner = StatePlanner(planner.plans, planner.config, RankTopology(8, "cuda", "nccl"), optimizer)
     assert {choice.offload_optimizer for choice in planner.choices("auto", "auto", "auto", any_disk=True)} == {"none"}
 
 

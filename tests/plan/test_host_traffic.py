@@ -17,7 +17,7 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.transports.gloo import GlooChannel
-from zeroengine.plan.bytes.state_bytes import Setting, planned_units
+from zeroengine.plan.bytes.state_bytes import RankTopology, planned_units
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.step_collectives import StepCollectives
 
@@ -40,10 +40,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def predicted_bytes(engine: Any) -> int:
     """What the planner says that a host sends in a step of an engine."""
     planner, transport = engine._parts.planner, engine._parts.transport
-    setting = Setting(WORLD_SIZE, "cpu", transport.name, RANKS_PER_HOST)
-    units, _ = planned_units(planner.plans, engine.config, setting)
+    topology = RankTopology(WORLD_SIZE, "cpu", transport.name, RANKS_PER_HOST)
+    units, _ = planned_units(planner.plans, engine.config, topology)
     collectives = StepCollectives.of_units(units, engine.config.micro_steps_in_mean)
-    return HostTraffic.of_units(units, engine.config, setting).step_bytes(collectives)
+    return HostTraffic.of_units(units, engine.config, topology).step_bytes(collectives)
 
 
 def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, int]]:

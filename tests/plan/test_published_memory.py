@@ -14,7 +14,7 @@ import zeroengine
 from zeroengine.config import load
 from zeroengine.plan.api import machine_with
 from zeroengine.plan.bytes.model_facts import ModelFacts, from_module, from_numbers
-from zeroengine.plan.bytes.state_bytes import STATES, Setting, predict_states
+from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, predict_states
 from zeroengine.plan.seconds.known_machines import load_machine
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes of model states per device with Pos, Pos+g and Pos+g+p, which are stages 1
@@ -63,8 +63,8 @@ def test_model_states_are_those_of_the_table_in_the_zero_paper(params: float) ->
     for world_size, row in ZERO_PAPER[params].items():
         for stage, gigabytes in enumerate(row, start=1):
             resolved = load({**config, "zero_optimization": {"stage": stage}}).resolve(world_size=world_size)
-            setting = Setting(world_size, "cuda", "nccl" if world_size > 1 else "single")
-            states = predict_states(plans, resolved, setting)
+            topology = RankTopology(world_size, "cuda", "nccl" if world_size > 1 else "single")
+            states = predict_states(plans, resolved, topology)
             predicted = sum(states.device[name] for name in STATES) / 1e9
             # The paper rounds, and its own formula (2 + 2 + 12) P decides between two roundings.
             assert predicted == pytest.approx(gigabytes, rel=0.01, abs=0.005), (world_size, stage)

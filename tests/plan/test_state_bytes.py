@@ -22,7 +22,7 @@ from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
 from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
 from zeroengine import ZeroEngineError
-from zeroengine.plan.bytes.state_bytes import STATES, Setting
+from zeroengine.plan.bytes.state_bytes import STATES, RankTopology
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}
@@ -128,7 +128,7 @@ def test_nothing_of_a_large_model_is_allocated() -> None:
     predicted = predict(
         nn.Sequential(blocks),
         {"zero_optimization": {"stage": 3}, "optimizer": ADAMW, **BF16},
-        Setting(512, "cuda", "nccl"),
+        RankTopology(512, "cuda", "nccl"),
     )
     assert sum(predicted.device[name] for name in STATES) == pytest.approx(numel * (2 + 2 + 12) / 512, rel=0.01)
 
@@ -138,7 +138,7 @@ def test_offload_moves_states_to_the_memory_of_the_host() -> None:
         with torch.device("meta"):
             model = TinyLM()
         config = {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **zero}, "optimizer": ADAMW}
-        return predict(model, config | BF16, Setting(8, "cuda", "nccl"))
+        return predict(model, config | BF16, RankTopology(8, "cuda", "nccl"))
 
     device, apart = rows(), rows(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     assert {name: apart.cpu[name] for name in STATES} == {name: device.device[name] for name in STATES}
@@ -153,7 +153,7 @@ def test_the_copy_of_a_checkpoint_is_predicted(tmp_path: Path) -> None:
         "check_grad_overflow": False,
     }
     with torch.device("meta"):
-        predicted = predict(TinyLM(), config, Setting(1, "cpu", "single"))
+        predicted = predict(TinyLM(), config, RankTopology(1, "cpu", "single"))
     engine = zeroengine.initialize(build(TinyLM), config=config)
     engine.save_checkpoint(tmp_path / "saved")
     assert engine.memory().checkpoint == predicted.checkpoint_copy > 0
@@ -200,4 +200,4 @@ def test_a_process_grows_by_what_is_predicted(peak: str) -> None:
 )
 def test_a_wrong_setting_says_what_to_write(arguments: Any, message: str) -> None:
     with pytest.raises(ZeroEngineError, match=message):
-        Setting(*arguments)
+        RankTopology(*arguments)

@@ -15,7 +15,7 @@ from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.machine_presets import PRESETS
 from zeroengine.plan.seconds.step_collectives import StepCollectives
-from zeroengine.plan.seconds.step_time import StepTime, predict_step, setting_of
+from zeroengine.plan.seconds.step_time import StepTime, predict_step, topology_of
 
 
 @cache
@@ -40,7 +40,7 @@ def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) ->
     tree = {"gradient_accumulation_steps": accumulation, "zero_optimization": zero, **keys}
     config = load(tree).resolve(world_size=machine.world_size, ranks_per_node=machine.ranks_per_node)
     micro = traced(bool(config.bf16.enabled))
-    states = predict_states(small_model().plans(config), config, setting_of(machine, config))
+    states = predict_states(small_model().plans(config), config, topology_of(machine, config))
     return predict_step(small_model(), config, micro, states, machine)
 
 
@@ -133,12 +133,12 @@ def test_two_hosts_send_and_rank_as_was_measured() -> None:
     micro = trace_micro_step(facts, load({}).resolve(world_size=1), 2, checkpointing=False)
     for name, (zero, megabytes, _) in TWO_HOSTS.items():
         config = load({"zero_optimization": zero}).resolve(world_size=4, ranks_per_node=2)
-        setting = setting_of(two_hosts(200), config)
-        assert setting.transport == "two-level"
-        units, _ = planned_units(facts.plans(config), config, setting)
-        sent = HostTraffic.of_units(units, config, setting).step_bytes(StepCollectives.of_units(units, 1))
+        topology = topology_of(two_hosts(200), config)
+        assert topology.transport == "two-level"
+        units, _ = planned_units(facts.plans(config), config, topology)
+        sent = HostTraffic.of_units(units, config, topology).step_bytes(StepCollectives.of_units(units, 1))
         assert sent / 1e6 == pytest.approx(megabytes, rel=0.01), name
-        states = predict_states(facts.plans(config), config, setting)
+        states = predict_states(facts.plans(config), config, topology)
         for megabits, times in seconds.items():
             times[name] = predict_step(facts, config, micro, states, two_hosts(megabits)).total
     for megabits, predicted in seconds.items():
@@ -196,7 +196,7 @@ def test_large_new_tensors_take_time_on_a_cpu() -> None:
     facts = from_numbers(60e6, layers=1, width=512, vocab=50000, sequence=256)
     config = load({}).resolve(world_size=1)
     micro = trace_micro_step(facts, config, 1, checkpointing=False)
-    states = predict_states(facts.plans(config), config, setting_of(ALONE, config))
+    states = predict_states(facts.plans(config), config, topology_of(ALONE, config))
     reused, mapped = (
         predict_step(facts, config, micro, states, with_rates(ALONE, new_memory=rate)).compute for rate in (0.0, 1e9)
     )
@@ -239,5 +239,5 @@ def test_transports_within_and_between_replicas_are_those_that_ranks_open(
     machine = replace(CPUS, nodes=nodes, ranks_per_node=4)
     local_steps = {"steps": 2, "replica_ranks": replica_ranks}
     config = load({"comm": {"transport": transport}, "local_steps": local_steps}).resolve(world_size=4 * nodes)
-    setting = setting_of(machine, config)
-    assert (setting.transport, setting.replica_transport) == (within, between)
+    topology = topology_of(machine, config)
+    assert (topology.transport, topology.replica_transport) == (within, between)

@@ -38,7 +38,7 @@ from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.bytes.free_memory import measure_free_memory
-from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 
@@ -185,9 +185,9 @@ def _make_engine(
     device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
     num_replicas = group.world_size // replica_ranks
     between = () if replicas is None else (replicas.between.name,)
-    setting = Setting(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
+    topology = RankTopology(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
     planner, notice = fit_configuration(
-        StatePlanner(plans, settings, setting, base_optimizer), partial(measure_free_memory, group)
+        StatePlanner(plans, settings, topology, base_optimizer), partial(measure_free_memory, group)
     )
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)

@@ -37,7 +37,7 @@ def announce(line: str) -> None:
 def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int) -> str:
     """Return one line: the model, how it is partitioned, and the bytes of a rank as the planner predicts them."""
     version = sys.modules["zeroengine"].__version__
-    zero, need = planner.config.zero_optimization, planner.need(planner.current())
+    zero, requirement = planner.config.zero_optimization, planner.requirement(planner.current())
     ranks = _counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
     how = f"stage {zero.stage} over {ranks}"
     if zero.degrees is not None:
@@ -45,12 +45,12 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     total = sum(plan.numel for plan in planner.plans)
     trainable = sum(plan.numel for plan in planner.plans if plan.trainable)
     frozen = "" if trainable == total else f" ({format_count(trainable)} trainable)"
-    of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in need.states.device.items() if n)
-    elsewhere = {"CPU memory": need.states.cpu_total, "NVMe": sum(need.states.nvme.values())}
+    of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in requirement.states.device.items() if n)
+    elsewhere = {"CPU memory": requirement.states.cpu_total, "NVMe": sum(requirement.states.nvme.values())}
     more = "".join(f"; {format_byte_size(nbytes)} in {place}" for place, nbytes in elsewhere.items() if nbytes)
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
-        f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(need.states.device_total)} a rank: "
+        f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
         f"{of_states}{more}"
     )
 

@@ -15,7 +15,7 @@ queue_callback: Callable[[Callable[[], None]], None]
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class Hook:
+class WeakMethod:
     """A method for autograd to call.
 
     The graph owns its hooks. A hook that owned the method's object would close a cycle through C++ that the garbage

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroengine.errors import LossScaleError
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.autograd_hooks import Hook, queue_callback
+from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback
 from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
@@ -78,7 +78,7 @@ class Backward:
         self._scaled_task: int | None = None
         # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
         self.hook_handles = [
-            param.register_post_accumulate_grad_hook(Hook(self, Backward._post_accumulate_grad, number, *indices))
+            param.register_post_accumulate_grad_hook(WeakMethod(self, Backward._post_accumulate_grad, number, *indices))
             for number, (param, indices) in enumerate(zip(self._params, _indices(reducer), strict=True))
         ]
         # By the parameter's number: its hooks, in the order in which autograd calls them, and the number of this one.
@@ -98,7 +98,7 @@ class Backward:
         self.finish()
         span = self._timer.begin("backward")
         # Autograd comes to the loss first.
-        handle = loss.register_hook(Hook(self.traversal, Traversal.enter))
+        handle = loss.register_hook(WeakMethod(self.traversal, Traversal.enter))
         try:
             # The listeners, too, ask who runs the backward that begins.
             self.run_by_engine = True
@@ -123,7 +123,7 @@ class Backward:
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled."""
         if loss.requires_grad:
-            loss.register_hook(Hook(self, Backward._begin_scaled))
+            loss.register_hook(WeakMethod(self, Backward._begin_scaled))
         return loss
 
     def _begin_scaled(self) -> None:
@@ -139,7 +139,7 @@ class Backward:
         """
         # A parameter that the model returns would keep the hook, and get another one in each forward.
         if output.grad_fn is not None:
-            output.register_hook(Hook(self, Backward._begin_plain_span))
+            output.register_hook(WeakMethod(self, Backward._begin_plain_span))
 
     def _begin_plain_span(self) -> None:
         if not self.run_by_engine and self._plain_span < 0:

@@ -47,7 +47,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
-from zeroengine.runtime.autograd_hooks import Hook
+from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.bucket_queue import BucketQueue
 from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.runtime.unit import Unit
@@ -355,7 +355,7 @@ class Reducer:
 
     def note_assigned(self, param: nn.Parameter) -> None:
         """Note that user code has assigned to the gradient of ``param``, perhaps None, outside of a backward."""
-        self.user_gradients.note_assigned(param, Hook(self, Reducer.take_assigned_gradients))
+        self.user_gradients.note_assigned(param, WeakMethod(self, Reducer.take_assigned_gradients))
 
     def check_frozen(self) -> None:
         """Check that nothing was assigned to gradients that no update uses.

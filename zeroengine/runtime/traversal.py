@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroengine.runtime.autograd_hooks import Hook, queue_callback, register_hook_first
+from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback, register_hook_first
 from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
 from zeroengine.runtime.cursor import Cursor
 from zeroengine.runtime.gatherer import Gatherer
@@ -78,7 +78,7 @@ class Traversal:
     ) -> None:
         self._elements, self._gatherer, self._gradients = elements, gatherer, gradient_side
         self._is_in_forward = is_in_forward
-        self.logs = VisitLogs(Hook(self, Traversal.enter))
+        self.logs = VisitLogs(WeakMethod(self, Traversal.enter))
         self.tasks: list[GraphTask] = []
         # The logs that a backward with ``create_graph`` has come to. A thread of autograd may have made what it added.
         self._extended_logs: set[VisitLog] = set()
@@ -88,7 +88,7 @@ class Traversal:
         for tensor in outputs:
             # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook. A
             # module may return what a module inside of it has returned. The backward comes to the outer one first.
-            register_hook_first(tensor, Hook(self, Traversal._reach, log, visit))
+            register_hook_first(tensor, WeakMethod(self, Traversal._reach, log, visit))
 
     @property
     def is_running(self) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes that quantized communication takes: what stays, and the packets that exist in passing."""
+"""Bytes that quantized communication takes: what stays, and the packets, which are transient."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kept_bytes(
     return nbytes
 
 
-def passing_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, ranks_per_host: int = 0) -> int:
+def transient_bytes(units: Sequence[UnitBytes], config: Config, world_size: int, ranks_per_host: int = 0) -> int:
     """Return the most bytes of packets of sums and gathers that are under way at once, as far as they do not stay.
 
     See ``kept_bytes`` for the arguments.

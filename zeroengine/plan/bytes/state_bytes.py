@@ -36,8 +36,8 @@ from zeroengine.plan.bytes.gradient_buffer_bytes import (
 )
 from zeroengine.plan.bytes.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.bytes.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
-from zeroengine.plan.bytes.passing_bytes import most_at_start, receive_bytes
-from zeroengine.plan.bytes.quantized_bytes import kept_bytes, passing_bytes
+from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
+from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
 from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes, units_of_plans, value_bytes
 from zeroengine.runtime.visit_order import PrefetchLimits
@@ -47,7 +47,7 @@ BUFFERS = ("buckets", "gathered", "staging", "quantized")
 
 
 @dataclass(frozen=True)
-class Setting:
+class RankTopology:
     """What the bytes of states depend on beside the model and the configuration.
 
     Attributes:
@@ -71,12 +71,14 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise ZeroEngineError(f"Setting: world_size is the number of ranks, at least 1; found {self.world_size}")
+            raise ZeroEngineError(
+                f"RankTopology: world_size is the number of ranks, at least 1; found {self.world_size}"
+            )
         if self.device not in ("cpu", "cuda"):
-            raise ZeroEngineError(f'Setting: device is "cpu" or "cuda", found {self.device!r}')
+            raise ZeroEngineError(f'RankTopology: device is "cpu" or "cuda", found {self.device!r}')
         for name in ("transport", "replica_transport"):
             if (value := getattr(self, name)) not in TRANSPORTS:
-                raise ZeroEngineError(f"Setting: {name} is one of {', '.join(TRANSPORTS)}; found {value!r}")
+                raise ZeroEngineError(f"RankTopology: {name} is one of {', '.join(TRANSPORTS)}; found {value!r}")
 
     @property
     def traits(self) -> type[TransportTraits]:
@@ -127,7 +129,7 @@ class StateBytes:
 
     @property
     def device_total(self) -> int:
-        """Bytes of the device's memory, without what exists in passing."""
+        """Bytes of the device's memory, without what is transient."""
         return sum(self.device.values())
 
     @property
@@ -149,18 +151,20 @@ class _Ledger:
         return {name: self._bytes[location, name] for name in names}
 
 
-def planned_units(plans: Sequence[UnitPlan], config: Config, setting: Setting) -> tuple[list[UnitBytes], PlacementPlan]:
+def planned_units(
+    plans: Sequence[UnitPlan], config: Config, topology: RankTopology
+) -> tuple[list[UnitBytes], PlacementPlan]:
     """Return what a rank will hold of each unit, and where. See ``predict_states`` for the arguments."""
-    world_size, align = setting.world_size, setting.traits.shard_align_bytes
+    world_size, align = topology.world_size, topology.traits.shard_align_bytes
     rules = DegreeRules.of_settings(config.zero_optimization, world_size)
-    placement = plan_placement(plans, rules, config, world_size, align, has_device_memory=setting.device == "cuda")
+    placement = plan_placement(plans, rules, config, world_size, align, has_device_memory=topology.device == "cuda")
     return units_of_plans(plans, rules, config, world_size, align, placement), placement
 
 
 def predict_states(
     plans: Sequence[UnitPlan],
     config: Config,
-    setting: Setting,
+    topology: RankTopology,
     optimizer: torch.optim.Optimizer | OptimizerProbe | None = None,
 ) -> StateBytes:
     """Return the bytes that each rank will hold of every state. Nothing is allocated.
@@ -168,7 +172,7 @@ def predict_states(
     Args:
         plans: The units, from ``partition.cut.cut_units``. The model may be on the meta device.
         config: The resolved configuration, with a number as stage and without "auto" as a device.
-        setting: The ranks, the device and the transport.
+        topology: The ranks, the device and the transport.
         optimizer: The optimizer that is passed to ``initialize``, or what is known of it. None: that of the
             configuration, or AdamW where it names none.
 
@@ -181,8 +185,8 @@ def predict_states(
             'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
             "write each stage and device to compare"
         )
-    on_gpu, traits = setting.device == "cuda", setting.traits
-    units, placement = planned_units(plans, config, setting)
+    on_gpu, traits = topology.device == "cuda", topology.traits
+    units, placement = planned_units(plans, config, topology)
     ledger = _Ledger()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
     sizes, is_fused = _optimizer_sizes(units, config, probe)
@@ -195,34 +199,34 @@ def predict_states(
             if unit.plan.is_mixed_precision:
                 ledger.add("master", unit.optimizer_numel * unit.master_dtype.itemsize, location)
             ledger.add("optimizer", _optimizer_bytes(unit, states, is_fused), location)
-            outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, setting.world_size)
+            outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, topology.world_size)
             ledger.add("optimizer", outer, location)
 
-    flows = [_flow(unit, setting.world_size) for unit in units if unit.gradients is not None]
+    flows = [_flow(unit, topology.world_size) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
-    buffers = count_gradient_buffers(flows, zero.reduce_bucket_size or 0, at_once=setting.world_size == 1)
+    buffers = count_gradient_buffers(flows, zero.reduce_bucket_size or 0, at_once=topology.world_size == 1)
     buckets = sum(count * numel * dtype.itemsize for (numel, dtype), count in buffers.items())
     # Without peers nothing says that a reduce is done.
-    num_reducing = 0 if setting.world_size == 1 else MAX_IN_FLIGHT if traits.has_peers else len(flows)
+    num_reducing = 0 if topology.world_size == 1 else MAX_IN_FLIGHT if traits.has_peers else len(flows)
     buckets += staging_buffer_bytes(flows, accumulates=accumulates, num_reducing=num_reducing, on_stream=on_gpu)
-    gathered = _most_gathered(units, config, setting, placement)
+    gathered = _most_gathered(units, config, topology, placement)
     ledger.add("buckets", buckets)
     ledger.add("gathered", gathered)
     # The ranks of each host, where they add their values before any go to other hosts.
-    adding = setting.ranks_per_host if setting.adds_by_host(units) else 0
+    adding = topology.ranks_per_host if topology.adds_by_host(units) else 0
     if adding:
-        ledger.add("staging", two_level_bytes(units, setting.world_size, adding, gathered, zero.gradient_bits))
+        ledger.add("staging", two_level_bytes(units, topology.world_size, adding, gathered, zero.gradient_bits))
     else:
         # Packed slices arrive in passing. Whether sums of whole gradients are packed depends on what is gathered.
         exact = [flow for flow in flows if not (zero.gradient_bits and flow.format.is_sharded)]
-        ledger.add("staging", received_bytes(exact, setting.world_size, buffers, traits), CPU_MEMORY)
-    kept = kept_bytes(units, config, setting.world_size, keeps_packets=traits.keeps_memory, ranks_per_host=adding)
+        ledger.add("staging", received_bytes(exact, topology.world_size, buffers, traits), CPU_MEMORY)
+    kept = kept_bytes(units, config, topology.world_size, keeps_packets=traits.keeps_memory, ranks_per_host=adding)
     ledger.add("quantized", kept)
-    _add_staging(ledger, units, config, setting, placement)
+    _add_staging(ledger, units, config, topology, placement)
     if config.local_steps is not None:
-        exchange = units, setting.world_size, setting.num_replicas
+        exchange = units, topology.world_size, topology.num_replicas
         ledger.add("staging", exchange_bytes(*exchange))
-        ledger.add("staging", received_exchange_bytes(*exchange, TRANSPORTS[setting.replica_transport]), CPU_MEMORY)
+        ledger.add("staging", received_exchange_bytes(*exchange, TRANSPORTS[topology.replica_transport]), CPU_MEMORY)
 
     device = ledger.row(None, (*STATES, *BUFFERS))
     host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
@@ -230,8 +234,8 @@ def predict_states(
         device["staging"] += host["staging"]
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
-    received = receive_bytes(units, setting.world_size, traits, accumulates=accumulates)
-    received += passing_bytes(units, config, setting.world_size, adding)
+    received = receive_bytes(units, topology.world_size, traits, accumulates=accumulates)
+    received += transient_bytes(units, config, topology.world_size, adding)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]
@@ -242,14 +246,14 @@ def predict_states(
         nvme={name: sum(ledger.row(path, STATES)[name] for path in on_disk) for name in STATES},
         peak_device_extra=max(
             received,
-            most_at_start(units, setting.device) - sum(device.values()),
+            most_at_start(units, topology.device) - sum(device.values()),
             copied - device["gathered"],
             0,
         ),
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if traits.shares_pages and maps_pages else 0,
-        checkpoint_copy=checkpoint_copy_bytes(units, config, setting.world_size, setting.num_replicas, sizes)
+        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size, topology.num_replicas, sizes)
         if copies
         else 0,
     )
@@ -290,10 +294,10 @@ def _flow(unit: UnitBytes, world_size: int) -> GradientFlow:
     return GradientFlow(unit.layout.numel, shard_numel, unit.gradients, *gradient_positions(unit.plan), slice_numel)
 
 
-def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan) -> int:
-    overlaps = setting.traits.overlaps
+def _most_gathered(units: Sequence[UnitBytes], config: Config, topology: RankTopology, placement: PlacementPlan) -> int:
+    overlaps = topology.traits.overlaps
     medium: Medium = "cpu" if placement.param_location == CPU_MEMORY else "nvme"
-    shards_gather_ahead = can_gather_ahead(medium, setting.world_size, overlaps=overlaps)
+    shards_gather_ahead = can_gather_ahead(medium, topology.world_size, overlaps=overlaps)
     releasable = [
         GatheredUnit(unit.plan, unit.layout.numel, shards_gather_ahead if unit.shard_offloaded else overlaps)
         for unit in units
@@ -305,15 +309,15 @@ def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting,
 
 
 def _add_staging(
-    ledger: _Ledger, units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan
+    ledger: _Ledger, units: Sequence[UnitBytes], config: Config, topology: RankTopology, placement: PlacementPlan
 ) -> None:
     """Add the buffers between the stores and the computation."""
     ledger.add("staging", placement.pipeline_bytes, CPU_MEMORY)
     num_buffers = config.zero_optimization.offload_param.buffer_count
     # A single rank reads shards straight into the full buffer.
-    if setting.world_size > 1:
+    if topology.world_size > 1:
         ledger.add("staging", num_buffers * placement.largest_shard_bytes)
-    if setting.device == "cpu":
+    if topology.device == "cpu":
         return
     # Every transfer between a GPU and a disk passes through the host. Each store has buffers of its own.
     sizes: dict[str | None, list[int]] = {}

@@ -12,7 +12,7 @@ from zeroengine.plan.bytes.unit_bytes import UnitBytes
 def two_level_bytes(
     units: Sequence[UnitBytes], world_size: int, ranks_per_host: int, gathered: int, bits: int | None
 ) -> int:
-    """Return the most bytes of what came from other hosts, and of sums that are sent to them. ``Setting.adds_by_host``.
+    """Return the most bytes of what came from other hosts, and of sums for them. See ``RankTopology.adds_by_host``.
 
     Args:
         units: The units.

@@ -27,7 +27,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
 from zeroengine.plan.bytes.free_memory import UNKNOWN_BYTES, FreeMemory
 from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
-from zeroengine.plan.bytes.state_bytes import BUFFERS, STATES, Setting, StateBytes, predict_states
+from zeroengine.plan.bytes.state_bytes import BUFFERS, STATES, RankTopology, StateBytes, predict_states
 from zeroengine.plan.bytes.unit_bytes import value_bytes
 from zeroengine.utils.byte_size import format_byte_size
 
@@ -82,7 +82,7 @@ class StateChoice:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryRequirement:
     """Bytes that one rank takes beyond what it holds before ``initialize``.
 
     Attributes:
@@ -132,7 +132,7 @@ class StatePlanner:
     Args:
         plans: The units.
         config: The resolved configuration; its stage and devices may be "auto".
-        setting: The ranks, the device and the transport.
+        topology: The ranks, the device and the transport.
         optimizer: The optimizer over the model's parameters; None: that of the configuration.
 
     Attributes:
@@ -144,13 +144,13 @@ class StatePlanner:
         self,
         plans: Sequence[UnitPlan],
         config: Config,
-        setting: Setting,
+        topology: RankTopology,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self.plans, self.config, self._setting, self._optimizer = plans, config, setting, optimizer
+        self.plans, self.config, self._topology, self._optimizer = plans, config, topology, optimizer
         # One object serves all predictions: after ``initialize`` the caller's optimizer has no state to look at.
         self._probe = OptimizerProbe(optimizer, config)
-        self._needs: dict[StateChoice, Need] = {}
+        self._requirements: dict[StateChoice, MemoryRequirement] = {}
 
     def with_config(self, config: Config) -> StatePlanner:
         """Return a planner of another configuration, whose states have equal sizes."""
@@ -174,17 +174,17 @@ class StatePlanner:
         zero = self.config.zero_optimization
         return StateChoice(int(zero.stage), zero.offload_optimizer.device, zero.offload_param.device)
 
-    def need(self, choice: StateChoice) -> Need:
+    def requirement(self, choice: StateChoice) -> MemoryRequirement:
         """Return what a choice takes."""
-        if choice not in self._needs:
-            self._needs[choice] = self._predict(choice, self._setting)
-        return self._needs[choice]
+        if choice not in self._requirements:
+            self._requirements[choice] = self._predict(choice, self._topology)
+        return self._requirements[choice]
 
-    def _predict(self, choice: StateChoice, setting: Setting) -> Need:
-        states = predict_states(self.plans, choice.applied(self.config), setting, self._probe)
+    def _predict(self, choice: StateChoice, topology: RankTopology) -> MemoryRequirement:
+        states = predict_states(self.plans, choice.applied(self.config), topology, self._probe)
         # The model's own values are counted as taken already, and are freed while the units are made.
-        values = sum(value_bytes(plan, setting.device) for plan in self.plans)
-        return Need(
+        values = sum(value_bytes(plan, topology.device) for plan in self.plans)
+        return MemoryRequirement(
             states,
             states.device_total + states.peak_device_extra - states.shared_pages - values,
             states.cpu_total,
@@ -217,9 +217,9 @@ class StatePlanner:
                 return ["none"]
             path = getattr(self.config.zero_optimization, section).nvme_path
             # On a machine without a GPU, CPU memory is where states are anyway.
-            return ["none"] + ["cpu"] * (self._setting.device == "cuda") + ["nvme"] * bool(any_disk or path)
+            return ["none"] + ["cpu"] * (self._topology.device == "cuda") + ["nvme"] * bool(any_disk or path)
 
-        stages = tuple(STAGES) if self._serves_stages or self._setting.world_size == 1 else (0,)
+        stages = tuple(STAGES) if self._serves_stages or self._topology.world_size == 1 else (0,)
         found = [
             StateChoice(s, o, p)
             for s in (stages if stage == CHOSEN else (int(stage),))
@@ -238,8 +238,8 @@ class StatePlanner:
 
     def describe(self, choice: StateChoice) -> str:
         """Return what to write for a choice, and what it takes, in words."""
-        need = self.need(choice)
-        places = ((need.device, "a rank"), (need.host, "of CPU memory"), (need.disk, "of disk"))
+        requirement = self.requirement(choice)
+        places = ((requirement.device, "a rank"), (requirement.host, "of CPU memory"), (requirement.disk, "of disk"))
         numbers = [
             f"{format_byte_size(max(nbytes, 0))} {where}" for nbytes, where in places if nbytes or where == "a rank"
         ]
@@ -264,21 +264,21 @@ class StatePlanner:
                 'zero_optimization: "stage": "auto" finds no stage at which this optimizer works with offload_param; '
                 'write "offload_param": {"device": "none"}'
             )
-        roomy = (choice for choice in options if self.need(choice).fits(free, 1 - ACTIVATION_SHARE))
+        roomy = (choice for choice in options if self.requirement(choice).fits(free, 1 - ACTIVATION_SHARE))
         choice = next(roomy, None)
         if choice is None:
-            fitting = [option for option in options if self.need(option).fits(free)]
-            choice = min(fitting or options, key=lambda option: self.need(option).device)
+            fitting = [option for option in options if self.requirement(option).fits(free)]
+            choice = min(fitting or options, key=lambda option: self.requirement(option).device)
             reason = "no choice leaves a quarter for activations, and this one leaves the most"
         elif choice is options[0]:
             reason = "the rest is for activations"
         else:
             before = options[options.index(choice) - 1]
-            size = format_byte_size(self.need(before).device)
+            size = format_byte_size(self.requirement(before).device)
             reason = f"{_in_words(before)} would take {size}, which leaves less than a quarter for activations"
         keys = [f"stage {choice.stage}"] if zero.stage == CHOSEN else []
         keys += [f"{name} {getattr(choice, name)}" for name in SECTIONS if getattr(zero, name).device == CHOSEN]
-        taken = format_byte_size(max(self.need(choice).device, 0))
+        taken = format_byte_size(max(self.requirement(choice).device, 0))
         return choice.applied(self.config), (
             f'"auto" is {", ".join(keys)}: it takes {taken} of the {format_byte_size(free.device)} that are free for a '
             f"rank; {reason}."
@@ -291,23 +291,26 @@ class StatePlanner:
             ZeroEngineError: It does not. The message has the numbers, and the nearest choices that fit.
         """
         current = self.current()
-        need = self.need(current)
-        if need.fits(free):
+        requirement = self.requirement(current)
+        if requirement.fits(free):
             return
         # Nothing is known of a disk for which the configuration names no folder.
         known = free if self.nvme_paths() else dataclasses.replace(free, disk=UNKNOWN_BYTES)
-        fitting = (self.describe(choice) for choice in self.others(current) if self.need(choice).fits(known))
+        fitting = (self.describe(choice) for choice in self.others(current) if self.requirement(choice).fits(known))
         if shown := list(islice(fitting, NUM_SHOWN)):
             remedy = f"What fits: {', or '.join(shown)}"
         else:
             remedy = self._say_nothing_fits(free)
         raise ZeroEngineError(
-            f"the model does not fit: {_in_words(current)} takes {need.shortage(free, self._setting.device)}. These "
-            f'are {need.breakdown()}; activations come on top. {remedy}. With "memory_check": "warn" it is tried.'
+            f"the model does not fit: {_in_words(current)} takes {requirement.shortage(free, self._topology.device)}. "
+            f"These are {requirement.breakdown()}; activations come on top. {remedy}. "
+            'With "memory_check": "warn" it is tried.'
         )
 
     def _say_nothing_fits(self, free: FreeMemory) -> str:
-        choice = min(self.choices(CHOSEN, CHOSEN, CHOSEN, any_disk=True), key=lambda option: self.need(option).device)
+        choice = min(
+            self.choices(CHOSEN, CHOSEN, CHOSEN, any_disk=True), key=lambda option: self.requirement(option).device
+        )
         text = "No stage and no offload fits on these machines"
         if choice != self.current():
             text += f": {self.describe(choice)}, the least"
@@ -322,19 +325,19 @@ class StatePlanner:
         if more is None:
             return text
         # With local_steps the states of one replica have to fit.
-        ranks = "ranks" if self._setting.num_replicas == 1 else "ranks in each replica (local_steps.replica_ranks)"
+        ranks = "ranks" if self._topology.num_replicas == 1 else "ranks in each replica (local_steps.replica_ranks)"
         return f"{text}. Stage {more[1].stage} fits on {more[0]} {ranks} with memory like theirs"
 
     def _ranks_that_fit(self, free: FreeMemory) -> tuple[int, StateChoice] | None:
         """Return a number of ranks with which the highest stage fits without offload."""
-        choice, transport = StateChoice(max(STAGES)), self._setting.transport
-        if self._setting.world_size == 1:
-            transport = expected_transport(self._setting.device, self.config.comm.transport, 2, 1).name
+        choice, transport = StateChoice(max(STAGES)), self._topology.transport
+        if self._topology.world_size == 1:
+            transport = expected_transport(self._topology.device, self.config.comm.transport, 2, 1).name
         growth = 2
         while self._serves_stages and growth <= MAX_GROWTH:
-            world_size = self._setting.world_size * growth
-            setting = dataclasses.replace(self._setting, world_size=world_size, transport=transport)
-            if self._predict(choice, setting).fits(free):
+            world_size = self._topology.world_size * growth
+            topology = dataclasses.replace(self._topology, world_size=world_size, transport=transport)
+            if self._predict(choice, topology).fits(free):
                 return world_size, choice
             growth *= 2
         return None
@@ -342,12 +345,12 @@ class StatePlanner:
     def advice(self) -> tuple[list[str], list[str]]:
         """Return stages, and offloads, that take less of the device than the configuration, with numbers."""
         current = self.current()
-        now = self.need(current).states.device_total
+        now = self.requirement(current).states.device_total
         stages: list[str] = []
         # By section, the cheapest place that would help.
         offloads: dict[str, str] = {}
         for choice in self.others(current):
-            total = self.need(choice).states.device_total
+            total = self.requirement(choice).states.device_total
             if total > now * (1 - LEAST_SAVING) or current.num_changes(choice) > 1:
                 continue
             less = f"{format_byte_size(total)} of states and buffers a rank instead of {format_byte_size(now)}"

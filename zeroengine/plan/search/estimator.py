@@ -11,7 +11,7 @@ from zeroengine.config import Config, load
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts
-from zeroengine.plan.bytes.state_bytes import Setting, StateBytes, predict_states
+from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
     HEADROOM,
     NVME_PATH,
@@ -31,7 +31,7 @@ from zeroengine.plan.search.scaling import (
     with_blocks,
 )
 from zeroengine.plan.seconds.machine import Machine
-from zeroengine.plan.seconds.step_time import predict_step, setting_of
+from zeroengine.plan.seconds.step_time import predict_step, topology_of
 from zeroengine.utils.byte_size import format_byte_size
 
 # Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging
@@ -120,8 +120,8 @@ class Estimator:
         return self.config(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
 
     @functools.cached_property
-    def _setting(self) -> Setting:
-        return setting_of(self.machine, self._base_config)
+    def _topology(self) -> RankTopology:
+        return topology_of(self.machine, self._base_config)
 
     @functools.cached_property
     def _plans(self) -> list[UnitPlan]:
@@ -133,7 +133,7 @@ class Estimator:
         # Several micro-steps may accumulate in another dtype than one.
         key = (candidate.setting._replace(checkpointing=False), candidate.accumulation > 1)
         if key not in self._states:
-            self._states[key] = predict_states(self._plans, self.config(candidate), self._setting)
+            self._states[key] = predict_states(self._plans, self.config(candidate), self._topology)
         return self._states[key]
 
     def micro_step(self, candidate: PlanCandidate) -> MicroStep | None:
@@ -248,7 +248,7 @@ class Estimator:
         states, micro, names = self.states(candidate), self.micro_step(candidate), {plan.name for plan in blocks}
         # The model without its last block tells what each block takes.
         shorter = [plan for plan in self._plans if not any(plan is other for other in last)]
-        minus_one = predict_states(shorter, self.config(candidate), self._setting)
+        minus_one = predict_states(shorter, self.config(candidate), self._topology)
 
         def fits(count: int) -> bool:
             scaled = with_blocks(micro, names, before, count) if micro is not None else None

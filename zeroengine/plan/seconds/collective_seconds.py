@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from zeroengine.config import Config
-from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.machine import Machine
@@ -50,17 +50,17 @@ class Collectives(Protocol):
         """Return the seconds of the reduction of a unit's gradients."""
 
 
-def collectives_of(units: Sequence[UnitBytes], config: Config, setting: Setting, machine: Machine) -> Collectives:
+def collectives_of(units: Sequence[UnitBytes], config: Config, topology: RankTopology, machine: Machine) -> Collectives:
     """Return the seconds of the collectives of a run, or of one replica of ``local_steps``.
 
     Args:
         units: The units.
         config: The resolved configuration.
-        setting: The ranks, the device and the transport.
+        topology: The ranks, the device and the transport.
         machine: The machine that these ranks run on.
     """
     if machine.device == "cpu" and machine.nodes > 1:
-        return HostCollectives(machine, HostTraffic.of_units(units, config, setting))
+        return HostCollectives(machine, HostTraffic.of_units(units, config, topology))
     return RingCollectives(machine)
 
 

@@ -9,7 +9,7 @@ from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
-from zeroengine.plan.bytes.state_bytes import Setting
+from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.bytes.two_level_bytes import sent_sum_bytes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.step_collectives import Gather, StepCollectives
@@ -35,9 +35,9 @@ class HostTraffic:
     config: Config
 
     @classmethod
-    def of_units(cls, units: Sequence[UnitBytes], config: Config, setting: Setting) -> HostTraffic:
+    def of_units(cls, units: Sequence[UnitBytes], config: Config, topology: RankTopology) -> HostTraffic:
         """Return the traffic between hosts of a run whose units are ``units``."""
-        hosts = setting.world_size, setting.ranks_per_host, setting.adds_by_host(units)
+        hosts = topology.world_size, topology.ranks_per_host, topology.adds_by_host(units)
         return cls(*hosts, config.zero_optimization.gradient_bits, config)
 
     def gather_bytes(self, gather: Gather) -> int:

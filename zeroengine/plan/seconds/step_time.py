@@ -27,7 +27,7 @@ from zeroengine.optim.replica_mean import sum_dtype
 from zeroengine.plan.bytes.activations import MicroStep, OperationCount
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.outer_bytes import outer_element_sizes, piece_numel
-from zeroengine.plan.bytes.state_bytes import Setting, StateBytes, planned_units
+from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, planned_units
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.collective_seconds import Collectives, RingCollectives, Seconds, collectives_of
 from zeroengine.plan.seconds.machine import MAPPED_BYTES, Machine, Rates
@@ -62,7 +62,7 @@ class StepTime:
         return self.compute + self.gather + self.reduce + self.update + self.offload
 
 
-def setting_of(machine: Machine, config: Config) -> Setting:
+def topology_of(machine: Machine, config: Config) -> RankTopology:
     """Return the ranks, the device and the transport of a run on ``machine``, or of one replica of ``local_steps``."""
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
@@ -73,7 +73,7 @@ def setting_of(machine: Machine, config: Config) -> Setting:
         expected_transport(machine.device, config.comm.transport, *hosts).name
         for hosts in ((replica.nodes, per_node), (num_replicas // alike, alike))
     )
-    return Setting(size, machine.device, transport, per_node, num_replicas, between)
+    return RankTopology(size, machine.device, transport, per_node, num_replicas, between)
 
 
 def machine_of_replica(machine: Machine, config: Config) -> Machine:
@@ -107,16 +107,16 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
         states: The bytes of its states, for what an update reads and writes.
         machine: The machine. A rate of 0 that is needed, as of a disk that is not there, gives infinity.
     """
-    setting = setting_of(machine, config)
+    topology = topology_of(machine, config)
     zero = config.zero_optimization
-    units, _ = planned_units(model.plans(config), config, setting)
+    units, _ = planned_units(model.plans(config), config, topology)
     accumulation = config.micro_steps_in_mean
     forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
     replica = machine_of_replica(machine, config)
-    seconds = collectives_of(units, config, setting, replica)
+    seconds = collectives_of(units, config, topology, replica)
     step = StepCollectives.of_units(units, accumulation)
     share = 0.0
-    if setting.traits.overlaps and zero.overlap_comm:
+    if topology.traits.overlaps and zero.overlap_comm:
         share = CPU_HIDDEN_SHARE if machine.device == "cpu" and replica.nodes > 1 else 1.0
     gather, reduce = _exposed_seconds(step, seconds, share * forward, share * backward)
     # Every micro-step copies its gradients, whenever they are reduced.

@@ -1,4 +1,4 @@
-"""Bytes that exist in passing, beside the states and the buffers: at ``initialize`` and in a backward."""
+"""Bytes that are transient, beside the states and the buffers: at ``initialize`` and in a backward."""
 
 from __future__ import annotations
 
