@@ -205,10 +205,11 @@ class Backward:
         """Let those of ``units`` be reduced that the backwards use no more."""
         if not self.is_producing_gradients:
             return
-        for unit in units:
-            if self.traversal.is_over(unit) and self._reducer.close(unit):
-                self._note_complete(unit)
-        self.advance()
+        closed = [unit for unit in units if self.traversal.is_over(unit) and self._reducer.close(unit)]
+        for unit in closed:
+            self._note_complete(unit)
+        if closed:
+            self.advance()
 
     def advance(self) -> None:
         """Let units be reduced of which no visit is pending any more."""

@@ -168,6 +168,7 @@ class Traversal:
                 if not visit.is_recomputed:
                     self._gather(visit)
                 self._leave([visit])
+                self._gradients.advance()
         self._leave(task.cursor.leave(place.node_number))
 
     def _gather(self, visit: Visit) -> None:
