@@ -75,6 +75,11 @@ def test_ranks_that_use_different_experts_may_train_in_other_ways(variant: str, 
 STYLES: dict[str, tuple[list[str], Style]] = {
     "checkpointed layers": (SINGLE, Style(of_layer=NON_REENTRANT)),
     "checkpointed layers that end with the experts": (SINGLE, Style(of_layer=NON_REENTRANT, shared_first=True)),
+    "one expert in checkpointed layers": (SINGLE, Style(direct=True, of_layer=NON_REENTRANT)),
+    "no experts at the end of checkpointed layers": (
+        SINGLE,
+        Style(rare=True, of_layer=NON_REENTRANT, shared_first=True),
+    ),
     "checkpointed experts": (SINGLE, Style(of_expert=NON_REENTRANT)),
     "reentrant layers as units": (LAYERS, Style(of_layer=REENTRANT)),
     "reentrant layers": (SINGLE, Style(of_layer=REENTRANT, shared_first=True)),

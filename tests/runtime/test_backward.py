@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroengine
 from tests.distributed.models import WIDTH, Block, config
@@ -52,6 +53,52 @@ def watched(task: Task, engine: zeroengine.Engine) -> Any:
 
 def test_units_whose_calls_share_inputs_are_released_one_by_one_in_backward() -> None:
     check_every_stage(Task(SharedInputs, features), loop=watched)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class ManyCheckpoints(Net):
+    """Runs blocks in checkpoints of both kinds, in turn, and in ones that hold a Function, or other checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        first, second, third, fourth = self.blocks
+        x = self.stem(x)
+        for number in range(3):
+            x = checkpoint(first, x, use_reentrant=bool(number % 2))
+            x = checkpoint(second, x, use_reentrant=not number % 2)
+        x = checkpoint(lambda x: fourth(Doubled.apply(third(x))), x, use_reentrant=True)
+        return self.loss(checkpoint(lambda x: checkpoint(fourth, x, use_reentrant=True), x, use_reentrant=False))
+
+
+def without_late_gradients(task: Task, engine: zeroengine.Engine) -> Any:
+    counts = [0]
+    reduce_late = engine.reducer.reduce_late_gradients
+
+    def count() -> None:
+        counts[0] += 1
+        reduce_late()
+
+    engine.reducer.reduce_late_gradients = count  # type: ignore[method-assign]
+    found = ordinary_loop(task, engine)
+    # The first step shows how many gradients each parameter gets.
+    assert counts[0] <= 1
+    return found
+
+
+def test_no_unit_is_reduced_before_its_checkpoints_have_run_again() -> None:
+    check_every_stage(Task(ManyCheckpoints, features), loop=without_late_gradients)
 
 
 class AuxiliaryLoss(Block):

@@ -206,6 +206,7 @@ class EngineParts:
         self.forward = Forward(model, self.units, self.transport, self.reducer, config, timer)
         for handle in self.forward.hook_handles:
             undo.callback(handle.remove)
+        undo.callback(self.forward.forget_units)
         self.gatherer, self.backward = self.forward.gatherer, self.forward.backward
         if self.monitor is not None:
             self.backward.subscribe(self.monitor)

@@ -144,7 +144,7 @@ def cut_units(
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
-    units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, dtype_of)])
+    units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, dtype_of)], owners)
     return [dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules)) for unit in units]
 
 
@@ -256,7 +256,9 @@ def _split(
         yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), dtype, trainable, group.root)
 
 
-def _with_holders(model: nn.Module, units: list[UnitPlan]) -> list[UnitPlan]:
+def _with_holders(
+    model: nn.Module, units: list[UnitPlan], owners: dict[nn.Parameter, list[nn.Module]]
+) -> list[UnitPlan]:
     """Apply the rules of "Lists of units" in ``unit_lists.py``."""
     for unit_list in find_unit_lists(model, {unit.root for unit in units if unit.root is not None}):
         others, elements = unit_list.others(), set(unit_list.elements)
@@ -264,7 +266,8 @@ def _with_holders(model: nn.Module, units: list[UnitPlan]) -> list[UnitPlan]:
         before: list[UnitPlan] = []
         behind: list[UnitPlan] = []
         for index, unit in enumerate(units):
-            is_needed = unit.root not in elements and not others.isdisjoint(unit.modules)
+            users = (owner for _, param in unit.params for owner in owners[param])
+            is_needed = unit.root not in elements and not others.isdisjoint(users)
             if is_needed and unit_list.holder not in unit.modules:
                 unit = dataclasses.replace(unit, modules=(*unit.modules, unit_list.holder))
             (before if is_needed or index < first else behind).append(unit)

@@ -1,4 +1,4 @@
-"""Tell by the Python calls in progress what kind of backward runs."""
+"""Tell by the Python calls in progress, and by hooks of saved tensors, what kind of backward or forward runs."""
 
 from __future__ import annotations
 
@@ -30,3 +30,19 @@ def is_outermost_backward() -> bool:
     # In a thread of autograd the first frame is already an outer backward.
     is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
     return num_calls < (1 if is_autograd_thread else 2)
+
+
+def is_in_checkpoint() -> bool:
+    """Return whether this runs in the forward, or the recomputation, of a non-reentrant activation checkpoint."""
+    return _hooks_of_checkpoint() != ""
+
+
+def is_in_recomputation() -> bool:
+    """Return whether this runs in the recomputation of a non-reentrant activation checkpoint."""
+    return _hooks_of_checkpoint().startswith("_recomputation_hook")
+
+
+def _hooks_of_checkpoint() -> str:
+    """Return the name of what a checkpoint does with saved tensors now; empty: none does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint" else hooks[0].__qualname__

@@ -48,15 +48,20 @@ class Cursor:
         for visit in log.visits:
             self._num_pending.update(visit.units)
 
-    def pass_over(self, place: Place) -> Iterator[Visit]:
-        """Yield the pending visits at later places than ``place``, the latest first. They are over from then on.
-
-        ``leave`` comes before the caller gathers the units of each of them.
-        """
+    def passed_over(self, place: Place) -> Iterator[Visit]:
+        """Yield the pending visits at later places than ``place``, the latest first. The caller drops each of them."""
         while self._pending and self._pending[-1].place > place:
-            visit = self._pending.pop()
-            self._num_pending.subtract(visit.units)
-            yield visit
+            yield self._pending[-1]
+
+    def drop(self, visit: Visit) -> None:
+        """Note that the next pending visit is over, because it was passed over."""
+        assert self._pending[-1] is visit
+        self._pending.pop()
+        self._num_pending.subtract(visit.units)
+
+    def needs_next(self, unit: Unit) -> bool:
+        """Return whether the next pending visit needs ``unit``."""
+        return bool(self._pending) and unit in self._pending[-1].units
 
     def has_reached(self, visit: Visit) -> bool:
         """Return whether autograd has come to ``visit``."""
@@ -66,8 +71,7 @@ class Cursor:
         """Note that autograd has come to ``visit``, behind which nothing is pending."""
         self._reached.add(visit)
         if self._pending and self._pending[-1] is visit:
-            self._pending.pop()
-            self._num_pending.subtract(visit.units)
+            self.drop(visit)
         self._active.append(visit)
         self._num_active.update(visit.units)
 

@@ -22,14 +22,21 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
+from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.backward import Backward
+from zeroengine.runtime.backward_calls import is_in_checkpoint
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_paths import require_gradients
 from zeroengine.runtime.list_walk import ListWalk, find_lists
-from zeroengine.runtime.module_hooks import ForwardObserver, is_in_function_forward, is_raising, register_hooks
+from zeroengine.runtime.module_hooks import (
+    ForwardObserver,
+    function_node_number,
+    is_raising,
+    register_hooks,
+)
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
-from zeroengine.runtime.traversal import autograd_outputs, number_of
+from zeroengine.runtime.traversal import Traversal, autograd_outputs, number_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import Visit, VisitLog, latest_node_number, next_node_number
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
@@ -127,6 +134,10 @@ class Forward:
         self._module_forwards.clear()
         self.gatherer.release_unhooked_uses()
 
+    def forget_units(self) -> None:
+        """Let graphs that outlive the engine own no unit."""
+        self._traversal.logs.forget_units()
+
     # -- the whole model --------------------------------------------------------------------------
 
     def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -217,11 +228,17 @@ class Forward:
             return
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
         walk = None if elements is None or self.gatherer.num_pins else ListWalk(elements, has_grad)
+        visit = Visit(units, next_node_number())
+        if walk is not None and is_tracked:
+            # Nothing else shows where elements have their places that this rank skips before it calls one.
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(WeakMethod(self._traversal, Traversal.move_before, log, visit))
         if has_grad and not is_tracked:
             self._mark_untracked(units)
-        elif not has_grad and units and self._may_be_recomputed():
-            log.add_recomputed(units)
-        self._module_forwards.append(ModuleForward(module, Visit(units, next_node_number()), is_tracked, walk, log))
+        elif not has_grad and units:
+            self._log_recomputed(log, units)
+        self._module_forwards.append(ModuleForward(module, visit, is_tracked, walk, log))
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Release the units of ``module``, add its visit to the log, and replace the views that the graph saved.
@@ -235,6 +252,7 @@ class Forward:
         if depth is None:
             return output
         forward = forwards[depth]
+        units = forward.visit.units
         # Forwards inside this one that are still listed ended without their hooks.
         del forwards[depth + 1 :]
         if forward.walk is not None and not (output is None and is_raising()):
@@ -246,20 +264,20 @@ class Forward:
         has_backward = forward.is_tracked and torch.is_grad_enabled() and self._log_visit(forward, output)
         in_backward = self._traversal.is_running
         if has_backward and not in_backward:
-            self._replace_saved_views(output, forward.visit.first_node, forward.visit.units)
+            self._replace_saved_views(output, forward.visit.first_node, units)
         if not has_backward and torch.is_grad_enabled():
             skipped = () if forward.walk is None else forward.walk.skipped
             for visit in (forward.visit, *skipped):
                 self._mark_untracked(visit.units)
         walks = (outer.walk for outer in reversed(forwards) if outer.walk is not None)
-        walk = next((walk for walk in walks if not walk.elements.index_of.keys().isdisjoint(forward.visit.units)), None)
+        walk = next((walk for walk in walks if not walk.elements.index_of.keys().isdisjoint(units)), None)
         if walk is not None:
-            walk.last_node = latest_node_number()
-            if not has_backward and torch.is_grad_enabled() and walk.has_grad:
+            walk.last_node = _node_number()
+            if not has_backward and forward.is_tracked and walk.has_grad and any(True for _ in tensors_in(output)):
                 # A rank that skips this element cannot know that no backward comes to it.
                 forward.log.place(forward.visit, walk.last_node)
                 walk.skipped.append(forward.visit)
-        for unit in forward.visit.units:
+        for unit in units:
             # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
             # the backward needs. So neither is released here.
             if not (in_backward or (has_backward and self.gatherer.is_kept_for_backward(unit))):
@@ -273,6 +291,10 @@ class Forward:
         outputs = autograd_outputs(tensors_in(output), visit.first_node)
         if not outputs:
             return False
+        if forward.walk is not None and is_in_checkpoint():
+            # The recomputation needs all elements. When it comes depends on what this rank has called, so the backward
+            # gathers them when it comes to the module, and keeps them.
+            visit.units = [*visit.units, *forward.walk.elements.index_of]
         node_number = max(number_of(tensor) for tensor in outputs)
         log.place(visit, node_number)
         log.add([*(forward.walk.skipped if forward.walk is not None else ()), visit])
@@ -287,10 +309,12 @@ class Forward:
             self._traversal.logs.continue_latest()
         return self._traversal.logs.latest
 
-    def _may_be_recomputed(self) -> bool:
-        """Return whether a module that runs without gradients now may be inside a reentrant checkpoint."""
-        is_inside = self._traversal.is_running or (self._forward_has_grad and self.num_model_forwards > 0)
-        return is_inside and is_in_function_forward()
+    def _log_recomputed(self, log: VisitLog, units: Sequence[Unit]) -> None:
+        """Add ``units`` to the log if they are used inside a reentrant checkpoint, which runs without gradients."""
+        if self._traversal.is_running or (self._forward_has_grad and self.num_model_forwards > 0):
+            node_number = function_node_number()
+            if node_number is not None:
+                log.add_recomputed(units, node_number)
 
     def _mark_untracked(self, units: Iterable[Unit]) -> None:
         """Note that the backward of a use of ``units`` cannot be followed. A forward without gradients has none."""
@@ -347,12 +371,12 @@ class Forward:
                 if not (self._traversal.is_running or is_last):
                     self.gatherer.release(unit)
             if walk.has_grad:
-                node_number = walk.last_node if walk.elements.is_inside_block else latest_node_number()
+                node_number = walk.last_node if walk.elements.is_inside_block else _node_number()
                 visit = Visit(units, node_number)
                 log.place(visit, node_number)
                 walk.skipped.append(visit)
-            elif self._may_be_recomputed():
-                log.add_recomputed(units)
+            else:
+                self._log_recomputed(log, units)
 
     # -- uses that no hook announced --------------------------------------------------------------
 
@@ -400,6 +424,12 @@ class Forward:
                 self._traversal.move_to_current_node()
                 self.gatherer.ensure(unit)
             return view.restore()
+
+
+def _node_number() -> int:
+    """Return the number of the node of the checkpoint that runs now, or of the latest node."""
+    number = None if torch.is_grad_enabled() else function_node_number()
+    return latest_node_number() if number is None else number
 
 
 def _restore_view(forward_ref: weakref.ref[Forward], view: SavedView) -> torch.Tensor:

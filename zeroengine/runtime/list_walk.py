@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit, latest_node_number
+from zeroengine.runtime.visit_log import Visit, next_node_number
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class ListWalk:
     Attributes:
         elements: The list.
         has_grad: Whether the forward began with gradients enabled.
-        last_node: The number of the last node of the latest element that was called, or of what came before the
+        last_node: The number of the last node of the latest element that was called, or of the first node of the
             forward. What is skipped next has its place there: a backward comes to it after everything else that the
             module has done since, as other ranks come to the element that they have called.
         next_index: The first element that is not gathered yet.
@@ -66,7 +66,7 @@ class ListWalk:
 
     elements: ListElements
     has_grad: bool
-    last_node: int = field(default_factory=latest_node_number)
+    last_node: int = field(default_factory=next_node_number)
     next_index: int = 0
     skipped: list[Visit] = field(default_factory=list)
     _skipped_indices: set[int] = field(default_factory=set)

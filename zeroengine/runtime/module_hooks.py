@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.call_stack import calls_in_progress
+from zeroengine.runtime.visit_log import latest_node_number
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
 VISIBLE = nullcontext()
@@ -61,9 +62,24 @@ def is_raising() -> bool:
     return error is not None and type(error).__name__ != "_StopRecomputationError"
 
 
-def is_in_function_forward() -> bool:
-    """Return whether this runs in the forward of a ``torch.autograd.Function``, as a reentrant checkpoint does."""
-    return next(calls_in_progress(_FUNCTION_APPLY), None) is not None
+def function_node_number() -> int | None:
+    """Return the number of the node of the outermost ``torch.autograd.Function`` in whose forward this runs.
+
+    A reentrant checkpoint is such a Function. None: this runs in none.
+    """
+    caller: FrameType | None = None
+    forward: FrameType | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTION_APPLY:
+            forward = caller
+        caller, frame = frame, frame.f_back
+    if forward is None:
+        return None
+    contexts = (value for value in forward.f_locals.values() if isinstance(value, torch.autograd.function.FunctionCtx))
+    context: Any = next(contexts, None)
+    # A Function with ``setup_context`` has no context yet. Its node was the latest one when its forward began.
+    return latest_node_number() if context is None else context._sequence_nr()
 
 
 def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:

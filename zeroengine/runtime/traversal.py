@@ -8,6 +8,7 @@ meanwhile, which is over when the nested backward ends.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback, register_hook_first
-from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
+from zeroengine.runtime.backward_calls import is_autograd_grad, is_in_recomputation, is_outermost_backward
 from zeroengine.runtime.cursor import Cursor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
@@ -129,7 +130,7 @@ class Traversal:
         log.note_run()
         if torch.is_grad_enabled():
             self._extended_logs.add(log)
-        task = self.current_task() if log.is_recomputation else self.tasks[0]
+        task = self._task_of(log)
         cursor = task.cursor
         cursor.join(log)
         self._move(task, visit.place)
@@ -141,8 +142,19 @@ class Traversal:
     def move_to_current_node(self) -> None:
         """Go to the node that autograd runs, which uses a unit without a hook."""
         node = torch._C._current_autograd_node()
-        if self.tasks and node is not None:
-            self._move(self.tasks[0], Place(node._sequence_nr(), 0))
+        # Nodes of a recomputation may be numbered by another thread.
+        if self.tasks and node is not None and self.current_task() is self.tasks[0]:
+            self._move(self.tasks[0], Place(node._sequence_nr(), sys.maxsize))
+
+    def move_before(self, log: VisitLog, visit: Visit) -> None:
+        """Go to the node that was made before ``visit`` of ``log`` began."""
+        if self.enter():
+            task = self._task_of(log)
+            if log in task.cursor.logs:
+                self._move(task, Place(visit.first_node - 1, sys.maxsize))
+
+    def _task_of(self, log: VisitLog) -> GraphTask:
+        return self.current_task() if log.is_recomputation else self.tasks[0]
 
     def recompute(self, units: Sequence[Unit], *, is_nested: bool) -> VisitLog:
         """Go to the visit that is recomputed by a forward inside the backward. Return the log of the recomputation.
@@ -154,21 +166,31 @@ class Traversal:
         task = self.current_task()
         if task.recomputation is None or not (is_nested or task.cursor.is_recomputing(units)):
             task.recomputation = VisitLog(is_recomputation=True)
-            visit = task.cursor.recomputed_visit(units)
-            if visit is not None:
-                self._move(task, visit.place)
-                task.cursor.reach(visit)
+            # Without gradients one checkpoint runs another one forward again. The innermost backward that is to
+            # recompute the units does so now.
+            is_reentrant = torch.is_grad_enabled() and not is_in_recomputation()
+            for outer in reversed(self.tasks) if is_reentrant else ():
+                visit = outer.cursor.recomputed_visit(units)
+                if visit is not None:
+                    self._move(outer, visit.place)
+                    outer.cursor.reach(visit)
+                    break
         return task.recomputation
 
     def _move(self, task: GraphTask, place: Place) -> None:
         """Move the cursor of ``task``: gather what other ranks gather on the way, and release what is over."""
-        for visit in task.cursor.pass_over(place):
-            if task.accumulates and self._gradients.is_producing_gradients:
-                self._leave(task.cursor.leave(visit.place.node_number))
-                if not visit.is_recomputed:
-                    self._gather(visit)
-                self._leave([visit])
-                self._gradients.advance()
+        passes_over = task.accumulates and self._gradients.is_producing_gradients
+        for visit in task.cursor.passed_over(place):
+            if not passes_over:
+                task.cursor.drop(visit)
+                continue
+            # It is pending until its units are gathered, so that they are reduced after that, as on other ranks.
+            self._leave(task.cursor.leave(visit.place.node_number))
+            if not visit.is_recomputed:
+                self._gather(visit)
+            task.cursor.drop(visit)
+            self._leave([visit])
+            self._gradients.advance()
         self._leave(task.cursor.leave(place.node_number))
 
     def _gather(self, visit: Visit) -> None:
@@ -182,7 +204,7 @@ class Traversal:
         units = list(dict.fromkeys(unit for visit in visits for unit in visit.units))
         for unit in units:
             # A unit that further visits need stays gathered. Elements of lists come too often for that.
-            is_needed = unit not in self._elements and self.is_pending(unit)
+            is_needed = self._is_next(unit) if unit in self._elements else self.is_pending(unit)
             if not (is_needed or self._is_active(unit)):
                 self._gatherer.release(unit)
                 self._gatherer.deferred_frees.retry()
@@ -194,10 +216,10 @@ class Traversal:
         if task in self.tasks:
             self._move(task, EARLIEST)
             del self.tasks[self.tasks.index(task) :]
-            if self.tasks:
-                self._leave(self.tasks[-1].cursor.leave_recomputed())
-            else:
+            if not self.tasks:
                 self._end_pass()
+            elif task.accumulates:
+                self._leave(self.tasks[-1].cursor.leave_recomputed())
         self._gradients.end_task(task)
 
     def abandon(self) -> None:
@@ -220,6 +242,9 @@ class Traversal:
     def is_pending(self, unit: Unit) -> bool:
         """Return whether visits of ``unit`` are known to come."""
         return any(task.cursor.is_pending(unit) for task in self.tasks)
+
+    def _is_next(self, unit: Unit) -> bool:
+        return any(task.cursor.needs_next(unit) for task in self.tasks)
 
     def _is_active(self, unit: Unit) -> bool:
         return any(task.cursor.is_active(unit) for task in self.tasks)

@@ -141,10 +141,13 @@ class VisitLog:
         del self.visits[:-MAX_VISITS]
         self.has_one_order = self.has_one_order and self.thread == threading.get_ident()
 
-    def add_recomputed(self, units: Sequence[Unit]) -> None:
-        """Add units that a reentrant checkpoint uses now without gradients, and again in backward."""
-        # No node was made since that of the checkpoint, because it runs without gradients.
-        node_number = latest_node_number()
+    def add_recomputed(self, units: Sequence[Unit], node_number: int) -> None:
+        """Add units that a reentrant checkpoint uses now without gradients, and again in backward.
+
+        Args:
+            units: The units.
+            node_number: The number of the checkpoint's node.
+        """
         last = self.visits[-1] if self.visits else None
         if last is not None and last.is_recomputed and last.place.node_number == node_number:
             last.units += [unit for unit in units if unit not in last.units]
@@ -211,6 +214,13 @@ class VisitLogs:
         """Note a call outside of a forward of the whole model. It belongs to the latest one, or to a new one."""
         if not self.latest.may_run:
             self.begin()
+
+    def forget_units(self) -> None:
+        """Let the graphs that are alive own no unit any more, because the engine ends."""
+        for log in self._alive:
+            log.untracked.clear()
+            for visit in log.visits:
+                visit.units = []
 
     def of_backward(self) -> tuple[list[VisitLog], list[VisitLog]]:
         """Return the logs that the backward which runs now contains, and those that it may contain.
