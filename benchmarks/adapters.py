@@ -71,7 +71,7 @@ def build(size: str, rank: int, targets: list[str]) -> nn.Module:
 
 def count_gathered(engine: Any) -> list[int]:
     """Return a list that grows by the bytes of each all-gather of parameters."""
-    gather, nbytes = engine._parts.transport.gather, list[int]()
+    gather, nbytes = engine._parts.ranks.transport.gather, list[int]()
     original = gather.all_gather
 
     def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str, *ranks: Any) -> Any:
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
             "comm": {"timeout_seconds": 600},
         },
     )
-    units = engine._parts.units
+    units = engine.units
     adapter, base = ([p for unit in units if unit.trainable is kind for p in unit.params] for kind in (True, False))
     ids = torch.randint(0, 1000, (1, 8))
     engine.backward(engine(input_ids=ids, labels=ids).loss)

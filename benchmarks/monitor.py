@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 
 import zeroengine
 from benchmarks.workload import ADAMW, CLIP, SIZES, Transformer, batches
-from zeroengine.engine.monitoring import EngineMonitor
+from zeroengine.engine.reports import Reports
 from zeroengine.monitor.timer import Timer
 
 WARMUP = 4
@@ -104,7 +104,8 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
 
 def count_host_seconds(engine: Any, host: list[float]) -> None:
     """Append the seconds that each step spends in the monitor's own calls, other than spans."""
-    monitor: EngineMonitor = engine._parts.monitor
+    reports: Reports = engine._parts.reports
+    monitor = reports.monitor
     pending = [0.0]
 
     def timed(call: Any, ends: bool) -> Any:
@@ -119,12 +120,14 @@ def count_host_seconds(engine: Any, host: list[float]) -> None:
 
         return run
 
-    for name in ("start_forward", "finish_forward", "note_loss", "end_step"):
+    for name in ("start_forward", "finish_forward", "end_step"):
         setattr(monitor, name, timed(getattr(monitor, name), name == "end_step"))
+    for name in ("note_loss", "take_loss"):
+        setattr(reports, name, timed(getattr(reports, name), ends=False))
 
 
 def count_spans(engine: Any) -> list[int]:
-    timer: Timer = engine._parts.timer
+    timer: Timer = engine._parts.reports.timer
     count, push = [0], timer._push
 
     def counted(slot: int) -> int:

@@ -130,7 +130,7 @@ def zeroengine_step(model: nn.Module, args: argparse.Namespace, data: Iterator[A
 
 def traffic(engine: Any) -> tuple[int, int]:
     """Return the bytes that an engine of zeroengine has read from and written to disks."""
-    pairs = [disk.traffic for disk in engine._parts.placement.disks]
+    pairs = [disk.traffic for disk in engine._parts.partition.placement.disks]
     return sum(read for read, _ in pairs), sum(written for _, written in pairs)
 
 

@@ -86,7 +86,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 @contextmanager
 def gathered_units(engine: zeroengine.Engine) -> Iterator[list[str]]:
     """Collect the names of the units whose parameters are all-gathered."""
-    gather = engine._parts.transport.gather
+    gather = engine._parts.ranks.transport.gather
     names: list[str] = []
 
     def all_gather(full: torch.Tensor, shard: torch.Tensor, label: str, *ranks: Any) -> Any:
@@ -105,7 +105,7 @@ def some_names(root: Path) -> None:
     engine = adapter_engine(3, **BF16)
     take_steps(engine, range(2))
     everything = engine.full_state_dict()
-    adapters = [unit.name for unit in engine._parts.units if unit.trainable]
+    adapters = [unit.name for unit in engine.units if unit.trainable]
     assert len(adapters) == 3
     with gathered_units(engine) as units:
         assert_equal(engine.full_state_dict(trainable_only=True), adapter_of(everything))

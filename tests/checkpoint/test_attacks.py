@@ -53,7 +53,7 @@ def alone(engine: zeroengine.Engine, action: Callable[[], object]) -> None:
     """Rank 0 acts while the others wait."""
     if engine.rank == 0:
         action()
-    engine._parts.group.all_gather_object(None)
+    engine.group.all_gather_object(None)
 
 
 # -- bit flips ----------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def flip_bits(root: Path, count: int, seed: int) -> list[int]:
             assert fingerprint(engine) == before, (path.name, at, bit)
         else:
             assert fingerprint(engine) == saved, (path.name, at, bit)
-        engine._parts.group.all_gather_object(None)
+        engine.group.all_gather_object(None)
         alone(engine, flip)
     engine.load_checkpoint(root, "a")
     assert fingerprint(engine) == saved

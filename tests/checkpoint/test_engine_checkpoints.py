@@ -289,7 +289,7 @@ def damaged(root: Path) -> None:
         data.write_bytes(content)
         newest = sorted((root / "step-2").glob("*.distcp"))[0]
         newest.write_bytes(newest.read_bytes()[:-10])
-    engine._parts.group.all_gather_object(None)
+    engine.group.all_gather_object(None)
     said = refused(engine, root)
     assert "checkpoint step-3 is damaged" in said and "its checksum differs" in said and "fallback=True" in said
     assert "not " in refused(engine, root, "step-2")
@@ -301,7 +301,7 @@ def damaged(root: Path) -> None:
     assert "there is no folder" in refused(engine, root / "nowhere")
     if engine.rank == 0:
         (root / "step-1" / MANIFEST).write_text("{}")
-    engine._parts.group.all_gather_object(None)
+    engine.group.all_gather_object(None)
     assert "is damaged" in refused(engine, root, "step-1", fallback=True)
     engine.close()
 

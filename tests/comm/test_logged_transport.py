@@ -46,9 +46,9 @@ def train(stage: int, section: dict[str, Any], delay_s: float = 0.0) -> tuple[li
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        nbytes = {unit.name: 4 * unit.layout.numel for unit in parts.units}
+        nbytes = {unit.name: 4 * unit.layout.numel for unit in parts.partition.units}
         engine.close()
-        recorder = getattr(parts.transport, "_recorder", None)
+        recorder = getattr(parts.ranks.transport, "_recorder", None)
     return losses, out.getvalue(), dict(recorder._log.totals) if recorder else {}, nbytes
 
 

@@ -176,7 +176,7 @@ def losses_on_hosts(*sizes: int) -> list[Any]:
     for transport, triple in (("auto", (4, 4, 4)), ("gloo", (4, 4, 4)), ("gloo", (1, 1, 1))):
         settings = degree_config(triple, comm={"transport": transport})
         engine = zeroengine.initialize(build(PartlyTrained), config=settings)
-        name = engine._parts.transport.name
+        name = engine._parts.ranks.transport.name
         engine.close()
         found.append((name, train(settings, 3)[0]))
     return found
@@ -236,10 +236,10 @@ def with_second_copy(transport: str) -> list[Any]:
         more = {"comm": {"transport": transport}, "gradient_accumulation_steps": 2}
         settings = degree_config((4, 4, 4), secondary, **more)
         engine = zeroengine.initialize(build(PartlyTrained), config=settings)
-        received = engine._parts.timer.count = CountedBytes()  # type: ignore[method-assign, assignment]
+        received = engine._parts.reports.timer.count = CountedBytes()  # type: ignore[method-assign, assignment]
         losses = take_steps(engine, range(6))
         # Three steps bring three quarters of the trained units each, and of the frozen ones once.
-        least = sum(unit.layout.numel * 4 * 3 // 4 * (3 if unit.trainable else 1) for unit in engine._parts.units)
+        least = sum(unit.layout.numel * 4 * 3 // 4 * (3 if unit.trainable else 1) for unit in engine.units)
         found.append((losses, received.total["gather"] / least, engine.memory().parameters))
         engine.close()
     return found
@@ -343,7 +343,7 @@ def bytes_of_single_units() -> list[tuple[int, int, int]]:
     resolved = load(settings).resolve(world_size=4)
     predicted = predict_states(cut_units(build(TinyLM)), resolved, RankTopology(4, "cpu", "shm")).device
     expected = dict.fromkeys(STATES, 0)
-    for unit in engine._parts.units:
+    for unit in engine.units:
         degrees = (4, 4, 4) if unit.name.startswith("blocks.") else (2, 2, 4)
         for state, degree in zip(STATES, degrees, strict=True):
             expected[state] += 4 * unit.layout.numel * (2 if state == "optimizer" else 1) // degree
@@ -410,7 +410,7 @@ def mesh_degrees(names: tuple[str, str], settings: list[dict[str, Any]]) -> list
         loss = engine(*batch(0, engine.rank))
         engine.backward(loss)
         engine.step()
-        degrees = engine._parts.units[0].degrees
+        degrees = engine.units[0].degrees
         found.append((degrees.parameters, degrees.gradients, degrees.optimizer))
         engine.close()
     return found

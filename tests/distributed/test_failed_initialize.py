@@ -19,9 +19,13 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STAGES, start
 from zeroengine import ZeroEngineError
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import build_parts
+from zeroengine.engine.parts import build_states, connect_passes, connect_ranks, partition_model
+from zeroengine.engine.reports import start_reports
 
 BF16 = {"bf16": {"enabled": True}}
+# The functions that build the parts of an engine, each a record.
+BUILDERS = (build_parts, connect_ranks, start_reports, partition_model, connect_passes, build_states)
 
 
 class InjectedError(Exception):
@@ -67,19 +71,19 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> 
 
 @contextmanager
 def raising_before_line(number: int) -> Iterator[list[int]]:
-    """Raise before the line of this number that the constructor of ``EngineParts`` runs; yield how many it ran."""
-    code, lines = EngineParts.__init__.__code__, [0]
-    source, first = inspect.getsourcelines(EngineParts.__init__)
+    """Raise before the line of this number that the functions of `BUILDERS` run; yield how many they ran."""
+    sources, lines = {builder.__code__: inspect.getsourcelines(builder) for builder in BUILDERS}, [0]
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        if frame.f_code is not code:
+        if frame.f_code not in sources:
             return None
+        source, first = sources[frame.f_code]
         line = source[frame.f_lineno - first].strip()
         # Nothing can fail between a line that makes something and the next one, which notes how to undo it.
-        if event == "line" and not line.startswith(("undo.", "for handle in ", "if self.save_on_signal ")):
+        if event == "line" and not line.startswith(("undo.", "setup.undo.", "for handle in ")):
             lines[0] += 1
             if lines[0] == number:
-                raise InjectedError(f"before line {frame.f_lineno}: {line}")
+                raise InjectedError(f"before line {frame.f_lineno} of {frame.f_code.co_name}: {line}")
         return trace
 
     sys.settrace(trace)
@@ -106,7 +110,7 @@ def test_a_failure_before_each_line_of_the_construction_changes_nothing(precisio
             break
         except InjectedError as error:
             assert facts(model, optimizer, schedule) == before, error
-    assert lines[0] == number - 1 > 40, "the whole constructor was tried"
+    assert lines[0] == number - 1 > 40, "all functions were tried"
     engine.backward(engine(*batch(0, 0)))
     assert engine.step(), "and after all failures it trains"
     engine.close()

@@ -28,7 +28,7 @@ def without_library(task: Task, more: dict[str, Any]) -> tuple[list[Trained], st
     found = train_at((0, 1, 2, 3), task, ordinary_loop, more)
     model = build(task.factory)
     engine = zeroengine.initialize(model, task.optimizer(model), settings(task, 1))
-    return found, engine._parts.transport.name
+    return found, engine._parts.ranks.transport.name
 
 
 def test_without_the_compiled_library_training_gives_the_same_numbers() -> None:

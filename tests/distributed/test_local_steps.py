@@ -244,7 +244,7 @@ def sums_between_replicas(steps: int, round_steps: int, folder: Path) -> tuple[l
     settings = local(1, round_steps, 1, NESTEROV, optimizer=None)
     model = build()
     engine = zeroengine.initialize(model, make_adamw(model), settings)
-    channel = engine._parts.replicas.between.reduce  # type: ignore[union-attr]
+    channel = engine._parts.ranks.replicas.between.reduce  # type: ignore[union-attr]
     sums: list[int] = []
     flag = folder / "rank 0 has taken all steps of its round but one"
     with mock.patch.object(channel, "all_reduce", wraps=channel.all_reduce) as all_reduce:
@@ -399,7 +399,7 @@ def test_states_in_files_and_in_cpu_memory_give_the_same_bits(tmp_path: Path) ->
 def outer_momentum(engine: zeroengine.Engine) -> State:
     """The whole momentum of the outer step of this rank's replica."""
     parts, momentum = engine._parts, {}
-    for outer in parts.outer_step.shards:  # type: ignore[union-attr]
+    for outer in parts.states.outer_step.shards:  # type: ignore[union-attr]
         assert outer.state is not None
         slots = outer.shard.unit.layout.slots
         for slot in slots:
@@ -407,7 +407,7 @@ def outer_momentum(engine: zeroengine.Engine) -> State:
         for span, place in outer.spans():
             momentum[slots[span.param_index].name][span.param_slice] = outer.state.momentum[place]
     for value in momentum.values():
-        parts.replica_group.all_reduce(value)
+        parts.ranks.replica_group.all_reduce(value)
     return momentum
 
 
@@ -501,8 +501,8 @@ def load_other_checkpoints(folder: Path) -> dict[str, Any]:
     found["loaded"] = differences(expected, whole_states(engine))
     found["unmoved"] = not any(value.any() for value in outer_momentum(engine).values())
     # The loaded parameters are where the next outer step begins.
-    anchors = [outer.state.anchor for outer in engine._parts.outer_step.shards]  # type: ignore[union-attr]
-    masters = [outer.region.values for outer in engine._parts.outer_step.shards]  # type: ignore[union-attr]
+    anchors = [outer.state.anchor for outer in engine._parts.states.outer_step.shards]  # type: ignore[union-attr]
+    masters = [outer.region.values for outer in engine._parts.states.outer_step.shards]  # type: ignore[union-attr]
     found["anchors"] = all(torch.equal(a, m) for a, m in zip(anchors, masters, strict=True))
     # Weights alone, within a round.
     take_steps(engine, range(1))
@@ -533,7 +533,7 @@ def test_checkpoints_of_runs_with_and_without_an_outer_momentum_load_into_one_an
 
 
 def predicted_copy(engine: zeroengine.Engine) -> int:
-    planner = engine._parts.planner
+    planner = engine._parts.setup.planner
     return planner.need(planner.current()).states.checkpoint_copy
 
 

@@ -321,7 +321,7 @@ def train_and_exit(folder: Path) -> None:
     engine = make_engine(0, folder, {})
     take_steps(engine, range(2))
     # ``run_ranks`` ends its processes without Python's exit, which runs this otherwise.
-    engine._parts.monitor._finalizer()  # type: ignore[union-attr]
+    engine._parts.reports.monitor._finalizer()  # type: ignore[union-attr]
 
 
 def test_a_run_that_never_closes_its_engine_has_all_records_and_an_end(tmp_path: Path) -> None:

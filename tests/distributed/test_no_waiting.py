@@ -112,7 +112,7 @@ def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool
                 with blind():
                     losses.append(engine(*batch(number, 0)))
                 # The first act of a backward: it waits for the norm of the step before.
-                engine._parts.step_runner.await_and_report()
+                engine._parts.loop.step_runner.await_and_report()
                 with blind():
                     engine.backward(losses[-1])
                     verdict = engine.step()

@@ -341,7 +341,7 @@ def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
             for _ in range(2):
                 engine.backward(engine(torch.randn(2, 5 + number)).float().square().mean())
                 engine.step()
-            (disk,) = engine._parts.placement.disks
+            (disk,) = engine._parts.partition.placement.disks
             found.append((f"{stage} {which} {more}", len(disk._folder._files), disk._file.nbytes, disk._end))
             engine.close()
     return found
@@ -498,7 +498,7 @@ def use_in_place(settings: dict[str, Any], root: Path) -> list[str]:
     for use in uses.values():
         engine = zeroengine.initialize(build(TinyLM), config=settings)
         take_steps(engine, range(1))
-        for disk in engine._parts.placement.disks:
+        for disk in engine._parts.partition.placement.disks:
             fail_under(disk)
         try:
             use(engine, engine.module.blocks[0].up.weight)

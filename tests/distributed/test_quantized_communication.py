@@ -107,13 +107,13 @@ def test_all_cases_follow_the_exact_losses(transport: str) -> None:
 def exact_values(zero: dict[str, Any]) -> list[bool]:
     dist.init_process_group("gloo")
     engine = engine_of(zero)
-    shards = [unit.shard.clone() for unit in engine._parts.units]
+    shards = [unit.shard.clone() for unit in engine.units]
     before = engine.full_state_dict()
     engine(*batch(0, 0))
     with zeroengine.gathered(engine.module.head.weight):
         found = [torch.equal(engine.module.head.weight, before["head.weight"])]
     # Leaving the block wrote the values back.
-    found += [torch.equal(unit.shard, shard) for unit, shard in zip(engine._parts.units, shards, strict=True)]
+    found += [torch.equal(unit.shard, shard) for unit, shard in zip(engine.units, shards, strict=True)]
     after = engine.full_state_dict()
     found += [torch.equal(after[name], value) for name, value in before.items()]
     engine.close()
@@ -152,7 +152,7 @@ def test_an_overflow_of_one_rank_skips_the_step_and_leaves_no_trace_in_the_error
 def frozen_only() -> tuple[list[bool], list[bool]]:
     dist.init_process_group("gloo")
     engine = engine_of({"stage": 3, "zero_quantized_nontrainable_weights": True})
-    found = [unit.is_quantized for unit in engine._parts.units], [unit.trainable for unit in engine._parts.units]
+    found = [unit.is_quantized for unit in engine.units], [unit.trainable for unit in engine.units]
     train(engine, 1)
     engine.close()
     return found
@@ -167,7 +167,7 @@ def resume(folder: Path) -> tuple[int, float]:
     dist.init_process_group("gloo")
     engine = engine_of({"stage": 2, **GRADIENTS, "zeropp_loco_param": {}})
     train(engine, 2)
-    errors = engine._parts.quantized_reduce.packing.errors  # type: ignore[union-attr]
+    errors = engine._parts.ranks.quantized_reduce.packing.errors  # type: ignore[union-attr]
     kept = sum(int(error.count_nonzero()) for error in errors)
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
@@ -203,7 +203,7 @@ def travelled(world_size: int, zero: dict[str, Any]) -> dict[str, int]:
             patch.setattr(nccl, name, spy)
         with mock.patch.object(engine, "step", lambda: None):
             engine.backward(engine(*batch(0, 0)))
-            engine._parts.reducer.reduces.wait()
+            engine.reducer.reduces.wait()
     return counted
 
 

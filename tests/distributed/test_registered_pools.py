@@ -37,7 +37,7 @@ class Seen:
 def check_pools(engine: zeroengine.Engine) -> None:
     """Whether all that moves comes from the pool of the channel that moves it, and nothing else does."""
     gather, reduce = Pool.all
-    for unit in engine._parts.units:
+    for unit in engine.units:
         engine.gatherer.pin(unit)
         assert gather.place(unit.full_buffer) and gather.place(unit.shard)
         engine.gatherer.unpin(unit)
@@ -50,7 +50,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
 
 def leave_and_come_back(engine: zeroengine.Engine, folder: Path) -> None:
     engine.offload_states(device="nvme", nvme_path=folder, include=OFFLOADABLE_STATES)
-    assert not any(pool.place(unit.shard) for pool in Pool.all for unit in engine._parts.units)
+    assert not any(pool.place(unit.shard) for pool in Pool.all for unit in engine.units)
     engine.reload_states()
 
 

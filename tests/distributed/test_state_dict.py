@@ -69,7 +69,7 @@ def compare_with_the_plain_state_dict() -> None:
         assert len(some) == 4 and torch.equal(some["renamed.kernel"], state["renamed.kernel"])
         trainable = engine.full_state_dict(trainable_only=True)
         assert "renamed.kernel" in trainable and not {"renamed.frozen", "norm.running_mean"} & trainable.keys()
-        assert not any(unit.is_gathered for unit in engine._parts.units if unit.is_releasable)
+        assert not any(unit.is_gathered for unit in engine.units if unit.is_releasable)
         train(engine, 1)
 
 

@@ -70,7 +70,7 @@ def steps(
                     engine.backward(engine(*batch(step + micro_step, 0)))
                 engine.step()
         found.append(seen)
-    return [unit.layout.numel for unit in engine._parts.units], found
+    return [unit.layout.numel for unit in engine.units], found
 
 
 def volume(seen: list[Sent]) -> Counter[str]:
@@ -210,7 +210,7 @@ def traffic_at(world_size: int, degrees: dict[str, Any], micro_steps: int) -> tu
                 engine.backward(engine(*batch(step + micro_step, 0)))
                 engine.step()
         found.append(seen)
-    sizes = {unit.name: unit.layout.numel for unit in engine._parts.units}
+    sizes = {unit.name: unit.layout.numel for unit in engine.units}
     return sum(sizes.values()), sizes["head"], found[-1]
 
 

@@ -56,7 +56,7 @@ def frameworks(folder: str) -> None:
     weight = next(engine.module.parameters())
     assert not torch.equal(zeroengine.full_master(weight), zeroengine.full_master(weight).bfloat16().float())
     with mock.patch.object(
-        type(engine._parts.placement), "check_intact", side_effect=OSError("disk full") if rank else None
+        type(engine._parts.partition.placement), "check_intact", side_effect=OSError("disk full") if rank else None
     ):
         with pytest.raises(OSError if rank else zeroengine.ZeroEngineError, match="disk full"):
             engine.round_masters()

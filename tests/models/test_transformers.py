@@ -127,7 +127,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
 
     def look(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(unit.gathered_bytes() for unit in engine._parts.units))
+        most = max(most, sum(unit.gathered_bytes() for unit in engine.units))
 
     for module in engine.module.modules():
         module.register_forward_hook(look)
@@ -143,7 +143,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
         with torch.no_grad():
             losses.append(engine.eval()(**inputs).loss.item())
         engine.train()
-    sizes = sorted(unit.full_buffer.element_size() * unit.layout.numel for unit in engine._parts.units)
+    sizes = sorted(unit.full_buffer.element_size() * unit.layout.numel for unit in engine.units)
     assert most <= sum(sizes[-2:]) + sizes[0] < sum(sizes), "a rank held most of the model at one time"
     return losses, norms
 

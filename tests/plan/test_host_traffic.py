@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def predicted_bytes(engine: Any) -> int:
     """What the planner says that a host sends in a step of an engine."""
-    planner, transport = engine._parts.planner, engine._parts.transport
+    planner, transport = engine._parts.setup.planner, engine._parts.ranks.transport
     topology = RankTopology(WORLD_SIZE, "cpu", transport.name, RANKS_PER_HOST)
     units, _ = planned_units(planner.plans, engine.config, topology)
     collectives = StepCollectives.of_units(units, engine.config.micro_steps_in_mean)

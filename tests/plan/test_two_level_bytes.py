@@ -31,7 +31,7 @@ def staging(transport: str, zero: dict[str, Any]) -> list[dict[str, tuple[int, i
         for number in range(2):
             engine.backward(engine(*batch(number, engine.rank)))
             engine.step()
-        planner, opened = engine._parts.planner, engine._parts.transport
+        planner, opened = engine._parts.setup.planner, engine._parts.ranks.transport
         topology = RankTopology(4, "cpu", opened.name, opened.ranks_per_host)
         predicted, memory = predict_states(planner.plans, engine.config, topology).device, engine.memory()
         found.append({name: (getattr(memory, name), predicted[name]) for name in ("staging", "quantized")})

@@ -46,7 +46,7 @@ def watched(task: Task, engine: zeroengine.Engine) -> Any:
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(look)
     found = ordinary_loop(task, engine)
-    sizes = sorted(4 * unit.layout.numel for unit in engine._parts.units)
+    sizes = sorted(4 * unit.layout.numel for unit in engine.units)
     assert most <= sum(sizes[-2:]) + sizes[0]
     return found
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 import logging
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.backward import Backward
-from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.reducer import Reducer
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
@@ -32,13 +30,12 @@ FORGOTTEN_AFTER = 8
 log = logging.getLogger("zeroengine")
 
 
-class Accumulation(BackwardListener):
+class Accumulation:
     """The progress of one step, from its first backward to its update.
 
     Args:
         micro_steps_per_step: The value of `gradient_accumulation_steps`; None in manual accumulation.
         rank: This rank. Rank 0 logs the warning about a forgotten step.
-        backward: Reports forwards and backwards.
         reducer: Is told which micro-step is the last one of a step.
 
     Attributes:
@@ -47,7 +44,7 @@ class Accumulation(BackwardListener):
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 
-    def __init__(self, micro_steps_per_step: int | None, rank: int, backward: Backward, reducer: Reducer) -> None:
+    def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
         self.micro_steps = self.backwards = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
@@ -67,7 +64,6 @@ class Accumulation(BackwardListener):
         self._boundary: bool | None = None
         self._warned = False
         self._reducer = reducer
-        backward.subscribe(self)
 
     @property
     def has_new_gradients(self) -> bool:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
-from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.listed import listed
+
+# The number of parameters that an error names.
+NUM_SHOWN = 5
 
 
 def check_loss(loss: Any) -> None:
@@ -55,7 +63,37 @@ def check_outside_of_backward(call: str) -> None:
         raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
 
 
-def check_outside_of_gathered(parts: EngineParts, call: str) -> None:
+def check_outside_of_gathered(gatherer: Gatherer, call: str) -> None:
     """Check that no parameters are gathered by ``zeroengine.gathered``."""
-    if parts.gatherer.num_pins:
+    if gatherer.num_pins:
         raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+
+
+def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:
+    """Make a forward of ``model`` raise ``ZeroEngineError`` as long as some of its parameters have no values.
+
+    The hook that checks this removes itself when all parameters are set; ``undo`` removes it before that.
+    """
+    # A hook costs time at every forward, and almost every model has all its values.
+    if not any(unit.unset_params for unit in units):
+        return
+
+    def check_all_set(module: nn.Module, args: Any) -> None:
+        names = unset_names(units)
+        if not names:
+            handle.remove()
+        # A shallow copy of the model has the same hook.
+        elif module is model:
+            raise ZeroEngineError(
+                f"these parameters were built under meta_init(values=False) and have no values yet: "
+                f"{listed(names, NUM_SHOWN)}. Load them with engine.load_weights(path) or "
+                "engine.load_checkpoint(directory)."
+            )
+
+    handle = model.register_forward_pre_hook(UncopiedHook(check_all_set), prepend=True)
+    undo.callback(handle.remove)
+
+
+def unset_names(units: Sequence[Unit]) -> list[str]:
+    """Return the names of the parameters that have no values yet, in the order of registration."""
+    return [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]

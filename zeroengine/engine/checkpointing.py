@@ -42,15 +42,15 @@ class EngineCheckpoints:
         rounds: Makes replicas equal before a save.
 
     Attributes:
+        rounds: See above.
         tensors: The engine's tensors by name.
     """
 
     def __init__(self, parts: EngineParts, rounds: Rounds) -> None:
-        self._parts, self._rounds = parts, rounds
-        group, outer_step = parts.group, parts.outer_step
-        self.tensors = EngineTensors(
-            parts.model, parts.units, parts.optimizer, outer_step, parts.gatherer, group, parts.replica_layout
-        )
+        self._parts, self.rounds = parts, rounds
+        module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
+        group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
+        self.tensors = EngineTensors(module, units, states.optimizer, states.outer_step, gatherer, group, replicas)
         self._stateful: dict[str, Stateful] = {}
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
         # same as at the save.
@@ -107,7 +107,7 @@ class EngineCheckpoints:
         # A loader's position on one rank means nothing on another number of ranks, unless the object says otherwise.
         if same_world or getattr(stateful, "world_independent", False):
             stateful.load_state_dict(state)
-        elif self._parts.group.rank == 0:
+        elif self._parts.ranks.group.rank == 0:
             log.warning(
                 "the state of %r was saved on another number of ranks, and each has its own: it is left as it is", name
             )
@@ -133,20 +133,20 @@ class EngineCheckpoints:
             inside_step: Whether this may come between the micro-steps of a step. Their gradients are not saved.
         """
         parts, call = self._parts, "save_checkpoint()"
-        with parts.timer.span("checkpoint"):
+        with parts.reports.timer.span("checkpoint"):
             self._prepare_save(inside_step)
             if self._writer is None:
                 from zeroengine.checkpoint.writer import CheckpointWriter
 
                 self._writer = CheckpointWriter(
-                    parts.group, parts.config.checkpoint, parts.placement, self._report_saved
+                    parts.ranks.group, parts.setup.config.checkpoint, parts.partition.placement, self._report_saved
                 )
             # Only one save is under way at a time: both would use the same copy and the same process group.
             self._writer.wait()
-            tag = f"step-{parts.step_runner.num_updates}" if tag is None else tag
+            tag = f"step-{parts.loop.step_runner.num_updates}" if tag is None else tag
             # The dict is filled inside, because the checks may raise, and the exchange happens at the end of the block.
             arguments: dict[str, object] = {"frozen": frozen}
-            with parts.group.collective_errors("to save a checkpoint", arguments) as all_arguments:
+            with parts.ranks.group.collective_errors("to save a checkpoint", arguments) as all_arguments:
                 path = checked_path(directory, "save_checkpoint(directory)", CheckpointError)
                 arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
                 self.check_not_half_loaded(call)
@@ -158,50 +158,50 @@ class EngineCheckpoints:
     def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
-        parts.backward.end_if_over()
+        parts.passes.backward.end_if_over()
         # All checks run on every rank before anything moves. If one rank refuses, all raise and nothing has changed.
-        with parts.group.collective_errors("to save a checkpoint"):
-            parts.state_offloader.check_resident("save_checkpoint()")
-            parts.placement.check_intact()
-            parts.foreign_parameters.check()
-            if parts.accumulation.has_gradients and not inside_step:
+        with parts.ranks.group.collective_errors("to save a checkpoint"):
+            parts.loop.state_offloader.check_resident("save_checkpoint()")
+            parts.partition.placement.check_intact()
+            parts.loop.foreign_parameters.check()
+            if parts.loop.accumulation.has_gradients and not inside_step:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that updated. Where the last step of an epoch has fewer micro-steps, write "
                     f"{MANUAL_MODE} in the configuration and end it with step()."
                 )
         # An overflow may be unreported yet, and the counters that are saved must include the last step.
-        parts.step_runner.await_and_report()
+        parts.loop.step_runner.await_and_report()
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
-        parts.master_weights.settle()
-        self._rounds.make_replicas_equal()
+        parts.states.master_weights.settle()
+        self.rounds.make_replicas_equal()
 
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
-        with parts.group.collective_errors("to load a checkpoint"):
-            parts.state_offloader.check_resident("load_checkpoint()")
-            parts.foreign_parameters.check()
+        with parts.ranks.group.collective_errors("to load a checkpoint"):
+            parts.loop.state_offloader.check_resident("load_checkpoint()")
+            parts.loop.foreign_parameters.check()
         # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
-        parts.step_runner.await_and_report()
-        parts.backward.finish()
-        parts.master_weights.settle()
-        with parts.timer.span("checkpoint"):
+        parts.loop.step_runner.await_and_report()
+        parts.passes.backward.finish()
+        parts.states.master_weights.settle()
+        with parts.reports.timer.span("checkpoint"):
             restored = self._restore(directory, tag, options)
         self._mark_loaded(restored.missing)
-        self._rounds.restart(restored.missing, loads_state=bool(restored.counters))
+        self.rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
             # These gradients belong to the parameters of before the load.
-            parts.backward.drop_gradients()
+            parts.passes.backward.drop_gradients()
             self._set_counters(restored.counters)
         # A checkpoint has no errors of quantized gradients: they are those of other gradients, perhaps of other ranks.
-        parts.reducer.reduces.forget_errors()
-        if parts.config.zero_optimization.zeropp_loco_param is not None and parts.group.rank == 0:
+        parts.passes.reducer.reduces.forget_errors()
+        if parts.setup.config.zero_optimization.zeropp_loco_param is not None and parts.ranks.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
-        step = parts.step_runner.num_updates + parts.step_runner.num_skipped
+        step = parts.loop.step_runner.num_updates + parts.loop.step_runner.num_skipped
         subject, path = "weights are" if options.weights_only else "the run is", os.fspath(directory)
-        parts.report_event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
+        parts.reports.event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
         return restored.client_state
 
     def _restore(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> RestoreResult:
@@ -215,7 +215,7 @@ class EngineCheckpoints:
         from zeroengine.checkpoint.restore import HalfLoadedError, loading_errors, restore
         from zeroengine.checkpoint.search import CheckpointSearch
 
-        group = self._parts.group
+        group = self._parts.ranks.group
         arguments: dict[str, object] = {"tag": tag, **vars(options)}
         with group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
@@ -259,7 +259,7 @@ class EngineCheckpoints:
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""
         if self._writer is not None:
-            with self._parts.timer.span("checkpoint"):
+            with self._parts.reports.timer.span("checkpoint"):
                 # Nothing of this job is written from here on, so another one may save into the folder.
                 self._writer.finish()
 
@@ -282,13 +282,13 @@ class EngineCheckpoints:
         # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
         from zeroengine.weights.live_weights import save
 
-        with self._parts.group.collective_errors("to save weights"):
-            self._parts.foreign_parameters.check()
+        with self._parts.ranks.group.collective_errors("to save weights"):
+            self._parts.loop.foreign_parameters.check()
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
-        with self._parts.timer.span("checkpoint"):
-            self._parts.master_weights.settle()
-            self._rounds.end_round()
+        with self._parts.reports.timer.span("checkpoint"):
+            self._parts.states.master_weights.settle()
+            self.rounds.end_round()
             save(self.tensors, directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
@@ -296,41 +296,41 @@ class EngineCheckpoints:
         from zeroengine.weights.live_loads import load
 
         parts = self._parts
-        with parts.group.collective_errors("to load weights"):
-            parts.state_offloader.check_resident("load_weights()")
-            parts.foreign_parameters.check()
+        with parts.ranks.group.collective_errors("to load weights"):
+            parts.loop.state_offloader.check_resident("load_weights()")
+            parts.loop.foreign_parameters.check()
             # Leaving the `with` compares checksums and would take the loaded values for values that the user wrote.
-            if parts.gatherer.num_pins:
+            if parts.passes.gatherer.num_pins:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."
                 )
-        parts.backward.finish()
-        parts.master_weights.settle()
-        loaded = load(self.tensors, parts.master_weights, weights, strict)
+        parts.passes.backward.finish()
+        parts.states.master_weights.settle()
+        loaded = load(self.tensors, parts.states.master_weights, weights, strict)
         self._mark_loaded(loaded.missing_keys)
-        self._rounds.restart(loaded.missing_keys, loads_state=False)
+        self.rounds.restart(loaded.missing_keys, loads_state=False)
         return loaded
 
     # -- what both need ---------------------------------------------------------------------------
 
     def _mark_loaded(self, missing: Sequence[str]) -> None:
         """Record that every parameter has values, except those named in ``missing`` which had none before."""
-        for unit in self._parts.units:
+        for unit in self._parts.partition.units:
             # The forward goes on refusing these.
             unit.unset_params &= set(missing)
 
     def _counters(self) -> dict[str, int]:
-        runner = self._parts.step_runner
+        runner = self._parts.loop.step_runner
         runner.await_result()
         return {
             "global_steps": runner.num_updates,
-            "micro_steps": self._parts.accumulation.micro_steps,
+            "micro_steps": self._parts.loop.accumulation.micro_steps,
             "skipped_steps": runner.num_skipped,
         }
 
     def _set_counters(self, saved: dict[str, int]) -> None:
-        runner, config = self._parts.step_runner, self._parts.config
+        runner, config = self._parts.loop.step_runner, self._parts.setup.config
         # A foreign checkpoint may lack some counters. These keep the engine's own values.
         counters = self._counters() | saved
         runner.num_updates, runner.num_skipped = counters["global_steps"], counters["skipped_steps"]
@@ -339,21 +339,21 @@ class EngineCheckpoints:
         else:
             # The checkpoint may have been saved with another number of micro-steps in a step.
             micro_steps = (runner.num_updates + runner.num_skipped) * int(config.gradient_accumulation_steps)
-        self._parts.accumulation.micro_steps = micro_steps
+        self._parts.loop.accumulation.micro_steps = micro_steps
 
     def _state(self) -> EngineState:
         parts = self._parts
         return EngineState(
             self.tensors,
-            parts.config,
-            parts.scaler,
-            parts.step_runner.schedule,
+            parts.setup.config,
+            parts.passes.scaler,
+            parts.states.lr_schedule.current,
             self._counters(),
             self._stateful,
-            parts.placement,
-            parts.master_weights,
+            parts.partition.placement,
+            parts.states.master_weights,
         )
 
     def _report_saved(self, path: str, nbytes: int, seconds: float) -> None:
         text = f"{path} is saved: {format_byte_size(nbytes)} in {seconds:.1f} s"
-        self._parts.report_event("checkpoint", 0, text, path=path, bytes=nbytes, seconds=seconds)
+        self._parts.reports.event("checkpoint", 0, text, path=path, bytes=nbytes, seconds=seconds)

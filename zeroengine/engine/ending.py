@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
 from zeroengine.engine import temporary_offload
-from zeroengine.engine.assembly import NUM_SHOWN, EngineParts
-from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_gathered
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import NUM_SHOWN, check_outside_of_backward, check_outside_of_gathered, unset_names
 from zeroengine.engine.checkpointing import EngineCheckpoints
-from zeroengine.engine.rounds import Rounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.listed import listed
 from zeroengine.utils.process_finalizer import keep_until_process_ends
@@ -23,27 +21,18 @@ class EndedEngineError(ZeroEngineError, AttributeError):
 
 
 class EndedParts:
-    """Takes the place of ``EngineParts``: counters keep their last values, and everything else raises.
+    """Takes the place of parts of an engine that has ended: some values can be read, and everything else raises.
 
     Args:
         reason: Why the engine cannot be used, for messages.
-        parts: The parts of the engine. None of them is kept, so their memory is freed.
+        values: The values that can be read, by name.
     """
 
     has_ended = True
 
-    def __init__(self, reason: str, parts: EngineParts) -> None:
-        runner = parts.step_runner
+    def __init__(self, reason: str, **values: Any) -> None:
         self._reason = reason
-        self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
-        self.step_runner = SimpleNamespace(
-            await_result=lambda: None,
-            num_updates=runner.num_updates,
-            num_skipped=runner.num_skipped,
-            grad_norm=runner.grad_norm,
-            schedule=runner.schedule,
-            gradient_clipping=runner.gradient_clipping,
-        )
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise EndedEngineError: only counters can be read."""
@@ -53,9 +42,25 @@ class EndedParts:
         raise EndedEngineError(self._reason)
 
 
+def _ended(reason: str, parts: EngineParts) -> EndedParts:
+    """Return what takes the place of ``parts``. Counters keep their values, and no part is kept in memory."""
+    runner, loop = parts.loop.step_runner, parts.loop
+    counters = {name: getattr(runner, name) for name in ("num_updates", "num_skipped", "grad_norm")}
+    return EndedParts(
+        reason,
+        loop=EndedParts(
+            reason,
+            accumulation=EndedParts(reason, micro_steps=loop.accumulation.micro_steps),
+            step_runner=EndedParts(reason, await_result=lambda: None, **counters),
+            clipping=EndedParts(reason, max_norm=loop.clipping.max_norm),
+        ),
+        states=EndedParts(reason, lr_schedule=EndedParts(reason, current=parts.states.lr_schedule.current)),
+    )
+
+
 def ended_by(call: str, parts: EngineParts) -> EndedParts:
     """Return what takes the place of ``parts`` after the public call that ended the engine."""
-    return EndedParts(
+    return _ended(
         f"this engine has ended, by engine.{call}. Its model is an ordinary one now: use engine.module, or pass that "
         "to zeroengine.initialize() for a new engine.",
         parts,
@@ -91,7 +96,7 @@ os.register_at_fork(after_in_child=_leave_engines_to_parent)
 
 def of_parent(parts: EngineParts) -> EndedParts:
     """Return what takes the place of ``parts`` in a forked child."""
-    return EndedParts(
+    return _ended(
         f"this engine belongs to process {os.getppid()}, which forked this one ({os.getpid()}): use it there, and pass "
         "values to forked processes.",
         parts,
@@ -106,85 +111,80 @@ def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
     """
     # A save that failed in the background is an error while the engine can still save again.
     checkpoints.wait()
-    with parts.group.collective_errors("to release the model"):
+    with parts.ranks.group.collective_errors("to release the model"):
         _check_may_end(parts, "release()")
-        parts.state_offloader.check_resident("release()")
-        unset = [slot.name for unit in parts.units for slot in unit.layout.slots if slot.name in unit.unset_params]
+        parts.loop.state_offloader.check_resident("release()")
+        unset = unset_names(parts.partition.units)
         if unset:
             raise ZeroEngineError(
                 f"release(): these parameters were built under meta_init(values=False) and have no values yet: "
                 f"{listed(unset, NUM_SHOWN)}. Load them with engine.load_weights(path) before, or end the engine with "
                 "close(), which leaves them as NaN."
             )
-    parts.restoration.check_room()
+    parts.partition.restoration.check_room()
     _compare_writes(parts)
 
 
-def prepare_close(parts: EngineParts, error_at_start: BaseException | None) -> None:
+def prepare_close(parts: EngineParts) -> None:
     """Decide whether ``Engine.close`` leaves partitioned parameters without values.
-
-    Args:
-        parts: The parts of the engine.
-        error_at_start: An error that was being handled when the engine began.
 
     Raises:
         ZeroEngineError: The engine is in the midst of its work. Nothing has changed.
     """
     error = sys.exc_info()[1]
     # Training may run inside an `except`, as a retry does. Its error does not concern this engine.
-    if error is not None and error is not error_at_start:
-        parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+    if error is not None and error is not parts.error_at_start:
+        parts.partition.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
         return
     _check_may_end(parts, "close()")
     try:
-        parts.restoration.check_room()
+        parts.partition.restoration.check_room()
         # Whole parameters stay those of this rank, so the ranks need not meet for them.
-        if any(unit.is_releasable for unit in parts.units):
+        if any(unit.is_releasable for unit in parts.partition.units):
             _compare_writes(parts)
     except ZeroEngineError as error_of_all:
-        parts.restoration.leave_partitioned(f"the engine was closed, and {error_of_all}")
+        parts.partition.restoration.leave_partitioned(f"the engine was closed, and {error_of_all}")
 
 
 def _compare_writes(parts: EngineParts) -> None:
     """Raise ``DivergenceError`` if ranks wrote different values, of which whole parameters would be a mixture."""
-    for unit in parts.units:
+    for unit in parts.partition.units:
         unit.collect_writes()
-    parts.outside_writes.compare()
+    parts.passes.outside_writes.compare()
 
 
 def _check_may_end(parts: EngineParts, call: str) -> None:
-    check_outside_of_gathered(parts, call)
+    check_outside_of_gathered(parts.passes.gatherer, call)
     check_outside_of_backward(call)
 
 
-def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, call: str) -> None:
+def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> None:
     """Finish what is in progress, leave an ordinary model, and free threads and files, whatever fails.
 
     Args:
         parts: The parts of the engine.
         checkpoints: Saves and loads for the engine.
-        rounds: Gives the replicas of ``local_steps`` common parameters.
         call: The public call that ends the engine.
     """
     try:
-        if parts.state_offloader.has_offloaded_states:
+        if parts.loop.state_offloader.has_offloaded_states:
             temporary_offload.reload(parts)
         # The signal handlers are restored first, because a later signal is no longer the engine's.
-        if parts.save_on_signal is not None:
-            parts.save_on_signal.close()
+        if parts.loop.save_on_signal is not None:
+            parts.loop.save_on_signal.close()
         # A save in the background still reads states and exchanges messages, so it must end first. If it failed, all
         # ranks know, and still restore the parameters.
         checkpoints.close()
         # After an error the device may never finish the last step.
         if sys.exc_info()[0] is None:
-            parts.step_runner.final_report()
-        if not parts.restoration.leaves_partitioned:
-            rounds.end_round()
+            parts.loop.step_runner.final_report()
+        if not parts.partition.restoration.leaves_partitioned:
+            checkpoints.rounds.end_round()
     except CheckpointError:
         raise
     except BaseException as error:
         # The other ranks may not have failed, and a collective would then wait for them forever.
-        parts.restoration.leave_partitioned(f"{call} failed: {error}")
+        parts.partition.restoration.leave_partitioned(f"{call} failed: {error}")
         raise
     finally:
-        parts.undo.close()
+        parts.setup.undo.close()

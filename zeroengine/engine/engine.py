@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -14,7 +13,6 @@ import torch
 
 from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.engine import call_checks, ending, temporary_offload
-from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
@@ -23,7 +21,10 @@ from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
+from zeroengine.engine.parts import OptimizerCalls
 from zeroengine.engine.rounds import Rounds
+from zeroengine.engine.step import StepRunner
+from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import (
     end_traceback_in_callers_code,
@@ -33,7 +34,6 @@ from zeroengine.migration.messages import (
     refuses_unpacking,
 )
 from zeroengine.migration.names import UNPACKED_ENGINE
-from zeroengine.optim.own_methods import CallOverShards
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from zeroengine.weights.live_loads import LoadResult, Weights
-
-
-OptimizerCall = Callable[[], None]
 
 
 class Engine:
@@ -73,24 +70,22 @@ class Engine:
         reducer: Collects gradients in buffers and reduces them.
 
     Args:
-        make_parts: Builds the parts of the engine, from the functions that ``step()`` and ``zero_grad()`` of either
-            optimizer call, and the one that other methods of the optimizer's class call.
+        make_parts: Builds the parts of the engine, for the methods of the engine that either optimizer calls.
     """
 
-    def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall, CallOverShards], EngineParts]) -> None:
-        self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
-        self._rounds = Rounds(parts)
-        self._checkpoints = EngineCheckpoints(parts, self._rounds)
+    def __init__(self, make_parts: Callable[[OptimizerCalls], EngineParts]) -> None:
+        calls = OptimizerCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
+        self._parts = parts = make_parts(calls)
+        rounds = Rounds(parts)
+        self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
-        # An error that is being handled as the engine begins. See ``close``.
-        self._error_at_start = sys.exc_info()[1]
-        self.module, self.config, self.group = parts.model, parts.config, parts.group
-        self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
-        self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
-        self.base_optimizer, self.loss_scaler = parts.step_runner.base_optimizer, parts.scaler
-        checkpoints = self._checkpoints
         self._forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
+        self._steps = StepLoop(parts, checkpoints, rounds, self._forwards)
+        self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
+        self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
+        self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
+        self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
         ending.end_in_forked_children(self)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
@@ -114,13 +109,13 @@ class Engine:
 
         ``engine.module(...)`` is the same: all that the engine does for a forward is done by hooks of the model.
         """
-        is_nested = self._parts.forward.num_model_forwards
+        is_nested = self._parts.passes.forward.num_model_forwards
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
             # torch calls no hooks on Ctrl-C, nor if a compiled model raises. Otherwise this changes nothing.
             if not is_nested:
-                self._parts.forward.abandon()
+                self._parts.passes.forward.abandon()
                 if isinstance(error, DivergenceError):
                     end_traceback_in_callers_code(error)
                 self._forwards.end(error)
@@ -155,17 +150,17 @@ class Engine:
         """
         call_checks.check_loss(loss)
         # Offloaded gradients have no memory that the reduction could write into.
-        self._parts.state_offloader.check_resident("backward()")
+        self._parts.loop.state_offloader.check_resident("backward()")
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
-        self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
+        self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
         # A backward that raises is no part of the step, so this comes after it.
-        self._parts.note_loss(loss)
+        self._parts.reports.note_loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        self._parts.note_loss(loss)
-        return self._parts.backward.mark_scaled(self.loss_scaler.scaled(loss))
+        self._parts.reports.note_loss(loss)
+        return self._parts.passes.backward.mark_scaled(self.loss_scaler.scaled(loss))
 
     @property
     def loss_scale(self) -> float:
@@ -182,8 +177,8 @@ class Engine:
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
         # The check below does not count a plain backward that has not been ended.
-        self._parts.backward.end_if_over()
-        if self._parts.accumulation.has_gradients:
+        self._parts.passes.backward.end_if_over()
+        if self._parts.loop.accumulation.has_gradients:
             raise ZeroEngineError(
                 "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
                 "ends one, before the next backward."
@@ -191,57 +186,59 @@ class Engine:
         self.loss_scaler.set(scale)
 
     @property
+    def _counters(self) -> StepRunner:
+        """What counts steps, when the result of the last one is known and counted."""
+        self._parts.loop.step_runner.await_result()
+        return self._parts.loop.step_runner
+
+    @property
     def global_steps(self) -> int:
         """The number of updates."""
-        # The counters wait for the last step, so that their values include it.
-        self._parts.step_runner.await_result()
-        return self._parts.step_runner.num_updates
+        return self._counters.num_updates
 
     @global_steps.setter
     def global_steps(self, steps: int) -> None:
-        self._parts.step_runner.await_result()
-        self._parts.step_runner.num_updates = steps
+        self._counters.num_updates = steps
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that were skipped because the gradient was not finite."""
-        self._parts.step_runner.await_result()
-        return self._parts.step_runner.num_skipped
+        return self._counters.num_skipped
 
     @skipped_steps.setter
     def skipped_steps(self, steps: int) -> None:
-        self._parts.step_runner.await_result()
-        self._parts.step_runner.num_skipped = steps
+        self._counters.num_skipped = steps
 
     @property
     def grad_norm(self) -> float | None:
         """The global norm of the last step's mean gradient before clipping; None before the first step."""
-        self._parts.step_runner.await_result()
-        return self._parts.step_runner.grad_norm
+        return self._counters.grad_norm
 
     @property
     def micro_steps(self) -> int:
         """The number of calls of ``step``. ``optimizer.step()`` counts as ``gradient_accumulation_steps`` calls."""
-        return self._parts.accumulation.micro_steps
+        return self._parts.loop.accumulation.micro_steps
 
     @micro_steps.setter
     def micro_steps(self, micro_steps: int) -> None:
-        self._parts.accumulation.micro_steps = micro_steps
+        self._parts.loop.accumulation.micro_steps = micro_steps
 
     @property
     def backwards_in_step(self) -> int:
         """The number of backwards since the last update, whose gradients the next one uses."""
-        self._parts.backward.end_if_over()
-        return self._parts.accumulation.backwards
+        self._parts.passes.backward.end_if_over()
+        return self._parts.loop.accumulation.backwards
 
     @property
     def lr_scheduler(self) -> Any:
         """The LR schedule that each update steps, or None."""
-        return self._parts.step_runner.schedule
+        return self._parts.states.lr_schedule.current
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self._parts.step_runner.set_schedule(schedule)
+        # The result of the last step may still revert the previous schedule.
+        self._parts.loop.step_runner.await_result()
+        self._parts.states.lr_schedule.replace(schedule)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last ``step``, such as those that another model's loss left here.
@@ -252,25 +249,12 @@ class Engine:
         Raises:
             ZeroEngineError: Earlier micro-steps of this step would also lose their gradients.
         """
-        # This also ends a backward that raised, and drops its gradients.
-        self._parts.backward.finish()
-        accumulation = self._parts.accumulation
-        if not accumulation.incomplete:
-            if not accumulation.has_new_gradients:
-                # Many loops call zero_grad() directly after a step, when only the user can have left something.
-                self.reducer.user_gradients.drop()
-                return
-            if accumulation.has_earlier_micro_steps:
-                raise ZeroEngineError(
-                    "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
-                    "lost. Call it before the first backward of a step."
-                )
-        self._parts.backward.drop_gradients()
+        self._steps.zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
-        self._parts.backward.end_if_over()
-        return self._parts.accumulation.is_boundary()
+        self._parts.passes.backward.end_if_over()
+        return self._parts.loop.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None, *, override: bool = False) -> None:
         """Declare before a backward whether it is the last one of the step, with manual accumulation.
@@ -287,17 +271,17 @@ class Engine:
         Raises:
             ZeroEngineError: The engine counts micro-steps, and ``override`` is false.
         """
-        self._parts.backward.end_if_over()
-        self._parts.accumulation.set_boundary(is_boundary, override)
+        self._parts.passes.backward.end_if_over()
+        self._parts.loop.accumulation.set_boundary(is_boundary, override)
 
     @property
     def gradient_clipping(self) -> float:
         """The largest global norm of the gradient; 0 disables clipping. Assign the same value on every rank."""
-        return self._parts.step_runner.gradient_clipping
+        return self._parts.loop.clipping.max_norm
 
     @gradient_clipping.setter
     def gradient_clipping(self, max_norm: float) -> None:
-        self._parts.step_runner.set_gradient_clipping(max_norm)
+        self._parts.loop.clipping.set(max_norm)
 
     @disable_compile
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -316,12 +300,7 @@ class Engine:
         Raises:
             ZeroEngineError: There was no backward, or this step needs further backwards.
         """
-        # A bad argument raises before anything changes, so the step may continue.
-        max_norm = self._parts.step_runner.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
-        self._check_step("clip_grad_norm_()")
-        self._parts.accumulation.check_boundary("clip_grad_norm_()")
-        self._finish_gradients("clip_grad_norm_()")
-        return self._parts.step_runner.clip(max_norm)
+        return self._steps.clip(max_norm, "clip_grad_norm_()")
 
     @disable_compile
     @explains_arguments
@@ -344,21 +323,12 @@ class Engine:
             DivergenceError: On every rank, where the ranks ran different collectives, or wrote different values into
                 the parameters.
         """
-        self._check_step("step()")
-        # Every rank counts the same micro-steps, so all ranks take the same branch.
-        if not self._parts.accumulation.engine_step_updates():
-            self._parts.accumulation.end_micro_step()
-            self._parts.input_comparison.end_micro_step(False)
-            return False
-        return self._update(ENGINE_STEP)
+        return self._steps.end_micro_step(self)
 
     @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
-        """End a step for ``optimizer.step()``. See "Who ends a step" in ``engine/accumulation.py``."""
-        self._check_step("optimizer.step()")
-        self._parts.accumulation.check_optimizer_step()
-        self._update(OPTIMIZER_STEP)
+        self._steps.end_by_optimizer(self)
 
     @disable_compile
     @explain_out_of_memory
@@ -367,78 +337,13 @@ class Engine:
         self._checkpoints.check_not_half_loaded(f"optimizer.{name}")
         return call_over_shards(self._parts, name, act, reads=reads)
 
-    def _check_step(self, call: str) -> None:
-        """Raise if a step cannot end here.
-
-        Raises:
-            ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
-        """
-        self._parts.state_offloader.check_resident(call)
-        self._parts.placement.check_intact()
-        self._checkpoints.check_not_half_loaded(call)
-        call_checks.check_outside_of_capture(self.device, call)
-        # Ending a backward that is still running would reduce only some of its gradients.
-        call_checks.check_outside_of_backward(call)
-        # If the last backward raised, this drops its gradients, which are incomplete.
-        self._parts.backward.finish()
-        # The parameters are looked at again only where the loop clips by hand.
-        if self._parts.step_runner.has_clipped and self.reducer.user_gradients.has_assigned:
-            self._parts.step_runner.check_not_clipped("assigning to param.grad")
-        if self.reducer.take_assigned_gradients():
-            self._parts.accumulation.note_assigned_gradients()
-
-    def _finish_gradients(self, call: str) -> None:
-        """Return with the gradients of this step reduced. If this raises, nothing has changed."""
-        # Inside ``no_sync`` the user asked to keep gradients unreduced.
-        if not self.reducer.reduces_gradients:
-            raise ZeroEngineError(
-                f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
-                "Leave the `with` before the last backward of a step."
-            )
-        if self.gatherer.num_pins:
-            raise ZeroEngineError(
-                f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
-                "the `with` first."
-            )
-        # A parameter may be added at any time, so every update checks, which costs microseconds.
-        self._parts.foreign_parameters.check()
-        self.reducer.reduce_remaining()
-
-    def _update(self, call: str) -> bool | StepResult:
-        """Take a step on behalf of ``call``. Return the result of ``step``."""
-        parts = self._parts
-        self._finish_gradients(call)
-        # If anything up to here raises, nothing has changed, and the step may be called again.
-        self.gatherer.begin_update()
-        self._forwards.end_step()
-        # The counters and the comparison advance on every rank, whether the update below is skipped or not.
-        parts.accumulation.end_step(call)
-        # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
-        # so replicas that train apart do it where they meet.
-        parts.input_comparison.end_micro_step(self._rounds.ends_with_this_step)
-        if call == ENGINE_STEP:
-            parts.step_runner.warn_of_unused_hooks()
-        updated = parts.step_runner.run_step()
-        # The update itself changed the parameters' versions. Any later change is made outside of the engine.
-        parts.outside_writes.reset_baseline()
-        self._rounds.end_step()
-        if parts.placement.disks:
-            with parts.timer.span("offload"):
-                parts.placement.evict()
-        if parts.monitor is not None and parts.step_runner.issued_step is not None:
-            parts.monitor.end_step(parts.step_runner.issued_step, self.memory, parts.placement, parts.units)
-        # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
-        if parts.save_on_signal is not None and parts.save_on_signal.is_due():
-            parts.save_on_signal.save_and_exit(self)
-        return updated
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of backwards inside on this rank. The next backward outside reduces their sum.
 
         It works at every stage. At stages 2 and 3 each rank holds whole gradients meanwhile.
         """
-        backward, reducer = self._parts.backward, self.reducer
+        backward, reducer = self._parts.passes.backward, self.reducer
         # A plain backward before the ``with`` must end under the previous setting, and one inside under this setting.
         backward.end_if_over()
         reduces_before, reducer.reduces_gradients = reducer.reduces_gradients, False
@@ -468,8 +373,7 @@ class Engine:
                 offloaded.
             DivergenceError: On every rank, where replicas have taken different numbers of steps.
         """
-        self._check_step("average_replicas()")
-        return self._rounds.end_early()
+        return self._steps.average_replicas()
 
     @disable_compile
     def round_masters(self) -> None:
@@ -481,14 +385,7 @@ class Engine:
         Raises:
             ZeroEngineError: States are offloaded, or this is called inside ``gathered`` or a backward.
         """
-        # The ranks exchange values below, so an error of one rank before that is an error of all.
-        with self.group.collective_errors("to round the master weights"):
-            self._check_step("round_masters()")
-            call_checks.check_outside_of_gathered(self._parts, "round_masters()")
-        # What replicas start from is rounded with their masters, and it is the same on all of them.
-        self._rounds.end_round()
-        self._parts.master_weights.round()
-        self._rounds.restart((), loads_state=False)
+        self._steps.round_masters()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""
@@ -535,7 +432,7 @@ class Engine:
     @property
     def units(self) -> Sequence[Unit]:
         """The parameters that are gathered and released together, in the order of registration."""
-        return self._parts.units
+        return self._parts.partition.units
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Add numbers of your own to the record of the step in progress: ``engine.log(accuracy=0.9)``.
@@ -550,8 +447,8 @@ class Engine:
             ZeroEngineError: A value is something else.
         """
         call_checks.check_logged_values(values)
-        if self._parts.monitor is not None:
-            self._parts.monitor.log(values)
+        if self._parts.reports.monitor is not None:
+            self._parts.reports.monitor.log(values)
 
     def memory(self) -> Memory:
         """Return the bytes that each state holds on this rank now."""
@@ -762,7 +659,7 @@ class Engine:
 
     def call_at_end(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` when the engine ends. Of several functions the last one is called first."""
-        self._parts.undo.callback(function, *args)
+        self._parts.setup.undo.callback(function, *args)
 
     def release(self) -> None:
         """End the engine, and leave ``module`` as an ordinary model that can be moved or initialized again.
@@ -789,12 +686,12 @@ class Engine:
         if nothing has reported it yet. A second call does nothing.
         """
         if not self._parts.has_ended:
-            ending.prepare_close(self._parts, self._error_at_start)
+            ending.prepare_close(self._parts)
             self._end("close()")
 
     def _end(self, call: str) -> None:
         try:
-            ending.end_parts(self._parts, self._checkpoints, self._rounds, call)
+            ending.end_parts(self._parts, self._checkpoints, call)
         finally:
             # These are the last references to the parts, so this frees the memory of the states.
             self._replace_parts(ended_by(call, self._parts))
@@ -803,7 +700,7 @@ class Engine:
             trim_heap()
 
     def _replace_parts(self, ended: EndedParts) -> None:
-        self._parts = self._checkpoints = self._rounds = self._forwards = ended  # type: ignore
+        self._parts = self._checkpoints = self._steps = self._forwards = ended  # type: ignore
         self.optimizer = self.gatherer = self.reducer = self.group = ended  # type: ignore
         self._owner = None
 
@@ -811,6 +708,6 @@ class Engine:
         """End this copy of the engine in a forked child, and return what must not be freed there."""
         if self._parts.has_ended:
             return None
-        owned = (self._parts, self._checkpoints, self._rounds, self._forwards, self._owner)
+        owned = (self._parts, self._checkpoints, self._steps, self._forwards, self._owner)
         self._replace_parts(of_parent(self._parts))
         return owned

@@ -43,30 +43,30 @@ class ParameterOwner:
     def __init__(self, parts: EngineParts, engine: Callable[[], Any]) -> None:
         self.parts, self.engine = parts, engine
         self._warned_places: set[tuple[str, int]] = set()
-        for unit in parts.units:
+        for unit in parts.partition.units:
             for param in unit.params:
                 param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
                 # Pickle asks the instance for this, and gets a parameter that knows nothing of an engine. Copies have
                 # neither.
                 param.__dict__["__getstate__"] = partial(_state_without_engine, weakref.ref(param))
                 for attribute in (OWNER_ATTRIBUTE, "__getstate__"):
-                    parts.undo.callback(param.__dict__.pop, attribute, None)
+                    parts.setup.undo.callback(param.__dict__.pop, attribute, None)
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, in the order of registration."""
         # Reductions that are left of the last backward are launched first. A rank that launched them after the caller's
         # exchange would meet another collective of its peers.
-        self.parts.backward.end_if_over()
+        self.parts.passes.backward.end_if_over()
         param_ids = {id(param) for param in params}
-        return [unit for unit in self.parts.units if any(id(param) in param_ids for param in unit.params)]
+        return [unit for unit in self.parts.partition.units if any(id(param) in param_ids for param in unit.params)]
 
     def first_writers(self, changed: Sequence[bool]) -> list[int]:
         """Return for each flag the lowest rank that raised it, or -1. A collective."""
-        group = self.parts.group
+        group = self.parts.ranks.group
         # Each rank raises its flags in its own column, so one sum shows every rank's flags to all.
         flags = torch.zeros(len(changed), group.world_size, dtype=torch.float64, device="cpu")
         flags[:, group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
-        flat = self.parts.rank_sums.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
+        flat = self.parts.ranks.sums.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
     def apply_writes(self, unit: Unit, writers: Sequence[int]) -> None:
@@ -80,31 +80,31 @@ class ParameterOwner:
         for param, view, slot, writer in zip(unit.params, views, unit.layout.slots, writers, strict=True):
             if writer >= 0:
                 # Whole values travel, since the writer is the only rank that holds them all.
-                self.parts.group.broadcast(view, writer)
+                self.parts.ranks.group.broadcast(view, writer)
                 # Autograd then refuses a backward through a graph that saved the old values.
                 torch.autograd.graph.increment_version(param)
                 unit.unset_params.discard(slot.name)
         unit.copy_full_to_shard()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
         unit.forget_writes(index for index, writer in enumerate(writers) if writer >= 0)
-        self.parts.outside_writes.reset_baseline(unit)
-        for shard in self.parts.optimizer.shards:
+        self.parts.passes.outside_writes.reset_baseline(unit)
+        for shard in self.parts.states.optimizer.shards:
             if shard.unit is unit:
                 shard.reload_master()
         names = [slot.name for slot, writer in zip(unit.layout.slots, writers, strict=True) if writer >= 0]
-        self.parts.note_new_masters(unit, names)
+        self.parts.states.note_new_masters(unit, names)
 
     def note_gradient_assigned(self, param: nn.Parameter) -> None:
         """Note that user code has assigned to ``grad`` of ``param``, perhaps None, outside of a backward."""
         if torch._C._current_graph_task_id() < 0:
-            self.parts.reducer.note_assigned(param)
+            self.parts.passes.reducer.note_assigned(param)
 
     def note_gradient_read(self, param: nn.Parameter) -> None:
         """Warn where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None.
 
         Each place in the user's code is warned of once.
         """
-        has_gradients = self.parts.accumulation.has_gradients or self.parts.backward.in_progress
+        has_gradients = self.parts.loop.accumulation.has_gradients or self.parts.passes.backward.in_progress
         # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
         if not has_gradients or torch._C._current_graph_task_id() >= 0:
             return
@@ -112,7 +112,7 @@ class ParameterOwner:
         if place in self._warned_places:
             return
         self._warned_places.add(place)
-        if self.parts.group.rank == 0:
+        if self.parts.ranks.group.rank == 0:
             log.warning(
                 "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
                 "into buffers of the engine. torch.nn.utils.clip_grad_norm_ and clip_grad_value_ clip nothing here: "
@@ -180,7 +180,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
             "some of these belong to none, or to different engines, or their engine is gone"
         )
-    units, gatherer = owner.units_of(params), owner.parts.gatherer
+    units, gatherer = owner.units_of(params), owner.parts.passes.gatherer
     # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
@@ -233,26 +233,26 @@ def collect_state_dict(
     """Return copies of the values of a state dict. See ``Engine.full_state_dict``. A collective."""
     call = "full_state_dict()"
     arguments: dict[str, object] = {"trainable_only": trainable_only}
-    with parts.group.collective_errors("to collect the state dict", arguments) as all_arguments:
+    with parts.ranks.group.collective_errors("to collect the state dict", arguments) as all_arguments:
         # A foreign parameter would silently be missing from the result.
-        parts.foreign_parameters.check()
+        parts.loop.foreign_parameters.check()
         arguments["names"] = patterns = sorted_patterns(names, call)
-        state = read_model_state(parts.model, parts.units, parts.gatherer)
-        chosen = choose_names(state, parts.units, patterns, trainable_only=trainable_only, call=call)
+        state = read_model_state(parts.setup.model, parts.partition.units, parts.passes.gatherer)
+        chosen = choose_names(state, parts.partition.units, patterns, trainable_only=trainable_only, call=call)
     # Ranks that ask for other names would gather other units.
     check_same(call, all_arguments)
-    returns_values = parts.group.rank == 0 or not rank0_only
+    returns_values = parts.ranks.group.rank == 0 or not rank0_only
     wanted = {key: value for key, value in state.values.items() if plain_name(key) in chosen}
     tensors = {value for value in wanted.values() if isinstance(value, torch.Tensor)}
     copies: dict[Any, torch.Tensor] = {}
     # One unit after another, so that a rank that returns nothing never holds more than one.
-    for unit in parts.units:
+    for unit in parts.partition.units:
         params = [param for param in unit.params if param in tensors]
         if params:
-            parts.gatherer.pin(unit)
+            parts.passes.gatherer.pin(unit)
             if returns_values:
                 copies |= {param: param.detach().to("cpu", copy=True) for param in params}
-            parts.gatherer.unpin(unit)
+            parts.passes.gatherer.unpin(unit)
     if not returns_values:
         return {}
     # A tensor that no unit holds is a buffer, or was computed.

@@ -22,12 +22,13 @@ from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
 from zeroengine.engine.agreement import check_agreement
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import build_parts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.model_checks import check_one_device, check_undistributed, check_unowned
 from zeroengine.engine.overlapping_tensors import replace_tied, tie_same_tensors
+from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
 from zeroengine.errors import ZeroEngineError
@@ -91,7 +92,7 @@ def make_engine(
     async_step: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineParts``."""
+    """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineSetup``."""
     undo = contextlib.ExitStack()
     try:
         return _make_engine(model, optimizer, config, lr_scheduler, process_group, async_step, copies, undo)
@@ -193,9 +194,9 @@ def _make_engine(
         log.warning("%s", notice)
     # The prediction looks at the caller's optimizer, which the engine empties.
     start = describe_start(model, planner, replica_ranks, num_replicas)
-    parts = (model, base_optimizer, planner.config, group, replicas, transport, planner, plans)
+    setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
     try:
-        engine = Engine(partial(EngineParts, *parts, lr_scheduler, async_step, copies, undo))
+        engine = Engine(partial(build_parts, setup, group, replicas, transport))
     except RuntimeError as error:
         if is_out_of_memory(error):
             holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."

@@ -103,19 +103,19 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
     # If the engine computes on the CPU, host buffers count as memory of the device.
     # The memory that transports keep is that of the host.
-    host_staging = parts.placement.host_buffer_bytes + parts.transport.staging_bytes()
-    host_staging += 0 if parts.replicas is None else parts.replicas.between.staging_bytes()
-    computes_on_cpu = parts.group.device.type == "cpu"
+    host_staging = parts.partition.placement.host_buffer_bytes + parts.ranks.transport.staging_bytes()
+    host_staging += 0 if parts.ranks.replicas is None else parts.ranks.replicas.between.staging_bytes()
+    computes_on_cpu = parts.ranks.group.device.type == "cpu"
     return Memory(
-        device=str(parts.group.device),
+        device=str(parts.ranks.group.device),
         **on_device,
-        buckets=parts.reducer.reduces.nbytes,
-        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees.units()},
-        gathered=sum(unit.gathered_bytes() for unit in parts.units),
-        staging=parts.placement.send_buffer_bytes
-        + (0 if parts.outer_step is None else parts.outer_step.mean.nbytes)
+        buckets=parts.passes.reducer.reduces.nbytes,
+        put_off={unit.name: unit.gathered_bytes() for unit in parts.passes.gatherer.deferred_frees.units()},
+        gathered=sum(unit.gathered_bytes() for unit in parts.partition.units),
+        staging=parts.partition.placement.send_buffer_bytes
+        + (0 if parts.states.outer_step is None else parts.states.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),
-        quantized=sum(x.nbytes for x in (parts.quantized_gather, parts.quantized_reduce) if x is not None),
+        quantized=sum(x.nbytes for x in (parts.ranks.quantized_gather, parts.ranks.quantized_reduce) if x is not None),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
         cpu=in_cpu | ({} if computes_on_cpu else {"staging": host_staging, "checkpoint": checkpoint_copy_bytes}),
         nvme=on_disk,
@@ -125,17 +125,17 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
 def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory. None stands for the device."""
     # A temporarily offloaded shard has no bytes here, so resident bytes are counted rather than sizes.
-    sizes = parts.optimizer.bytes_in(medium)
-    if parts.outer_step is not None:
-        sizes["optimizer"] += parts.outer_step.bytes_in(medium)
-    shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
-    gradients = ((unit_grads.flat_grads, unit_grads.store) for unit_grads in parts.reducer.gradients)
+    sizes = parts.states.optimizer.bytes_in(medium)
+    if parts.states.outer_step is not None:
+        sizes["optimizer"] += parts.states.outer_step.bytes_in(medium)
+    shards = ((unit.shard, unit.offloaded_shards) for unit in parts.partition.units)
+    gradients = ((unit_grads.flat_grads, unit_grads.store) for unit_grads in parts.passes.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
         )
     if medium is None:
-        second_copies = (unit.secondary_shard for unit in parts.units)
+        second_copies = (unit.secondary_shard for unit in parts.partition.units)
         sizes["parameters"] += sum(resident_bytes(shard) for shard in second_copies if shard is not None)
     return sizes
 
@@ -166,7 +166,7 @@ def explain_if_out_of_memory(error: RuntimeError, parts: EngineParts, checkpoint
     if is_out_of_memory(error) and ADVICE not in str(error):
         memory = measure_memory(parts, checkpoint_copy_bytes)
         rest = "The rest are activations, temporaries and what else runs there."
-        add_advice(error, parts.planner, parts.group.device, f"zeroengine holds, {memory}\n\n{rest}")
+        add_advice(error, parts.setup.planner, parts.ranks.group.device, f"zeroengine holds, {memory}\n\n{rest}")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

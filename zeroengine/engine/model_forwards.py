@@ -41,7 +41,7 @@ class ModelForwards:
 
     def __init__(self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int]) -> None:
         self._parts, self._checkpoint_copy_bytes = parts, checkpoint_copy_bytes
-        self._model, self._forward = parts.model, parts.forward
+        self._model, self._forward = parts.setup.model, parts.passes.forward
         # Whether a forward has begun whose end is not known yet, and whether it counts.
         self._in_progress = self._counts = False
         # An error that was being handled as the forward began.
@@ -49,12 +49,12 @@ class ModelForwards:
         # Whether this step had a forward of training outside of a backward.
         self._has_plain_forward = False
         self._profile: AbstractContextManager[None] | None = None
-        if parts.forward_profiler is not None:
+        if parts.reports.forward_profiler is not None:
             # A profile leaves out the gathers, so it begins after the gatherer's hooks and ends before them.
             begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
-            parts.undo.callback(self._model.register_forward_pre_hook(begin).remove)
-            parts.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
-        parts.forward.observer = self
+            parts.setup.undo.callback(self._model.register_forward_pre_hook(begin).remove)
+            parts.setup.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
+        parts.passes.forward.observer = self
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Begin a forward, unless it is nested in another one.
@@ -68,8 +68,8 @@ class ModelForwards:
         """
         parts = self._parts
         # States are rarely offloaded, so a quick test comes before the check itself.
-        if parts.state_offloader.has_offloaded_states:
-            parts.state_offloader.check_resident("the forward", ("parameters",))
+        if parts.loop.state_offloader.has_offloaded_states:
+            parts.loop.state_offloader.check_resident("the forward", ("parameters",))
         if self._forward.num_model_forwards:
             if not self._has_interrupted_forward():
                 return
@@ -78,18 +78,18 @@ class ModelForwards:
             self.abandon()
         self._in_progress, self._outer_error = True, sys.exc_info()[1]
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
-        if not (self._model.training and torch.is_grad_enabled()) or parts.gatherer.num_pins:
+        if not (self._model.training and torch.is_grad_enabled()) or parts.passes.gatherer.num_pins:
             return
         if torch._C._current_graph_task_id() < 0:
             self._has_plain_forward = True
         elif self._has_plain_forward:
             return
-        if parts.input_comparison.is_recording:
+        if parts.loop.input_comparison.is_recording:
             with hidden_from_activation_checkpoint():
-                parts.input_comparison.observe((args, kwargs))
+                parts.loop.input_comparison.observe((args, kwargs))
         self._counts = True
-        if parts.monitor is not None:
-            parts.monitor.start_forward((args, kwargs))
+        if parts.reports.monitor is not None:
+            parts.reports.monitor.start_forward((args, kwargs))
 
     def end_by_hook(self) -> None:
         """End the outermost forward."""
@@ -107,10 +107,10 @@ class ModelForwards:
         self._in_progress, self._counts, self._outer_error = False, False, None
         if counts:
             self._close_profile(error)
-            if self._parts.monitor is not None:
-                self._parts.monitor.finish_forward(completed=error is None)
+            if self._parts.reports.monitor is not None:
+                self._parts.reports.monitor.finish_forward(completed=error is None)
         if isinstance(error, RuntimeError):
-            mixed_precision.note_buffers(error, self._model, self._parts.config)
+            mixed_precision.note_buffers(error, self._model, self._parts.setup.config)
             explain_if_out_of_memory(error, self._parts, self._checkpoint_copy_bytes())
 
     def abandon(self) -> None:
@@ -141,10 +141,10 @@ class ModelForwards:
         if not self._counts or self._profile is not None or self._forward.num_model_forwards != 1:
             return
         parts = self._parts
-        assert parts.forward_profiler is not None
-        issued = parts.step_runner.issued_step
-        num_steps = parts.step_runner.num_updates if issued is None else issued.number
-        self._profile = parts.forward_profiler.observe(num_steps)
+        assert parts.reports.forward_profiler is not None
+        issued = parts.loop.step_runner.issued_step
+        num_steps = parts.loop.step_runner.num_updates if issued is None else issued.number
+        self._profile = parts.reports.forward_profiler.observe(num_steps)
         self._profile.__enter__()
 
     def _end_profile(self, args: Any, output: Any) -> None:

@@ -9,22 +9,20 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
+from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.peak_rates import peak_flops_of
 from zeroengine.engine.run_description import describe_run, trainable_share
-from zeroengine.engine.step import IssuedStep
-from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
+from zeroengine.monitor.collector import Collector, RankStep, TraceRequest
 from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
 from zeroengine.monitor.sink_threads import OpenSink, SinkThreads
@@ -32,8 +30,7 @@ from zeroengine.monitor.sinks.choose import asks_for_sinks, choose_sinks
 from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import Placement
-from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.backward_listener import BackwardListener
+from zeroengine.optim.step_result import IssuedStep
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.process_finalizer import finalize
@@ -60,21 +57,17 @@ def wants_monitor(config: Config) -> bool:
     return run_folder_of(config) is not None or config.trace.steps is not None or asks_for_sinks(config)
 
 
-def start_monitor(
-    model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan], undo: ExitStack
-) -> EngineMonitor | None:
+def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     """Return the monitor of an engine, or None if nothing asks for one. A collective.
 
     Args:
-        model: The model.
-        config: The resolved configuration.
+        setup: What the engine is made from.
         group: The ranks of the engine.
-        plans: The units.
-        undo: Ends the monitor.
 
     Raises:
         ZeroEngineError: On every rank, if rank 0 cannot write the run folder.
     """
+    model, config = setup.model, setup.config
     if not wants_monitor(config):
         if asks_for_sinks(config) and group.rank == 0:
             log.warning(
@@ -86,9 +79,9 @@ def start_monitor(
     folder: Path | None = None
     with group.collective_errors("to start the monitor"):
         if group.rank == 0:
-            sinks, folder = _open_sinks(config, describe_run(model, config, group, plans, hosts))
-    monitor = EngineMonitor(model, config, group, plans, sinks, folder)
-    undo.callback(monitor.close)
+            sinks, folder = _open_sinks(config, describe_run(model, config, group, setup.plans, hosts))
+    monitor = EngineMonitor(setup, group, sinks, folder)
+    setup.undo.callback(monitor.close)
     stage = config.zero_optimization.stage
     text = f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}"
     monitor.event("start", 0, text)
@@ -120,14 +113,12 @@ class ForwardInput:
     is_tokens: bool
 
 
-class EngineMonitor(BackwardListener):
+class EngineMonitor:
     """Notes what happens in a step, and hands it to the collector when the step ends.
 
     Args:
-        model: The model.
-        config: The resolved configuration.
+        setup: What the engine is made from.
         group: The ranks of the engine.
-        plans: The units.
         sinks: What opens the sinks that take the records, by name, on rank 0.
         folder: The run folder, on rank 0, if there is one.
 
@@ -135,19 +126,11 @@ class EngineMonitor(BackwardListener):
         timer: Times the kinds of work.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        group: Group,
-        plans: Sequence[UnitPlan],
-        sinks: Mapping[str, OpenSink],
-        folder: Path | None,
-    ) -> None:
-        units = [plan.name for plan in plans]
+    def __init__(self, setup: EngineSetup, group: Group, sinks: Mapping[str, OpenSink], folder: Path | None) -> None:
+        config, units = setup.config, [plan.name for plan in setup.plans]
         self._config, self._device, self._rank = config, group.device, group.rank
         self._folder = folder
-        self._trainable_share = trainable_share(plans)
+        self._trainable_share = trainable_share(setup.plans)
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
@@ -164,7 +147,7 @@ class EngineMonitor(BackwardListener):
         # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
         from zeroengine.monitor import flops
 
-        self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(model)
+        self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(setup.model)
         # Counted after the first step, whose forward may compile.
         self._flops_per_element: float | None = None
         # The input of the forward of training in progress, and what counts its operations.
@@ -178,7 +161,7 @@ class EngineMonitor(BackwardListener):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self.drop_gradients()
+        self.drop_samples()
         self._has_input = self._has_tokens = False
         self._user = self._collector.unrecorded = {}
 
@@ -224,20 +207,9 @@ class EngineMonitor(BackwardListener):
             self._has_tokens = True
             self._tokens += forward.numel
 
-    def drop_gradients(self) -> None:
-        """Forget the losses and the samples of the step in progress, which starts again."""
-        self._loss: torch.Tensor | None = None
+    def drop_samples(self) -> None:
+        """Forget the samples of the step in progress, which starts again."""
         self._samples = self._tokens = self._elements = 0
-
-    def fail_backward(self, after_others: bool) -> None:
-        """Forget what the dropped gradients belong to."""
-        self.drop_gradients()
-
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add what ``backward`` was given to the loss of the step."""
-        # The copy is made now, because the user may change the tensor afterwards.
-        value = loss.detach().to(torch.float64, copy=True).view(())
-        self._loss = value if self._loss is None else self._loss + value
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add the user's numbers to the step."""
@@ -286,14 +258,13 @@ class EngineMonitor(BackwardListener):
         }
         self.timer.received = dict.fromkeys(received, 0)
         self._disk_traffic, self._last_step, self._has_stepped = disk_traffic, issued.number, True
-        loss: LaterValue | None = None if self._loss is None else HostCopy(self._loss.view(1))
         self._collector.put(
             RankStep(
                 issued.number,
                 time.time(),
                 times,
                 numbers,
-                loss,
+                issued.loss,
                 self._divisor,
                 [_rate(rate) for rate in issued.rates],
                 issued.loss_scale,

@@ -25,35 +25,35 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
             forward, of a backward or of ``gathered``. On every rank; nothing has changed.
         Exception: The member's own, on every rank.
     """
-    backend, call = parts.optimizer.backend, f"optimizer.{name}"
+    backend, call = parts.states.optimizer.backend, f"optimizer.{name}"
     if reads:
         _check_elementwise(parts, name, act)
         backend.await_step_counts()
-        parts.optimizer.reload_masters()
+        parts.states.optimizer.reload_masters()
         return _callers(parts, backend.run(act))
     # A plain loss.backward() may not have been ended yet.
-    parts.backward.end_if_over()
-    with parts.group.collective_errors(f"to call {call}", {"call": call}) as calls:
-        parts.state_offloader.check_resident(call)
-        parts.placement.check_intact()
-        check_outside_of_gathered(parts, call)
-        if parts.forward.num_model_forwards or torch._C._current_graph_task_id() >= 0:
+    parts.passes.backward.end_if_over()
+    with parts.ranks.group.collective_errors(f"to call {call}", {"call": call}) as calls:
+        parts.loop.state_offloader.check_resident(call)
+        parts.partition.placement.check_intact()
+        check_outside_of_gathered(parts.passes.gatherer, call)
+        if parts.passes.forward.num_model_forwards or torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
         _check_elementwise(parts, name, act)
     check_same("a method of the optimizer", calls)
-    parts.step_runner.await_result()
-    parts.master_weights.settle()
+    parts.loop.step_runner.await_result()
+    parts.states.master_weights.settle()
     # Ranks may read this rank's parameters in place.
-    parts.transport.fence()
+    parts.ranks.transport.fence()
     result, error = None, None
     try:
         result = backend.run(act)
     except Exception as raised:
         error = raised
     # In plain PyTorch, what a method did before it raised stays done.
-    parts.master_weights.publish()
-    parts.placement.evict()
-    with parts.group.collective_errors(f"to call {call}"):
+    parts.states.master_weights.publish()
+    parts.partition.placement.evict()
+    with parts.ranks.group.collective_errors(f"to call {call}"):
         if error is not None:
             raise error
     return _callers(parts, result)
@@ -61,13 +61,14 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
 
 def _callers(parts: EngineParts, result: Any) -> Any:
     """Return the optimizer that the user has in place of the one that the method saw, as of ``return self``."""
-    caller = parts.step_runner.base_optimizer
+    caller = parts.states.base_optimizer
     return caller if isinstance(result, torch.optim.Optimizer) else result
 
 
 def _check_elementwise(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any]) -> None:
-    optimizer = parts.step_runner.base_optimizer
-    if name in parts.elementwise_members or all(shard.unit.degrees.optimizer == 1 for shard in parts.optimizer.shards):
+    states, optimizer = parts.states, parts.states.base_optimizer
+    is_whole = all(shard.unit.degrees.optimizer == 1 for shard in states.optimizer.shards)
+    if name in states.elementwise_members or is_whole:
         return
     if not acts_elementwise(optimizer, act):
         raise ZeroEngineError(
@@ -75,4 +76,4 @@ def _check_elementwise(parts: EngineParts, name: str, act: Callable[[torch.optim
             "and each rank has a part of each parameter. Call it at zero_optimization.stage 0, or compute the same "
             "from zeroengine.full_master(), full_optimizer_state() and set_full_master()."
         )
-    parts.elementwise_members.add(name)
+    states.elementwise_members.add(name)

@@ -38,9 +38,9 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is in progress.
     """
     located = LocatedParameter(param)
-    reducer, unit_grads = located.parts.reducer, located.shard.unit_grads if located.shard is not None else None
+    reducer, unit_grads = located.parts.passes.reducer, located.shard.unit_grads if located.shard is not None else None
     # Inside a backward ``grad`` is autograd's, and the check below raises.
-    if not located.parts.backward.in_progress:
+    if not located.parts.passes.backward.in_progress:
         reducer.take_assigned_gradients()
     local_gradient = None if unit_grads is None else reducer.unreduced_gradient(unit_grads, located.index)
     # One rank may have a gradient and another none. All ranks learn which ranks have one, so that all of them take the
@@ -57,8 +57,8 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     gradient = located.expand(located.owned_parts(shard.gradient) if shard.unit_grads.launched_in_step else ())
     if local_gradient is not None:
         gradient += local_gradient
-    located.parts.replica_group.all_reduce(gradient)
-    return gradient / located.parts.reducer.divisor()
+    located.parts.ranks.replica_group.all_reduce(gradient)
+    return gradient / located.parts.passes.reducer.divisor()
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -76,13 +76,13 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     with located.same_call("set_full_gradient"):
         shard = located.trainable_shard()
         value = located.checked_copy(value)
-        parts.reducer.check_backward_ended()
-        parts.step_runner.check_not_clipped("set_full_gradient()")
-    parts.reducer.reduces.wait()
-    parts.reducer.take_assigned_gradients()
-    parts.group.broadcast(value)
-    share = float(parts.transport.rank == 0)
-    parts.reducer.replace_gradient(shard.unit_grads, located.index, value, share)
+        parts.passes.reducer.check_backward_ended()
+        parts.loop.clipping.check_not_clipped("set_full_gradient()")
+    parts.passes.reducer.reduces.wait()
+    parts.passes.reducer.take_assigned_gradients()
+    parts.ranks.group.broadcast(value)
+    share = float(parts.ranks.transport.rank == 0)
+    parts.passes.reducer.replace_gradient(shard.unit_grads, located.index, value, share)
 
 
 def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
@@ -101,7 +101,7 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
     """
     located = LocatedParameter(param)
     shard, shape, holder = located.find_state("full_optimizer_state", key)
-    values = located.parts.optimizer.state_values(shard, located.index, key)
+    values = located.parts.states.optimizer.state_values(shard, located.index, key)
     if shape is None:
         # The state has a value for each element, so each rank contributes its part.
         state = located.expand(values)
@@ -110,9 +110,9 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         # others contribute zeros.
         state = located.zeros(shape)
         # A replica that has taken no step yet has no state, and gives zeros.
-        if values and located.unit.rank == holder % located.parts.transport.world_size:
+        if values and located.unit.rank == holder % located.parts.ranks.transport.world_size:
             state.copy_(values[0][1])
-    located.parts.replica_group.all_reduce(state)
+    located.parts.ranks.replica_group.all_reduce(state)
     return state
 
 
@@ -131,9 +131,9 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
     shard, shape, _ = located.find_state("set_full_optimizer_state", key)
     with located.same_call("set_full_optimizer_state"):
         value = located.checked_copy(value, shape)
-    located.parts.group.broadcast(value)
+    located.parts.ranks.group.broadcast(value)
     # Each rank received the whole value, and keeps only its part.
-    located.parts.optimizer.set_state_values(shard, located.index, key, value)
+    located.parts.states.optimizer.set_state_values(shard, located.index, key, value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
@@ -148,7 +148,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     located = LocatedParameter(param)
     with located.same_call("full_master", bool(located.unit.writes.values)) as is_written_by_rank:
         pass
-    shard, gatherer = located.shard, located.parts.gatherer
+    shard, gatherer = located.shard, located.parts.passes.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
         gatherer.pin(located.unit)
@@ -157,12 +157,12 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
         return value
     # Values that the user wrote into the model are copied into the master first.
     if any(is_written_by_rank):
-        located.parts.outside_writes.compare()
-        located.parts.optimizer.reduction.move_writes()
+        located.parts.passes.outside_writes.compare()
+        located.parts.states.optimizer.reduction.move_writes()
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))
-    located.parts.replica_group.all_reduce(value)
+    located.parts.ranks.replica_group.all_reduce(value)
     return value
 
 
@@ -177,10 +177,10 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
         ZeroEngineError: ``param`` belongs to no engine, or ``value`` has another shape.
     """
     located = LocatedParameter(param)
-    unit, gatherer = located.unit, located.parts.gatherer
+    unit, gatherer = located.unit, located.parts.passes.gatherer
     with located.same_call("set_full_master"):
         value = located.checked_copy(value)
-    located.parts.group.broadcast(value)
+    located.parts.ranks.group.broadcast(value)
     gatherer.pin(unit)
     if located.shard is not None:
         located.write(located.shard.master, value)
@@ -191,7 +191,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     # A parameter that was built without values has values now.
     unit.unset_params.discard(located.slot.name)
     gatherer.unpin(unit)
-    located.parts.note_new_masters(unit, [located.slot.name])
+    located.parts.states.note_new_masters(unit, [located.slot.name])
 
 
 class MissingStateError(ZeroEngineError):
@@ -225,7 +225,7 @@ class LocatedParameter:
         # Equality would compare the elements of tensors, so the parameter is found by identity.
         self.index = next(index for index, candidate in enumerate(self.unit.params) if candidate is param)
         self.slot = self.unit.layout.slots[self.index]
-        self.shard = next((shard for shard in self.parts.optimizer.shards if shard.unit is self.unit), None)
+        self.shard = next((shard for shard in self.parts.states.optimizer.shards if shard.unit is self.unit), None)
 
     @contextlib.contextmanager
     def same_call(self, call: str, fact: Any = None) -> Iterator[list[Any]]:
@@ -240,7 +240,7 @@ class LocatedParameter:
         """
         call = f"{call} of {self.slot.name}"
         facts: list[Any] = []
-        with self.parts.group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
+        with self.parts.ranks.group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
             yield facts
         # Ranks with different calls would exchange tensors of different shapes, and hang or mix up values.
         if any(other_call != call for other_call, _ in calls_by_rank):
@@ -256,7 +256,7 @@ class LocatedParameter:
             ``ShardedOptimizer.state_shapes``), and the lowest rank that holds a part of it.
         """
         # A rank without elements of the parameter has no states of it, and gets their names from the others.
-        own_shapes = {} if self.shard is None else self.parts.optimizer.state_shapes(self.shard, self.index)
+        own_shapes = {} if self.shard is None else self.parts.states.optimizer.state_shapes(self.shard, self.index)
         with self.same_call(f"{call} {key!r}", own_shapes) as shapes_by_rank:
             shard = self.trainable_shard()
         holders = [rank for rank, shapes in enumerate(shapes_by_rank) if key in shapes]
@@ -294,7 +294,7 @@ class LocatedParameter:
 
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return zeros on the device, in the dtype in which values are exchanged."""
-        return torch.zeros(shape, dtype=self._exchange_dtype, device=self.parts.group.device)
+        return torch.zeros(shape, dtype=self._exchange_dtype, device=self.parts.ranks.group.device)
 
     def checked_copy(self, value: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return a contiguous copy of ``value`` on the device, in the dtype in which values are exchanged.

@@ -14,7 +14,6 @@ from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
 from zeroengine.plan.search.automatic import StatePlanner
-from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.small_transfers import HostCopy
 from zeroengine.view.formats import format_count, format_loss
@@ -59,7 +58,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-class ProgressPrinter(BackwardListener):
+class ProgressPrinter:
     """Prints a line every ``steps_per_print`` updates. Make one on rank 0 only.
 
     The loss is copied to the host when a step is issued, and read when the result of that step is known, so it makes
@@ -75,37 +74,19 @@ class ProgressPrinter(BackwardListener):
         self._interval, self._total = config.steps_per_print, planned_steps(config)
         self._divisor = config.micro_steps_in_mean
         self._loss_name = "loss" if world_size == 1 else "loss of rank 0"
-        self._loss: torch.Tensor | None = None
-        self._issued_loss: HostCopy | None = None
         # The time since which updates are counted, and the number of updates at that time.
         self._since: tuple[float, int] | None = None
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add what ``backward`` was given to the loss of the step."""
-        # The copy is made now, because the user may change the tensor afterwards.
-        value = loss.detach().to(torch.float64, copy=True).view(())
-        self._loss = value if self._loss is None else self._loss + value
-
-    def drop_gradients(self) -> None:
-        """Forget the losses of the step in progress, which starts again."""
-        self._loss = None
-
-    def fail_backward(self, after_others: bool) -> None:
-        """Forget what the dropped gradients belong to."""
-        self._loss = None
-
-    def end_step(self) -> None:
-        """Note that a step was issued."""
-        self._issued_loss = None if self._loss is None else HostCopy(self._loss.view(1))
-        self._loss = None
-
-    def count_update(self, number: int, rates: Sequence[float | torch.Tensor], grad_norm: float | None) -> None:
+    def count_update(
+        self, number: int, rates: Sequence[float | torch.Tensor], grad_norm: float | None, loss: HostCopy | None
+    ) -> None:
         """Print a line if it is time to. The result of the issued step is known now.
 
         Args:
             number: The number of updates so far.
             rates: The learning rate of each param group.
             grad_norm: The norm of the gradient.
+            loss: The sum of the losses of the step.
         """
         now = time.monotonic()
         # A load changes the number. The first interval has no start of its first step.
@@ -114,8 +95,8 @@ class ProgressPrinter(BackwardListener):
         if number % self._interval:
             return
         parts = []
-        if self._issued_loss is not None:
-            parts.append(f"{self._loss_name} {format_loss(self._issued_loss.read()[0] / self._divisor)}")
+        if loss is not None:
+            parts.append(f"{self._loss_name} {format_loss(loss.read()[0] / self._divisor)}")
         parts.append(f"lr {', '.join(f'{rate:.3g}' for rate in rates)}")
         parts.append(f"grad norm {grad_norm:.4g}")
         seconds, updates = now - self._since[0], number - self._since[1]

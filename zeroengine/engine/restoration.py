@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -33,26 +34,22 @@ class Restoration:
     an error they are restored only if every rank has that error. Otherwise each use of such a parameter raises.
 
     Args:
-        units: The units that have been made. The list may grow until the end.
         group: All ranks.
         replica_group: The ranks that parameters are partitioned over.
         transport: Moves bytes between these ranks.
         placement: Holds the stores of offloaded states.
-        shards: The shards of the optimizer that have been made, which hold the fp32 master weights of their units. This
-            list may grow likewise.
+        units: The units that have been made. The list may grow until the end.
+
+    Attributes:
+        shards: The shards of the optimizer that have been made, which hold the fp32 master weights of their units.
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        group: Group,
-        replica_group: Group,
-        transport: Transport,
-        placement: Placement,
-        shards: Sequence[OptimizerShard],
+        self, group: Group, replica_group: Group, transport: Transport, placement: Placement, units: Sequence[Unit]
     ) -> None:
-        self._units, self._group, self._replica_group = units, group, replica_group
-        self._transport, self._placement, self._shards = transport, placement, shards
+        self._group, self._replica_group, self._transport = group, replica_group, transport
+        self._placement, self._units = placement, units
+        self.shards: list[OptimizerShard] = []
         self._reason_not_whole = ""
 
     def check_room(self) -> None:
@@ -103,7 +100,7 @@ class Restoration:
             self._warn_of_rounded_parameters()
         # Copies between the device and the host may still be in progress.
         self._placement.finish_copies()
-        shard_of = {shard.unit: shard for shard in self._shards}
+        shard_of = {shard.unit: shard for shard in self.shards}
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
@@ -115,7 +112,7 @@ class Restoration:
                     unit.gather_whole()
                     unit.restore_parameters()
                 else:
-                    unit.abandon_parameters(_RaisingResolver(reason))
+                    unit.abandon_parameters(partial(_raise_abandoned, reason))
         if not reason:
             # A peer may still read the last parameters from this rank's memory, which is freed next.
             self._transport.fence()
@@ -157,14 +154,8 @@ class Restoration:
             yield value.view(slot.shape)
 
 
-class _RaisingResolver:
-    """A resolver of released parameters that always raises."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def __call__(self, param: nn.Parameter, operation: str) -> None:
-        raise ReleasedParameterError(
-            f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, because "
-            f"{self._reason}. Build the model anew, and load its weights."
-        )
+def _raise_abandoned(reason: str, param: nn.Parameter, operation: str) -> None:
+    raise ReleasedParameterError(
+        f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, because "
+        f"{reason}. Build the model anew, and load its weights."
+    )

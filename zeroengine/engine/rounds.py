@@ -17,8 +17,6 @@ from typing import Any
 import torch
 
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_gathered
-from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import OuterShard, OuterStep
@@ -42,13 +40,13 @@ class Rounds:
     @property
     def ends_with_this_step(self) -> bool:
         """Whether the step in progress is the last of its round, so that replicas meet. True without replicas."""
-        if self._parts.config.local_steps is None or self._parts.outer_step is None:
+        if self._parts.setup.config.local_steps is None or self._parts.states.outer_step is None:
             return True
-        return self._num_steps + 1 >= self._parts.config.local_steps.steps
+        return self._num_steps + 1 >= self._parts.setup.config.local_steps.steps
 
     def end_step(self) -> None:
         """Count a step, and end the round after its last one."""
-        if self._parts.outer_step is None:
+        if self._parts.states.outer_step is None:
             return
         is_last = self.ends_with_this_step
         self._num_steps += 1
@@ -66,49 +64,31 @@ class Rounds:
             DivergenceError: A replica does something else, or does not come.
         """
         parts = self._parts
-        if parts.outer_step is None or not self._num_steps:
+        if parts.states.outer_step is None or not self._num_steps:
             return False
         # Masters take over what the user wrote into the model since the last step.
-        parts.master_weights.settle()
+        parts.states.master_weights.settle()
         # Ranks of the replica may still read parameters in place that change below.
-        parts.transport.fence()
-        issued = parts.step_runner.issued_step
-        parts.outer_step.run(f"outer step after step {issued.number if issued is not None else 0}")
-        parts.master_weights.publish()
+        parts.ranks.transport.fence()
+        issued = parts.loop.step_runner.issued_step
+        parts.states.outer_step.run(f"outer step after step {issued.number if issued is not None else 0}")
+        parts.states.master_weights.publish()
         self._num_steps = 0
         return True
-
-    def end_early(self) -> bool:
-        """End the round at the user's request. See ``Engine.average_replicas``."""
-        parts = self._parts
-        if parts.outer_step is None:
-            return False
-        parts.backward.end_if_over()
-        call = "average_replicas()"
-        with parts.group.collective_errors("to average the replicas"):
-            parts.state_offloader.check_resident(call)
-            parts.placement.check_intact()
-            check_outside_of_gathered(parts, call)
-            if parts.accumulation.has_gradients:
-                raise ZeroEngineError(
-                    f"{call} between the micro-steps of a step, whose gradients are those of other parameters: call it "
-                    "after a step() that updated"
-                )
-        return self.end_round()
 
     # -- saving and loading -----------------------------------------------------------------------
 
     def make_replicas_equal(self) -> None:
         """End the round, and give all replicas one optimizer state and the same counters. See the note above."""
         parts = self._parts
-        if parts.outer_step is None:
+        if parts.states.outer_step is None:
             return
         self.end_round()
         if self._states_differ:
             self._adopt_counters()
-            regions = list(_state_regions(parts, parts.outer_step))
-            parts.outer_step.mean.run(regions, "mean of optimizer states")
-            parts.placement.evict()
+            regions = list(_state_regions(parts, parts.states.outer_step))
+            parts.states.outer_step.mean.run(regions, "mean of optimizer states")
+            parts.partition.placement.evict()
             self._states_differ = False
 
     def restart(self, missing: Sequence[str], *, loads_state: bool) -> None:
@@ -118,7 +98,7 @@ class Rounds:
             missing: The parameters that were not loaded. Those go on with the round in progress.
             loads_state: Whether the optimizer's state was loaded or reset, too.
         """
-        outer_step = self._parts.outer_step
+        outer_step = self._parts.states.outer_step
         if outer_step is None:
             return
         outer_step.set_anchor(set(missing))
@@ -130,12 +110,12 @@ class Rounds:
     def _adopt_counters(self) -> None:
         """Take over the first replica's counters, schedule and hyperparameters, if any replica differs from it."""
         parts = self._parts
-        assert parts.replicas is not None
-        parts.step_runner.await_result()
+        assert parts.ranks.replicas is not None
+        parts.loop.step_runner.await_result()
         facts = _facts(parts)
         # The facts grow with the number of parameters and seldom differ, so digests are exchanged first.
         digest = hashlib.sha256(pickle.dumps(facts)).hexdigest()
-        counterparts = parts.replicas.counterparts
+        counterparts = parts.ranks.replicas.counterparts
         if len(set(counterparts.all_gather_object(digest, "to compare the replicas' counters"))) > 1:
             _apply(parts, counterparts.all_gather_object(facts, "of the replicas' counters")[0])
 
@@ -145,10 +125,10 @@ Facts = dict[str, Any]
 
 def _facts(parts: EngineParts) -> Facts:
     """Return what a replica counts by itself: counters, schedule, hyperparameters, and numbers in the state."""
-    runner, schedule = parts.step_runner, parts.step_runner.schedule
+    runner, schedule = parts.loop.step_runner, parts.states.lr_schedule.current
     states: dict[tuple[int, int], tuple[StateKeys, dict[str, Any]]] = {}
     for shard, span in _spans(parts):
-        state = parts.optimizer.shard_state.of(shard, span)
+        state = parts.states.optimizer.shard_state.of(shard, span)
         keys: StateKeys = {key: (value.dtype, None) for key, value in state.elements.items()}
         keys |= {key: (value.dtype, tuple(value.shape)) for key, value in state.numbers.items()}
         numbers = {key: value.tolist() for key, value in state.numbers.items()}
@@ -156,7 +136,7 @@ def _facts(parts: EngineParts) -> Facts:
     return {
         "counters": (runner.num_updates, runner.num_skipped),
         "schedule": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
-        "groups": [_plain_values(group) for group in parts.optimizer.param_groups],
+        "groups": [_plain_values(group) for group in parts.states.optimizer.param_groups],
         "states": states,
     }
 
@@ -169,18 +149,18 @@ def _plain_values(group: dict[str, Any]) -> dict[str, Any]:
 
 def _apply(parts: EngineParts, facts: Facts) -> None:
     """Take over ``facts`` of another replica."""
-    runner = parts.step_runner
+    runner = parts.loop.step_runner
     runner.num_updates, runner.num_skipped = facts["counters"]
     if facts["schedule"] is not None:
-        runner.schedule.load_state_dict(facts["schedule"])
+        parts.states.lr_schedule.current.load_state_dict(facts["schedule"])
     # Some schedules write learning rates when they are loaded, so the groups come last.
-    for group, values in zip(parts.optimizer.param_groups, facts["groups"], strict=True):
+    for group, values in zip(parts.states.optimizer.param_groups, facts["groups"], strict=True):
         for key, value in values.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(torch.as_tensor(value))
             else:
                 group[key] = value
-    shard_state = parts.optimizer.shard_state
+    shard_state = parts.states.optimizer.shard_state
     for shard, span in _spans(parts):
         keys, numbers = facts["states"][shard.index, span.param_index]
         if keys:
@@ -194,7 +174,7 @@ def _apply(parts: EngineParts, facts: Facts) -> None:
 
 
 def _spans(parts: EngineParts) -> Iterator[tuple[OptimizerShard, ShardSpan]]:
-    for shard in parts.optimizer.shards:
+    for shard in parts.states.optimizer.shards:
         for span in shard.spans():
             yield shard, span
 
@@ -202,7 +182,7 @@ def _spans(parts: EngineParts) -> Iterator[tuple[OptimizerShard, ShardSpan]]:
 def _state_regions(parts: EngineParts, outer_step: OuterStep) -> Iterator[Region]:
     """Yield the optimizer's states with a value for each element."""
     for outer in outer_step.shards:
-        shard, state = outer.shard, parts.optimizer.shard_state
+        shard, state = outer.shard, parts.states.optimizer.shard_state
         whole = state.whole_shard_tensors(shard)
         if whole:
             yield from (_with_values(outer, tensor) for tensor in whole)

@@ -19,37 +19,38 @@ def offload(
     parts: EngineParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
-    zero, group = parts.config.zero_optimization, parts.group
+    zero, group = parts.setup.config.zero_optimization, parts.ranks.group
     configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
     # The path is not compared, because each rank may have its own disk.
     arguments = {"include": None if include is None else sorted(include), "device": device}
     with group.collective_errors("to offload states", arguments) as every_rank:
-        path = parts.state_offloader.check_request(include, device, nvme_path, configured_path)
+        path = parts.loop.state_offloader.check_request(include, device, nvme_path, configured_path)
     check_same("offload_states()", every_rank)
     # A plain backward that has not been ended still has reduces to launch.
-    parts.backward.end_if_over()
+    parts.passes.backward.end_if_over()
     # The report may read the gradients, so it comes before they move.
-    parts.step_runner.await_and_report()
+    parts.loop.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
-    parts.gatherer.quiesce()
-    parts.reducer.reduces.wait()
-    parts.transport.fence()
+    parts.passes.gatherer.quiesce()
+    parts.passes.reducer.reduces.wait()
+    parts.ranks.transport.fence()
     # The states are already in CPU memory. The checks above ran first, so that a wrong call is also found on a laptop.
     if device == "cpu" and group.device.type == "cpu":
         return
+    units, states, offloader = parts.partition.units, parts.states, parts.loop.state_offloader
     tensors = {
-        "optimizer": parts.optimizer.tensors() + ([] if parts.outer_step is None else parts.outer_step.tensors()),
-        "gradients": [unit_grads.flat_grads for unit_grads in parts.reducer.gradients if unit_grads.store is None],
-        "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
+        "optimizer": states.optimizer.tensors() + ([] if states.outer_step is None else states.outer_step.tensors()),
+        "gradients": [grads.flat_grads for grads in parts.passes.reducer.gradients if grads.store is None],
+        "parameters": [unit.shard for unit in units if unit.offloaded_shards is None],
     }
     # By default only memory that can be freed is moved. An explicit request for other memory raises an error.
     if include is None:
         include = state_offloader.DEFAULT_STATES
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.collective_errors("to offload states"):
-        parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
+        offloader.offload({name: tensors[name] for name in include}, path, parts.setup.config, group.rank)
     if "parameters" in include:
-        for unit in parts.units:
+        for unit in units:
             # The next step gathers the values of the second copy again, so they are not kept.
             unit.free_secondary()
             if not unit.is_releasable:
@@ -61,12 +62,12 @@ def offload(
 def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
     # Memory that a channel of the transport allocated must come from that channel again, which may register it.
-    channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
-    channels |= {id(unit_grads.flat_grads): unit_grads.channel for unit_grads in parts.reducer.gradients}
-    parameters_were_away = parts.state_offloader.holds("parameters")
-    parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
+    channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.partition.units}
+    channels |= {id(unit_grads.flat_grads): unit_grads.channel for unit_grads in parts.passes.reducer.gradients}
+    parameters_were_away = parts.loop.state_offloader.holds("parameters")
+    parts.loop.state_offloader.reload(lambda tensor: parts.ranks.transport.refill(tensor, channels.get(id(tensor))))
     if parameters_were_away:
-        for unit in parts.units:
+        for unit in parts.partition.units:
             unit.refill_secondary()
             if not unit.is_releasable:
                 unit.reattach_parameters()

@@ -19,17 +19,21 @@ from zeroengine.partition.cut import UnitPlan
 BACKENDS: tuple[type[UpdateBackend], ...] = (AsyncAdam, BlockingAdam, TorchOptimizer)
 
 
-def update_request(
+def choose_backend(
     optimizer: torch.optim.Optimizer,
     plans: Sequence[UnitPlan],
     placement: Placement,
     config: Config,
     device: torch.device,
     async_step: bool | None,
-) -> UpdateRequest:
-    """Return what a backend is asked to update, for the arguments of ``EngineParts``."""
+) -> type[UpdateBackend]:
+    """Return the class of the backend that updates the states of ``plans`` where ``placement`` has them.
+
+    Raises:
+        ZeroEngineError: The backend cannot keep states in bf16, or not outside the device's memory.
+    """
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
-    return UpdateRequest(
+    request = UpdateRequest(
         optimizer,
         frozenset(torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable),
         all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable))),
@@ -37,14 +41,6 @@ def update_request(
         FLOATS[config.optimizer_state_dtype],
         async_step,
     )
-
-
-def choose_backend(request: UpdateRequest) -> type[UpdateBackend]:
-    """Return the class of the backend that serves ``request``.
-
-    Raises:
-        ZeroEngineError: The backend cannot keep states in bf16, or not outside the device's memory.
-    """
     backend = next(backend for backend in BACKENDS if backend.serves(request))
     name = type(request.optimizer).__name__
     if request.moments_dtype is not torch.float32 and not backend.supports_bf16_moments:

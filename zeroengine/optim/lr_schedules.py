@@ -111,18 +111,28 @@ def _check(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class ScheduleGuard:
-    """Steps the schedule of an engine, and refuses calls of ``schedule.step()``, which would step it twice.
+class LRSchedule:
+    """Steps the LR schedule of an engine, and refuses calls of ``schedule.step()``, which would step it twice.
 
-    The schedule's class is replaced by a subclass until ``release``, so its ``state_dict`` has nothing new in it.
+    The schedule's class is replaced by a subclass until ``close``, so its ``state_dict`` has nothing new in it.
 
     Args:
         schedule: An object with a ``step`` method, or None.
+        optimizer: The optimizer of the engine.
+        base_optimizer: The optimizer that was passed to ``initialize``, which torch's schedules may be bound to.
+
+    Attributes:
+        current: The schedule that each update steps, or None.
     """
 
-    def __init__(self, schedule: Any) -> None:
-        self._guarded = False
-        self.schedule = schedule
+    def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, base_optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._base_optimizer, self._guarded = optimizer, base_optimizer, False
+        self.replace(schedule)
+
+    def replace(self, schedule: Any) -> None:
+        """Step ``schedule`` from now on, and leave the previous one to the caller."""
+        self._release()
+        self.current = schedule
         self._own_class: Any = type(schedule)
         # A schedule whose `step` is an attribute of the instance, or whose class is fixed, stays as it is.
         if schedule is not None and "step" not in getattr(schedule, "__dict__", {"step": None}):
@@ -130,22 +140,36 @@ class ScheduleGuard:
                 schedule.__class__ = _refusing_class(self._own_class)  # type: ignore[arg-type]
                 self._guarded = True
 
+    @property
+    def is_reversible(self) -> bool:
+        """Whether a step of the schedule can be reverted."""
+        return self.current is None or all(hasattr(self.current, name) for name in ("state_dict", "load_state_dict"))
+
     def step(self) -> None:
         """Step the schedule, if there is one."""
+        # torch's schedulers warn unless they see that their optimizer has stepped.
+        for optimizer in (self._optimizer, self._base_optimizer):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._guarded:
             # The schedule's class refuses ``step``, so the method of its own class is called.
-            self._own_class.step(self.schedule)
-        elif self.schedule is not None:
-            self.schedule.step()
+            self._own_class.step(self.current)
+        elif self.current is not None:
+            self.current.step()
 
-    def release(self) -> None:
-        """Allow calls of ``schedule.step()`` again."""
+    def close(self) -> None:
+        """Leave the schedule to the caller, because no step will follow."""
+        self._release()
+        # A schedule that the configuration made drives the engine's optimizer, which would keep all states in memory.
+        if getattr(self.current, "optimizer", None) is self._optimizer:
+            self.current.optimizer = self._base_optimizer
+
+    def _release(self) -> None:
         if self._guarded:
-            self.schedule.__class__ = self._own_class
+            self.current.__class__ = self._own_class
             self._guarded = False
 
     # The engine may go without having been closed.
-    __del__ = release
+    __del__ = _release
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine import ops
+from zeroengine.utils.small_transfers import HostCopy
 
 
 class GradientFactor(NamedTuple):
@@ -87,3 +88,24 @@ class StepResult:
     def grad_norm(self) -> float:
         """Return the norm of the mean gradient before clipping."""
         return self._read()[0]
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    """A step that has been taken, whose result may not be known yet.
+
+    Attributes:
+        number: The number of steps so far, updates and skipped ones.
+        rates: The learning rate of each param group, a number or a tensor.
+        loss_scale: The factor of the loss.
+        loss: The sum of what the backwards of the step were given, of one element; None if nothing reports it.
+        result: Knows the norm, perhaps after a wait.
+        skips: Whether a step whose norm is not finite is skipped.
+    """
+
+    number: int
+    rates: Sequence[Any]
+    loss_scale: float
+    loss: HostCopy | None
+    result: StepResult
+    skips: bool

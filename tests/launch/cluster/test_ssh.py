@@ -81,7 +81,7 @@ def test_training_over_several_hosts_gives_the_losses_of_one(rig: Rig, example: 
 
 
 def test_hosts_talk_over_their_own_addresses(rig: Rig, tmp_path: Path) -> None:
-    body = "print(engine._parts.transport.name, os.environ['GLOO_SOCKET_IFNAME'], os.environ['MASTER_ADDR'])"
+    body = "print(engine._parts.ranks.transport.name, os.environ['GLOO_SOCKET_IFNAME'], os.environ['MASTER_ADDR'])"
     done = rig.launch("--hostfile", str(rig.hostfile(1, rig.machines[:2])), training(tmp_path, body))
     address = rig.machines[0].address
     assert sorted(done.stdout.splitlines()) == [f"[node-{h}:{r}] gloo eth0 {address}" for h, r in (("a", 0), ("b", 1))]

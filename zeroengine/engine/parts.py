@@ -1,0 +1,377 @@
+"""The parts of an engine that a step rests on, in the order in which they are built: each from those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+
+from zeroengine.comm.group import Group
+from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.logged_transport import log_collectives
+from zeroengine.comm.packing import ErrorFeedback
+from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce, QuantizedTransport
+from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
+from zeroengine.config import FLOATS, Config
+from zeroengine.engine.call_checks import forbid_forward_while_unset
+from zeroengine.engine.restoration import Restoration
+from zeroengine.monitor.timer import Timer
+from zeroengine.offload.interfaces import Copies
+from zeroengine.offload.placement import Placement, place_states
+from zeroengine.optim.backends.interface import UpdateBackend
+from zeroengine.optim.caller_optimizer import redirect_calls
+from zeroengine.optim.choice import choose_backend
+from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.optim.lr_schedules import LRSchedule, LRSchedulerLike, check_scheduler, make_scheduler
+from zeroengine.optim.master_weights import MasterWeights
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.outer_step import Nesterov, OuterStep
+from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.partition.unit_layout import DegreeRules
+from zeroengine.plan.search.automatic import StatePlanner
+from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.backward import Backward
+from zeroengine.runtime.forward import Forward
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.module_hooks import check_hooks_allowed
+from zeroengine.runtime.outside_writes import OutsideWrites
+from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.byte_counter import call_every
+from zeroengine.utils.malloc_trim import trim_heap
+
+# The freed bytes after which the C allocator is told to give memory back.
+TRIM_INTERVAL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made from, after the checks of ``initialize``: the same on every rank.
+
+    Attributes:
+        model: The model; its parameters keep their objects, shapes and names.
+        base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are adopted.
+        lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
+        planner: The units and the resolved configuration. It predicts what other stages and places would take.
+        async_step: Whether a step is issued without waiting for its norm. None: on a GPU, where possible.
+        copies: Moves tensors between the device and the host. None: as the device requires.
+        undo: The calls that end the engine: they make the model, the optimizer and the schedule ordinary again, with
+            their values at that time, and free the engine's threads, files and other resources.
+    """
+
+    model: nn.Module
+    base_optimizer: torch.optim.Optimizer
+    lr_scheduler: LRSchedulerLike
+    planner: StatePlanner
+    async_step: bool | None
+    copies: Copies | None
+    undo: ExitStack
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.planner.config
+
+    @property
+    def plans(self) -> Sequence[UnitPlan]:
+        """The units that the model is cut into."""
+        return self.planner.plans
+
+
+@dataclass(frozen=True)
+class OptimizerCalls:
+    """The methods of the engine that stand behind those of either optimizer. All are bound methods.
+
+    Attributes:
+        step: Ends a step, for ``step()``.
+        zero_grad: Drops gradients, for ``zero_grad()``.
+        run_method: Runs a method that the class of the caller's optimizer adds to torch's ``Optimizer``.
+    """
+
+    step: Callable[[], None]
+    zero_grad: Callable[[], None]
+    run_method: CallOverShards
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one engine, and what moves bytes between them.
+
+    Attributes:
+        group: All ranks.
+        replicas: The replicas that ``local_steps`` divides them into, each of which holds the states once. None: all
+            ranks are one.
+        rules: Over how many ranks each unit is partitioned.
+        transport: Moves bytes between the ranks of ``replica_group``.
+        sums: Sums small vectors over all ranks.
+        quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
+        quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
+    """
+
+    group: Group
+    replicas: Replicas | None
+    rules: DegreeRules
+    transport: Transport
+    sums: RankSums
+    quantized_gather: QuantizedGather | None
+    quantized_reduce: QuantizedReduce | None
+
+    @property
+    def replica_group(self) -> Group:
+        """The ranks that the states are partitioned over: those of this rank's replica."""
+        return self.group if self.replicas is None else self.replicas.group
+
+    @property
+    def replica_layout(self) -> ReplicaLayout:
+        """Which ranks are in which replica."""
+        whole = ReplicaLayout(self.group.rank, 1, self.group.world_size)
+        return whole if self.replicas is None else self.replicas.layout
+
+
+def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, transport: Transport) -> Ranks:
+    """Choose the channels of ``transport``, and put around them what is configured. A collective.
+
+    Args:
+        setup: What the engine is made from.
+        group: All ranks.
+        replicas: The replicas of ``local_steps``, if there are several.
+        transport: Moves bytes between the ranks of the replica.
+    """
+    config, plans, zero = setup.config, setup.plans, setup.config.zero_optimization
+    rules = DegreeRules.of_settings(zero, transport.world_size)
+    sharing = group if replicas is None else replicas.group
+    # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
+    transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), sharing)
+    if config.comms_logger.enabled and group.rank == 0:
+        transport = log_collectives(transport, config.comms_logger, setup.undo)
+    has_peers = transport.world_size > 1
+    quantized_reduce = None
+    if zero.gradient_bits is not None and has_peers:
+        loco = zero.zeropp_loco_param
+        feedback = None if loco is None else ErrorFeedback(loco.err_beta, loco.reset_T)
+        is_gathered = any(rules.of_unit(plan).optimizer > 1 for plan in plans)
+        # A mixture exists only with `degrees.per_unit`. See "Hops" in quantized_transport.py.
+        all_reduces = transport.reduces_by_levels or not is_gathered
+        quantized_reduce = QuantizedReduce(transport, zero.gradient_bits, feedback, group.device, all_reduces)
+        transport = cast(Transport, QuantizedTransport(transport, quantized_reduce))
+    quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
+    quantized_gather = QuantizedGather(transport) if quantizes else None
+    sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
+    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce)
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """The model's parameters in units, and where the states of each unit live.
+
+    Attributes:
+        placement: The states that live in CPU memory or on a disk, and the stores that they live in.
+        backend: Updates states at these places by the rule of the optimizer.
+        units: All units of the model, in the order of registration.
+        restoration: Makes the parameters whole and ordinary when the engine ends.
+    """
+
+    placement: Placement
+    backend: type[UpdateBackend]
+    units: Sequence[Unit]
+    restoration: Restoration
+
+
+def partition_model(setup: EngineSetup, ranks: Ranks, timer: Timer) -> PartitionedModel:
+    """Move the model's parameters into units. All ranks get rank 0's parameters and buffers. A collective.
+
+    Args:
+        setup: What the engine is made from.
+        ranks: The ranks.
+        timer: Times transfers of offloaded states.
+
+    Raises:
+        ZeroEngineError: On every rank: something cannot be partitioned. The model is as it was.
+    """
+    model, config, plans, undo, group = setup.model, setup.config, setup.plans, setup.undo, ranks.group
+    # Placing states may create files. If one rank has no space, every rank must raise, because the others would
+    # otherwise wait for it in the first broadcast below.
+    with group.collective_errors("to initialize"):
+        check_scheduler(setup.lr_scheduler, setup.base_optimizer, config)
+        placement = place_states(plans, ranks.rules, config, ranks.transport, group.device, timer, setup.copies)
+        undo.callback(placement.close)
+        check_hooks_allowed(_hooked_modules(setup, ranks, placement))
+        backend = choose_backend(setup.base_optimizer, plans, placement, config, group.device, setup.async_step)
+    units: list[Unit] = []
+    restoration = Restoration(group, ranks.replica_group, ranks.transport, placement, units)
+    undo.push(restoration)
+    # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
+    units.extend(_make_units(setup, ranks, placement))
+    forbid_forward_while_unset(model, units, undo)
+    # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
+    mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
+    return PartitionedModel(placement, backend, units, restoration)
+
+
+def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[Unit]:
+    """Move the model's parameters into units, one after another, and return the freed memory to the system."""
+    count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(placement.optimizer_stores)
+    # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
+    # unit, rather than two copies of the model.
+    for plan, stored in zip(setup.plans, placement.parameter_shards, strict=True):
+        unit = Unit(
+            plan,
+            ranks.rules.of_unit(plan),
+            ranks.transport,
+            ranks.group.broadcast,
+            stored,
+            # Frozen units have no masters, so there is one optimizer store for each trainable unit.
+            next(master_stores) if plan.trainable else None,
+            ranks.quantized_gather if setup.config.zero_optimization.quantizes_gathers(plan.trainable) else None,
+            setup.config.check_parameter_writes,
+        )
+        # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
+        # rounded.
+        count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
+        yield unit
+
+
+def _hooked_modules(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[nn.Module]:
+    """Yield the modules that the gatherer registers hooks on. See ``register_hooks``."""
+    yield setup.model
+    for plan, stored in zip(setup.plans, placement.parameter_shards, strict=True):
+        if stored is not None or ranks.rules.of_unit(plan).optimizer > 1:
+            yield from plan.modules
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the forwards and the backwards of a model run through.
+
+    Attributes:
+        scaler: The loss scale.
+        reducer: Collects gradients in buffers and reduces them.
+        forward: Gathers what forwards need.
+        backward: Gathers what backwards need, and lets units be reduced.
+        gatherer: Gathers parameters before they are used and releases them afterwards.
+        outside_writes: Finds values that user code wrote into the model.
+    """
+
+    scaler: LossScaler
+    reducer: Reducer
+    forward: Forward
+    backward: Backward
+    gatherer: Gatherer
+    outside_writes: OutsideWrites
+
+
+def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, timer: Timer) -> Passes:
+    """Register the hooks on the model by which forwards gather parameters and backwards reduce gradients.
+
+    Args:
+        setup: What the engine is made from.
+        ranks: The ranks.
+        partition: The units of the model.
+        timer: Times forwards, backwards and collectives.
+    """
+    config, device, units, transport = setup.config, ranks.group.device, partition.units, ranks.transport
+    scaler = LossScaler(config.fp16 if config.scales_loss else None)
+    collects_copies = device.type == "cuda" if setup.async_step is None else setup.async_step
+    stores = partition.placement.optimizer_stores
+    reducer = Reducer(units, transport, config, stores, collects_copies, lambda: scaler.scale, timer)
+    forward = Forward(setup.model, units, transport, reducer, config, timer)
+    for handle in forward.hook_handles:
+        setup.undo.callback(handle.remove)
+    # The casts prepend their hooks, so inputs are cast before the hooks above run.
+    mixed_precision.install(setup.model, config, device, setup.undo)
+    # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
+    checksums, compares = reducer.assigned_checksums, config.check_parameter_writes
+    outside_writes = OutsideWrites(units, ranks.replica_group, checksums, compares)
+    return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes)
+
+
+@dataclass(frozen=True)
+class States:
+    """What a step updates, and what updates it.
+
+    Attributes:
+        base_optimizer: The optimizer that was passed to ``initialize``, or was built there. It updates nothing.
+        optimizer: Updates this rank's shards.
+        lr_schedule: The LR schedule.
+        outer_step: Turns what the replicas have become into common parameters; None without ``local_steps``.
+        master_weights: Reads and replaces the masters between steps.
+        elementwise_members: Methods of the class of ``base_optimizer`` that were found to work on shards.
+    """
+
+    base_optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
+    lr_schedule: LRSchedule
+    outer_step: OuterStep | None
+    master_weights: MasterWeights
+    elementwise_members: set[str] = field(default_factory=set)
+
+    def note_new_masters(self, unit: Unit, names: Sequence[str]) -> None:
+        """Let parameters that every replica was given anew be what the replicas start from."""
+        if self.outer_step is not None and names:
+            self.outer_step.set_anchor([slot.name for slot in unit.layout.slots if slot.name not in names], unit)
+
+
+def build_states(
+    setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, passes: Passes, timer: Timer, calls: OptimizerCalls
+) -> States:
+    """Build the optimizer over shards and the schedule, and let the caller's optimizer call the engine. A collective.
+
+    Args:
+        setup: What the engine is made from.
+        ranks: The ranks.
+        partition: The units of the model.
+        passes: Where the gradients come from and the updated parameters go.
+        timer: Times the norm and the updates.
+        calls: The methods of the engine that either optimizer calls.
+
+    Raises:
+        ZeroEngineError: On every rank: the schedule drives another optimizer, or needs a metric.
+    """
+    config, base_optimizer, placement = setup.config, setup.base_optimizer, partition.placement
+    gradients, shards = passes.reducer.gradients, partition.restoration.shards
+    # What the caller's optimizer and schedule do here may raise on one rank alone.
+    with ranks.group.collective_errors("to initialize"):
+        # As with units, a shard is in the list as soon as it holds a master.
+        shards.extend(
+            OptimizerShard(index, unit_grads, store)
+            for index, (unit_grads, store) in enumerate(zip(gradients, placement.optimizer_stores, strict=True))
+        )
+        optimizer = ShardedOptimizer(
+            base_optimizer,
+            partition.backend,
+            shards,
+            passes.reducer,
+            ranks.transport,
+            after_update=passes.gatherer.publish_update,
+            step=calls.step,
+            zero_grad=calls.zero_grad,
+            writes=passes.outside_writes,
+            timer=timer,
+            moments_dtype=FLOATS[config.optimizer_state_dtype],
+            pipeline=placement.pipeline,
+        )
+        schedule = make_scheduler(setup.lr_scheduler, optimizer, config)
+        outer_step = _outer_step(setup, ranks, shards, timer)
+    master_weights = MasterWeights(optimizer, passes.gatherer, placement, passes.outside_writes, ranks.transport)
+    lr_schedule = LRSchedule(schedule, optimizer, base_optimizer)
+    setup.undo.callback(lr_schedule.close)
+    # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on this
+    # rank alone.
+    redirect_calls(base_optimizer, calls.step, calls.zero_grad, setup.undo)
+    forward_own_methods(base_optimizer, calls.run_method, setup.undo)
+    return States(base_optimizer, optimizer, lr_schedule, outer_step, master_weights)
+
+
+def _outer_step(setup: EngineSetup, ranks: Ranks, shards: Sequence[OptimizerShard], timer: Timer) -> OuterStep | None:
+    if ranks.replicas is None or setup.config.local_steps is None:
+        return None
+    nesterov = setup.config.local_steps.nesterov
+    hyperparameters = None if nesterov is None else Nesterov(*nesterov)
+    return OuterStep(shards, ranks.transport, ranks.replicas.between, hyperparameters, timer, ranks.group.device)

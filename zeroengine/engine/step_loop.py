@@ -1,0 +1,233 @@
+"""One step, from the first backward to the counters: which call may end it, and what its end consists of."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from zeroengine.checkpoint.on_signal import SavingEngine
+from zeroengine.engine import call_checks
+from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.checkpointing import EngineCheckpoints
+from zeroengine.engine.clipping import checked_norm
+from zeroengine.engine.memory import measure_memory
+from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.rounds import Rounds
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.caller_optimizer import has_own_step_hooks
+from zeroengine.optim.step_result import StepResult
+from zeroengine.runtime.backward_listener import BackwardListener
+
+log = logging.getLogger("zeroengine")
+
+
+class StepLoop(BackwardListener):
+    """Takes one step after another. It alone tells the parts of the loop what a backward does.
+
+    Args:
+        parts: The parts of the engine.
+        checkpoints: Knows whether a load failed half way.
+        rounds: The rounds of ``local_steps``.
+        forwards: Observes the forwards of the model.
+    """
+
+    def __init__(
+        self, parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, forwards: ModelForwards
+    ) -> None:
+        self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
+        self._checkpoints, self._rounds, self._forwards = checkpoints, rounds, forwards
+        self._warned_of_hooks = False
+        parts.passes.backward.subscribe(self)
+
+    # -- the events of a backward -----------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Count a forward that a backward may follow."""
+        self._loop.accumulation.begin_forward()
+
+    def check_backward(self, wants_gradients: bool) -> None:
+        """Report on the previous step. Refuse a backward after ``clip``."""
+        # Every rank comes here, and the gradients of the previous step are still unchanged.
+        self._loop.step_runner.await_and_report()
+        # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.
+        if wants_gradients:
+            self._loop.clipping.check_backward()
+
+    def begin_backward(self) -> None:
+        """Count a backward that begins."""
+        self._loop.accumulation.begin_backward()
+
+    def end_backward(self, num_calls: int) -> None:
+        """Count a backward that has produced gradients."""
+        self._loop.accumulation.end_backward(num_calls)
+
+    def fail_backward(self, after_others: bool) -> None:
+        """Note that the step has lost its gradients."""
+        self._reports.drop_gradients()
+        self._loop.accumulation.fail_backward(after_others)
+
+    def drop_gradients(self) -> None:
+        """Begin the step again."""
+        self._reports.drop_gradients()
+        self._loop.accumulation.drop_gradients()
+        self._loop.clipping.drop_gradients()
+
+    # -- calls of the user ------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step. See ``Engine.zero_grad``."""
+        backward, accumulation = self._parts.passes.backward, self._loop.accumulation
+        # This also ends a backward that raised, and drops its gradients.
+        backward.finish()
+        if not accumulation.incomplete:
+            if not accumulation.has_new_gradients:
+                # Many loops call zero_grad() directly after a step, when only the user can have left something.
+                self._parts.passes.reducer.user_gradients.drop()
+                return
+            if accumulation.has_earlier_micro_steps:
+                raise ZeroEngineError(
+                    "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
+                    "lost. Call it before the first backward of a step."
+                )
+        backward.drop_gradients()
+
+    def clip(self, max_norm: float, call: str) -> torch.Tensor:
+        """Clip the step in progress to ``max_norm``, and return the norm. See ``Engine.clip_grad_norm_``."""
+        # A bad argument raises before anything changes, so the step may continue.
+        max_norm = checked_norm(max_norm, f"{call}: max_norm", zero=False)
+        self.check(call)
+        self._loop.accumulation.check_boundary(call)
+        self._finish_gradients(call)
+        norm = self._loop.step_runner.norm()
+        self._loop.clipping.clip_once(max_norm)
+        return norm
+
+    def end_micro_step(self, engine: SavingEngine) -> bool | StepResult:
+        """End a micro-step, and at the boundary the step. See ``Engine.step``."""
+        self.check("step()")
+        # Every rank counts the same micro-steps, so all ranks take the same branch.
+        if self._loop.accumulation.engine_step_updates():
+            return self._end(ENGINE_STEP, engine)
+        self._loop.accumulation.end_micro_step()
+        self._loop.input_comparison.end_micro_step(False)
+        return False
+
+    def end_by_optimizer(self, engine: SavingEngine) -> None:
+        """End a step for ``optimizer.step()``. See "Who ends a step" in ``engine/accumulation.py``."""
+        self.check(OPTIMIZER_STEP)
+        self._loop.accumulation.check_optimizer_step()
+        self._end(OPTIMIZER_STEP, engine)
+
+    def average_replicas(self) -> bool:
+        """End the round of ``local_steps``. See ``Engine.average_replicas``."""
+        call, parts = "average_replicas()", self._parts
+        if parts.states.outer_step is None:
+            self.check(call)
+            return False
+        # The ranks exchange values below, so an error of one rank before that is an error of all.
+        with parts.ranks.group.collective_errors("to average the replicas"):
+            self.check(call)
+            call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
+            if self._loop.accumulation.has_gradients:
+                raise ZeroEngineError(
+                    f"{call} between the micro-steps of a step, whose gradients are those of other parameters: call it "
+                    "after a step() that updated"
+                )
+        return self._rounds.end_round()
+
+    def round_masters(self) -> None:
+        """Let the masters take the rounded values of the model. See ``Engine.round_masters``."""
+        call, parts = "round_masters()", self._parts
+        # The ranks exchange values below, so an error of one rank before that is an error of all.
+        with parts.ranks.group.collective_errors("to round the master weights"):
+            self.check(call)
+            call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
+        # What replicas start from is rounded with their masters, and it is the same on all of them.
+        self._rounds.end_round()
+        parts.states.master_weights.round()
+        self._rounds.restart((), loads_state=False)
+
+    # -- the end of a step ------------------------------------------------------------------------
+
+    def check(self, call: str) -> None:
+        """Raise if a step cannot end here.
+
+        Raises:
+            ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
+        """
+        parts, reducer = self._parts, self._parts.passes.reducer
+        self._loop.state_offloader.check_resident(call)
+        parts.partition.placement.check_intact()
+        self._checkpoints.check_not_half_loaded(call)
+        call_checks.check_outside_of_capture(parts.ranks.group.device, call)
+        # Ending a backward that is still running would reduce only some of its gradients.
+        call_checks.check_outside_of_backward(call)
+        # If the last backward raised, this drops its gradients, which are incomplete.
+        parts.passes.backward.finish()
+        # The parameters are looked at again only where the loop clips by hand.
+        if self._loop.clipping.has_clipped and reducer.user_gradients.has_assigned:
+            self._loop.clipping.check_not_clipped("assigning to param.grad")
+        if reducer.take_assigned_gradients():
+            self._loop.accumulation.note_assigned_gradients()
+
+    def _finish_gradients(self, call: str) -> None:
+        """Return with the gradients of this step reduced. If this raises, nothing has changed."""
+        reducer = self._parts.passes.reducer
+        # Inside ``no_sync`` the user asked to keep gradients unreduced.
+        if not reducer.reduces_gradients:
+            raise ZeroEngineError(
+                f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
+                "Leave the `with` before the last backward of a step."
+            )
+        if self._parts.passes.gatherer.num_pins:
+            raise ZeroEngineError(
+                f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
+                "the `with` first."
+            )
+        # A parameter may be added at any time, so every update checks, which costs microseconds.
+        self._loop.foreign_parameters.check()
+        reducer.reduce_remaining()
+
+    def _end(self, call: str, engine: SavingEngine) -> bool | StepResult:
+        """Take a step on behalf of ``call``. Return the result of ``Engine.step``."""
+        parts, loop, placement = self._parts, self._loop, self._parts.partition.placement
+        self._finish_gradients(call)
+        # If anything up to here raises, nothing has changed, and the step may be called again.
+        parts.passes.gatherer.begin_update()
+        self._forwards.end_step()
+        # The counters and the comparison advance on every rank, whether the update below is skipped or not.
+        loop.accumulation.end_step(call)
+        # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
+        # so replicas that train apart do it where they meet.
+        loop.input_comparison.end_micro_step(self._rounds.ends_with_this_step)
+        if call == ENGINE_STEP:
+            self._warn_of_unused_hooks()
+        updated = loop.step_runner.run_step()
+        # The update itself changed the parameters' versions. Any later change is made outside of the engine.
+        parts.passes.outside_writes.reset_baseline()
+        self._rounds.end_step()
+        if placement.disks:
+            with self._reports.timer.span("offload"):
+                placement.evict()
+        issued = loop.step_runner.issued_step
+        if self._reports.monitor is not None and issued is not None:
+            memory = partial(measure_memory, parts, self._checkpoints.copy_bytes)
+            self._reports.monitor.end_step(issued, memory, placement, parts.partition.units)
+        # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
+        if loop.save_on_signal is not None and loop.save_on_signal.is_due():
+            loop.save_on_signal.save_and_exit(engine)
+        return updated
+
+    def _warn_of_unused_hooks(self) -> None:
+        """Warn once that ``engine.step()`` does not call the step hooks of the optimizer that was passed in."""
+        # Hooks may be registered after initialize(), so every step checks until the first warning.
+        if not self._warned_of_hooks and has_own_step_hooks(self._parts.states.base_optimizer):
+            self._warned_of_hooks = True
+            if self._parts.ranks.group.rank == 0:
+                log.warning(
+                    "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
+                    "optimizer.step() in its place, which does"
+                )
