@@ -105,7 +105,7 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
 def count_host_seconds(engine: Any, host: list[float]) -> None:
     """Append the seconds that each step spends in the monitor's own calls, other than spans."""
     reports: Reports = engine._parts.reports
-    monitor = reports.monitor
+    assert reports.monitor is not None
     pending = [0.0]
 
     def timed(call: Any, ends: bool) -> Any:
@@ -120,10 +120,9 @@ def count_host_seconds(engine: Any, host: list[float]) -> None:
 
         return run
 
-    for name in ("start_forward", "finish_forward", "end_step"):
-        setattr(monitor, name, timed(getattr(monitor, name), name == "end_step"))
-    for name in ("note_loss", "take_loss"):
-        setattr(reports, name, timed(getattr(reports, name), ends=False))
+    calls = [(reports.monitor, "end_step"), (reports, "note_loss"), (reports, "take_loss")]
+    for part, name in [*calls, (reports.monitor.forwards, "begin"), (reports.monitor.forwards, "end")]:
+        setattr(part, name, timed(getattr(part, name), name == "end_step"))
 
 
 def count_spans(engine: Any) -> list[int]:

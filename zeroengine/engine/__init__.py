@@ -1,11 +1,14 @@
 """The Engine and what only the Engine uses.
 
 - ``initialize``: makes an engine from a model and a configuration, after checks that change nothing.
-- ``assembly``: builds and lists the parts of an engine.
-- ``engine``: the Engine itself, a thin loop over its parts.
+- ``parts``, ``reports``, ``assembly``: build the parts of an engine, as records of which each needs those before it.
+- ``engine``: the Engine itself, whose methods call its parts.
 - ``call_checks``: checks of the arguments of public calls, and of where these calls come.
-- ``step``: the end of a step: clipping, the update, the LR schedule, the counters.
+- ``step_loop``: one step, from its first backward to the counters, with what follows.
 - ``accumulation``: counts micro-steps, and decides which call may end a step.
+- ``clipping``: the largest norm of the gradient.
+- ``step``: takes a step from reduced gradients, steps the LR schedule, and counts.
+- ``rounds``: the rounds of ``local_steps``.
 - ``checkpointing``: the work before and after a save or a load of checkpoints and weights.
 - ``restoration``: makes the model ordinary again when an engine ends or ``initialize`` fails.
 - ``ending``: replaces the parts of an engine that has ended.

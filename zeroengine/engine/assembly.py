@@ -144,10 +144,8 @@ def _listen(setup: EngineSetup, group: Group) -> SaveOnSignal | None:
 
 
 def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel) -> None:
-    zero, notices = (
-        config.zero_optimization,
-        [*config.notices, *unused_keys(config.comm, ranks.transport, ranks.group.device)],
-    )
+    notices = [*config.notices, *unused_keys(config.comm, ranks.transport, ranks.group.device)]
+    zero = config.zero_optimization
     gathers = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     if gathers and not any(unit.is_releasable for unit in partition.units):
         name = "zero_quantized_weights" if zero.zero_quantized_weights else "zero_quantized_nontrainable_weights"

@@ -80,8 +80,8 @@ class Engine:
         self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
-        self._forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
-        self._steps = StepLoop(parts, checkpoints, rounds, self._forwards)
+        forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
+        self._steps = StepLoop(parts, checkpoints, rounds, forwards)
         self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
@@ -118,7 +118,7 @@ class Engine:
                 self._parts.passes.forward.abandon()
                 if isinstance(error, DivergenceError):
                     end_traceback_in_callers_code(error)
-                self._forwards.end(error)
+                self._steps.forwards.end(error)
             raise
 
     forward = __call__
@@ -700,7 +700,7 @@ class Engine:
             trim_heap()
 
     def _replace_parts(self, ended: EndedParts) -> None:
-        self._parts = self._checkpoints = self._steps = self._forwards = ended  # type: ignore
+        self._parts = self._checkpoints = self._steps = ended  # type: ignore
         self.optimizer = self.gatherer = self.reducer = self.group = ended  # type: ignore
         self._owner = None
 
@@ -708,6 +708,6 @@ class Engine:
         """End this copy of the engine in a forked child, and return what must not be freed there."""
         if self._parts.has_ended:
             return None
-        owned = (self._parts, self._checkpoints, self._steps, self._forwards, self._owner)
+        owned = (self._parts, self._checkpoints, self._steps, self._owner)
         self._replace_parts(of_parent(self._parts))
         return owned

@@ -89,7 +89,7 @@ class ModelForwards:
                 parts.loop.input_comparison.observe((args, kwargs))
         self._counts = True
         if parts.reports.monitor is not None:
-            parts.reports.monitor.start_forward((args, kwargs))
+            parts.reports.monitor.forwards.begin((args, kwargs))
 
     def end_by_hook(self) -> None:
         """End the outermost forward."""
@@ -108,7 +108,7 @@ class ModelForwards:
         if counts:
             self._close_profile(error)
             if self._parts.reports.monitor is not None:
-                self._parts.reports.monitor.finish_forward(completed=error is None)
+                self._parts.reports.monitor.forwards.end(completed=error is None)
         if isinstance(error, RuntimeError):
             mixed_precision.note_buffers(error, self._model, self._parts.setup.config)
             explain_if_out_of_memory(error, self._parts, self._checkpoint_copy_bytes())

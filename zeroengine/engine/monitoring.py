@@ -9,7 +9,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
+from zeroengine.engine.forward_counts import ForwardCounts
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.peak_rates import peak_flops_of
-from zeroengine.engine.run_description import describe_run, trainable_share
+from zeroengine.engine.run_description import describe_run
 from zeroengine.monitor.collector import Collector, RankStep, TraceRequest
 from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
@@ -35,14 +35,11 @@ from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.small_transfers import HostCopy
-from zeroengine.utils.tensor_tree import tensors_in
 
 log = logging.getLogger("zeroengine")
 
 # The memory of the states seldom changes, and listing it takes longer than the rest of a record.
 MEMORY_INTERVAL = 20
-# Images may be integers as well, of 8 bits.
-TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 def run_folder_of(config: Config) -> str | None:
@@ -98,21 +95,6 @@ def _open_sinks(config: Config, run: Mapping[str, Any]) -> tuple[dict[str, OpenS
     return sinks, folder.path
 
 
-@dataclass(frozen=True)
-class ForwardInput:
-    """The first tensor that a forward was given.
-
-    Attributes:
-        num_samples: Its first dimension.
-        numel: Its elements.
-        is_tokens: Whether its elements are tokens.
-    """
-
-    num_samples: int
-    numel: int
-    is_tokens: bool
-
-
 class EngineMonitor:
     """Notes what happens in a step, and hands it to the collector when the step ends.
 
@@ -124,13 +106,13 @@ class EngineMonitor:
 
     Attributes:
         timer: Times the kinds of work.
+        forwards: Counts the samples, the tokens and the operations of forwards.
     """
 
     def __init__(self, setup: EngineSetup, group: Group, sinks: Mapping[str, OpenSink], folder: Path | None) -> None:
         config, units = setup.config, [plan.name for plan in setup.plans]
         self._config, self._device, self._rank = config, group.device, group.rank
         self._folder = folder
-        self._trainable_share = trainable_share(setup.plans)
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
@@ -143,73 +125,16 @@ class EngineMonitor:
         self._finalizer = finalize(self, self._collector.close_at_exit)
         outputs.before_exit = self._finalizer
         self._divisor = config.micro_steps_in_mean
-        self._last_step, self._has_stepped = 0, False
-        # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
-        from zeroengine.monitor import flops
-
-        self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(setup.model)
-        # Counted after the first step, whose forward may compile.
-        self._flops_per_element: float | None = None
-        # The input of the forward of training in progress, and what counts its operations.
-        self._forward: ForwardInput | None = None
-        self._flop_counter: flops.ForwardFlops | None = None
+        self._last_step = 0
+        self.forwards = ForwardCounts(setup)
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
         self._traced_steps = config.trace.steps or []
         self._handles: list[Any] = []
         self.timer.trace(1 in self._traced_steps)
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.drop_samples()
-        self._has_input = self._has_tokens = False
         self._user = self._collector.unrecorded = {}
 
     # -- within a step ----------------------------------------------------------------------------
-
-    def start_forward(self, inputs: Any) -> None:
-        """Note the samples and the tokens of a forward of training that begins, and perhaps count its operations.
-
-        Args:
-            inputs: Tensors in nested containers.
-        """
-        first = next(iter(tensors_in(inputs)), None)
-        if first is None or not first.dim():
-            return
-        self._forward = ForwardInput(first.shape[0], first.numel(), first.dtype in TOKEN_DTYPES)
-        if self._flops_per_element is None and self._has_stepped and not self._flop_counting.is_anything_compiled():
-            self._flop_counter = self._flop_counting.ForwardFlops()
-            self._flop_counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def finish_forward(self, completed: bool) -> None:
-        """Count the forward that began, unless it raised.
-
-        Args:
-            completed: Whether it returned.
-        """
-        counter, self._flop_counter = self._flop_counter, None
-        forward, self._forward = self._forward, None
-        if counter is not None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if forward is None or not completed:
-            return
-        if self._flops_per_element is None and self._has_stepped:
-            if counter is not None:
-                forward_flops = counter.total / max(forward.numel, 1)
-            else:
-                # For each token and parameter a multiplication and an addition (arXiv 2001.08361, section 2.1).
-                forward_flops = 2.0 * self._numel_of_products * forward.is_tokens
-            self._flops_per_element = self._flop_counting.step_flops(forward_flops, self._trainable_share)
-        self._has_input = True
-        self._samples += forward.num_samples
-        self._elements += forward.numel
-        if forward.is_tokens:
-            self._has_tokens = True
-            self._tokens += forward.numel
-
-    def drop_samples(self) -> None:
-        """Forget the samples of the step in progress, which starts again."""
-        self._samples = self._tokens = self._elements = 0
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add the user's numbers to the step."""
@@ -243,21 +168,18 @@ class EngineMonitor:
         times = self.timer.end_step()
         if issued.number % MEMORY_INTERVAL == 1 or not self._memory:
             self._memory = _memory_numbers(memory())
-        flops = self._flops_per_element
         received = self.timer.received
         numbers: dict[str, float | None] = {
             "gather_bytes": received["gather"],
             "reduce_bytes": received["reduce"],
             "disk_read_bytes": disk_traffic[0] - self._disk_traffic[0],
             "disk_write_bytes": disk_traffic[1] - self._disk_traffic[1],
-            "samples": self._samples if self._has_input else None,
-            "tokens": self._tokens if self._has_tokens else None,
-            "flops": flops * self._elements if flops else None,
+            **self.forwards.take(),
             "peak": _peak_bytes(self._device),
             **self._memory,
         }
         self.timer.received = dict.fromkeys(received, 0)
-        self._disk_traffic, self._last_step, self._has_stepped = disk_traffic, issued.number, True
+        self._disk_traffic, self._last_step = disk_traffic, issued.number
         self._collector.put(
             RankStep(
                 issued.number,
@@ -273,7 +195,7 @@ class EngineMonitor:
                 self._user,
             )
         )
-        self._begin_step()
+        self._user = self._collector.unrecorded = {}
         if self._traced_steps:
             self._trace(issued.number + 1, placement, units)
 

@@ -53,7 +53,7 @@ class Reports:
         """Forget the losses and the samples of the step in progress, which starts again."""
         self._loss = None
         if self.monitor is not None:
-            self.monitor.drop_samples()
+            self.monitor.forwards.drop()
 
     def event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""

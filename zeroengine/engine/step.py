@@ -117,7 +117,7 @@ class StepRunner:
         reducer.end_step()
         if is_async:
             return result
-        self._await_result(is_collective=True)
+        self.await_result(is_collective=True)
         return bool(result)
 
     def _on_query(self) -> Callable[[StepResult], None]:
@@ -133,12 +133,12 @@ class StepRunner:
 
         return on_query
 
-    def await_result(self) -> None:
-        """Wait for the result of the last step, if it is not known yet, and count the step. Not a collective."""
-        self._await_result(is_collective=False)
+    def await_result(self, *, is_collective: bool = False) -> None:
+        """Wait for the result of the last step, if it is not known yet, and count the step.
 
-    def _await_result(self, is_collective: bool) -> None:
-        """Count the last step, as ``await_result`` does. If every rank comes here, report an overflow at once."""
+        Args:
+            is_collective: Whether every rank comes here, so that an overflow is reported at once.
+        """
         if self._issued is None:
             return
         # If the ranks ran different collectives, the result is meaningless, so that is reported first.

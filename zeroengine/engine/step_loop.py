@@ -32,13 +32,16 @@ class StepLoop(BackwardListener):
         checkpoints: Knows whether a load failed half way.
         rounds: The rounds of ``local_steps``.
         forwards: Observes the forwards of the model.
+
+    Attributes:
+        forwards: See above.
     """
 
     def __init__(
         self, parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, forwards: ModelForwards
     ) -> None:
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
-        self._checkpoints, self._rounds, self._forwards = checkpoints, rounds, forwards
+        self._checkpoints, self._rounds, self.forwards = checkpoints, rounds, forwards
         self._warned_of_hooks = False
         parts.passes.backward.subscribe(self)
 
@@ -197,7 +200,7 @@ class StepLoop(BackwardListener):
         self._finish_gradients(call)
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
-        self._forwards.end_step()
+        self.forwards.end_step()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         loop.accumulation.end_step(call)
         # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
