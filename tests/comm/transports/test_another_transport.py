@@ -25,7 +25,7 @@ def train() -> tuple[list[Trained], list[Trained], list[tuple[int, int]]]:
     def loop(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
         numbers = ordinary_loop(task, engine)
         planner = engine._parts.setup.planner
-        staged.append((engine.memory().staging, planner.need(planner.current()).states.device["staging"]))
+        staged.append((engine.memory().staging, planner.requirement(planner.current()).states.device["staging"]))
         assert isinstance(engine._parts.ranks.transport, ToyTransport)
         return numbers
 
