@@ -1,7 +1,7 @@
 """Observes each forward of the whole model by hooks, so that ``model(...)`` is the same as ``engine(...)``.
 
 [Note: Which forwards count]
-Frameworks call the model itself, so the engine learns of a forward from the hooks of the gatherer, and from nothing
+Frameworks call the model itself, so the engine learns of a forward from the hooks of ``Forward``, and from nothing
 else. A forward of training has autograd on and the model in training mode. If the model calls itself, the outermost
 call counts. A forward inside a backward is the recomputation of an activation checkpoint. It counts only if the step
 has no forward outside of a backward, which is so under a reentrant checkpoint of the whole model: that runs the first
@@ -32,7 +32,7 @@ _CALL_MODULE = nn.Module._call_impl.__code__
 
 
 class ModelForwards:
-    """Observes the forwards of the model, of which the gatherer tells it, and explains their errors.
+    """Observes the forwards of the model, of which ``Forward`` tells it, and explains their errors.
 
     Args:
         parts: The parts of the engine, complete. Their ``undo`` removes the hooks.
@@ -50,7 +50,7 @@ class ModelForwards:
         self._has_plain_forward = False
         self._profile: AbstractContextManager[None] | None = None
         if parts.reports.forward_profiler is not None:
-            # A profile leaves out the gathers, so it begins after the gatherer's hooks and ends before them.
+            # A profile leaves out the gathers, so it begins after the engine's hooks and ends before them.
             begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
             parts.setup.undo.callback(self._model.register_forward_pre_hook(begin).remove)
             parts.setup.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
@@ -137,7 +137,7 @@ class ModelForwards:
     # -- the profile of one forward ---------------------------------------------------------------
 
     def _begin_profile(self, args: Any) -> None:
-        # The gatherer's hook has counted this forward, so a nested one is not the first.
+        # The engine's hook has counted this forward, so a nested one is not the first.
         if not self._counts or self._profile is not None or self._forward.num_model_forwards != 1:
             return
         parts = self._parts

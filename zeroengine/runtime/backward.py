@@ -5,6 +5,19 @@
 comes to an output of the model or of a module, or when its first gradient arrives. Autograd does not report its end: a
 queued callback runs at the end of the innermost backward, which may be a reentrant checkpoint's. So a plain backward is
 ended when its gradients are needed, or at the next forward: others may follow, as of a second loss.
+
+[Note: What is known of plain backwards]
+Autograd numbers backwards, and reports no end of one that raised.
+
+    attribute       set by ...                                        cleared by ...
+    in_progress     ``_begin``                                        ``_end``, ``finish`` after an error, a drop
+    _is_in_call     the first gradient of a call, or the knowledge    the end of the call: reentrant checkpoints within
+                    that one will come                                it begin and end backwards of their own
+    _producing      that gradient: the numbers of the backwards       their ends; what remains has raised
+                    that it came in
+    _ended          their ends, since ``_begin``                      the next ``_begin``
+    _run_raised     an error of ``run``, or at an end                 ``finish``
+    _scaled_task    ``run``, or the loss that ``mark_scaled`` gave    the end of that backward, ``finish``
 """
 
 from __future__ import annotations
@@ -30,7 +43,7 @@ _RUN_BY_ENGINE = -1
 
 
 class Backward:
-    """The backwards of the model, whether the engine or the user runs them. It alone asks autograd what runs.
+    """The backwards of the model, whether the engine or the user runs them: when they begin and end.
 
     Args:
         units: All units.
@@ -67,14 +80,10 @@ class Backward:
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
         self.in_progress = self.run_by_engine = self._run_raised = False
-        # Plain backwards, by their numbers, that produced gradients and have not ended, and that have ended since
-        # ``_begin``. Autograd reports no end of one that raised.
+        # See "What is known of plain backwards".
         self._producing: set[int] = set()
         self._ended: set[int] = set()
-        # Whether a plain call that produced gradients is in progress. The backwards of reentrant checkpoints within it
-        # begin and end meanwhile.
         self._is_in_call = False
-        # The backward whose loss is known to be scaled.
         self._scaled_task: int | None = None
         # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
         self.hook_handles = [
@@ -174,7 +183,7 @@ class Backward:
     def _close_unused(self) -> None:
         """Let units be reduced that this backward does not use."""
         if self.traversal.is_running:
-            self.close(self._reduced_early)
+            self.reduce_if_over(self._reduced_early)
 
     def begin_task(self, task: GraphTask) -> None:
         """Autograd has begun a backward."""
@@ -201,11 +210,11 @@ class Backward:
                     self._run_raised = True
                     raise
 
-    def close(self, units: Iterable[Unit]) -> None:
+    def reduce_if_over(self, units: Iterable[Unit]) -> None:
         """Let those of ``units`` be reduced that the backwards use no more."""
         if not self.is_producing_gradients:
             return
-        closed = [unit for unit in units if self.traversal.is_over(unit) and self._reducer.close(unit)]
+        closed = [unit for unit in units if self.traversal.is_over(unit) and self._reducer.complete_with_zeros(unit)]
         for unit in closed:
             self._note_complete(unit)
         if closed:

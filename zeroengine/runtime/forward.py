@@ -2,7 +2,7 @@
 
 [Note: Hooks are hints]
 Hooks on modules, and on the tensors that come out, say when a unit is about to be needed and when it may be released.
-The results do not depend on them:
+The order of collectives of a list depends on them, and values never do:
 - A use of a released parameter calls ``_gather_for_use`` through its class (see ``released_parameter.py``). A backward
   that reads a saved view of a parameter calls ``_restore_saved_view`` (see ``saved_views.py``). Both gather the unit.
 - A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).

@@ -1,4 +1,4 @@
-"""Registers the hooks by which the gatherer learns when the forwards of modules begin and end."""
+"""Registers the hooks by which ``Forward`` learns when the forwards of modules begin and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTION_APPLY = torch.autograd.Function.apply.__code__
 
 
 class ForwardObserver(Protocol):
-    """Is notified by the gatherer when the forward of the whole model begins and ends."""
+    """Is notified by ``Forward`` when the forward of the whole model begins and ends."""
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Note that a forward begins with these inputs. The call may be nested in another one."""

@@ -58,7 +58,7 @@ from zeroengine.utils.checksum import checksum
 
 
 class Reducer:
-    """Owns the gradients of the trainable units. It knows nothing of parameters' values, nor of what runs.
+    """Owns the gradients of the trainable units. It knows nothing of parameters' values, nor of autograd.
 
     Args:
         config: The resolved configuration.
@@ -196,7 +196,7 @@ class Reducer:
             # The user may hold the tensor, to which others will be added.
             unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype, copy=True)
 
-    def close(self, unit: Unit) -> bool:
+    def complete_with_zeros(self, unit: Unit) -> bool:
         """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
         unit_grads = self._gradients_of[unit]
         if not unit_grads.num_pending or self._num_further_calls > 0:

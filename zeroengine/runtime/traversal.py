@@ -1,9 +1,19 @@
 """Where the backwards are that autograd runs now: gathers what they need, in the order of the logs, and releases it.
 
-[Note: Nested backwards]
-A reentrant checkpoint runs its modules again inside the backward, and then a backward of its own through them. That
-recomputation has a log, and the nested backward a cursor. The cursor of the outer backward is at the recomputed visit
-meanwhile, which is over when the nested backward ends.
+[Note: Recomputations]
+A *reentrant* checkpoint runs its modules without gradients in forward, which leaves one recomputed visit of all their
+units. Its backward runs them again, with gradients, and then a backward of its own through them. That recomputation has
+a log, and the nested backward a cursor. The cursor of the outer backward is at the recomputed visit meanwhile, which is
+over when the nested backward ends.
+
+A *non-reentrant* checkpoint leaves the visits of an ordinary forward. When its backward first reads a saved tensor, it
+runs its modules again. That gathers their units in the order of a forward, and keeps them until the visits are over.
+When that comes may depend on which elements of a list this rank has called. So a module that holds a list, inside such
+a checkpoint, keeps all elements from the moment at which the backward comes to it.
+
+[Note: Who calls whom]
+``Forward`` registers ``_reach`` on outputs. It moves a cursor, which gathers and releases here. What is over goes to
+``Backward.reduce_if_over``, and from there to the reducer.
 """
 
 from __future__ import annotations
@@ -41,7 +51,7 @@ class GraphTask:
 
 
 class GradientSide(Protocol):
-    """What a traversal tells of its way. ``Backward`` is it."""
+    """What a traversal calls of ``Backward``, which owns it."""
 
     @property
     def is_producing_gradients(self) -> bool:
@@ -53,7 +63,7 @@ class GradientSide(Protocol):
     def end_task(self, task: GraphTask) -> None:
         """Autograd has ended a backward, which has not raised."""
 
-    def close(self, units: Iterable[Unit]) -> None:
+    def reduce_if_over(self, units: Iterable[Unit]) -> None:
         """Let those of ``units`` be reduced that the backwards use no more."""
 
     def advance(self) -> None:
@@ -209,7 +219,7 @@ class Traversal:
                 self._gatherer.release(unit)
                 self._gatherer.deferred_frees.retry()
         if units:
-            self._gradients.close(unit for unit in units if unit.trainable)
+            self._gradients.reduce_if_over(unit for unit in units if unit.trainable)
 
     def _end_task(self, task: GraphTask) -> None:
         """End a backward that has not raised. Backwards inside of it that are still listed have raised."""

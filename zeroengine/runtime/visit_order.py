@@ -47,9 +47,9 @@ class PrefetchLimits(NamedTuple):
 
 
 U = TypeVar("U", bound=Gatherable)
-# One use of a unit: whether it is in a backward, the unit, and how many times this pass has visited the unit. A unit
+# Whether it is in a backward, the unit, and how many times this pass has used the unit. A unit
 # that is used several times may have a different successor each time.
-Visit = tuple[bool, U, int]
+Use = tuple[bool, U, int]
 
 
 class VisitOrder(Generic[U]):
@@ -59,10 +59,10 @@ class VisitOrder(Generic[U]):
     """
 
     def __init__(self) -> None:
-        self._next: dict[Visit[U], Visit[U]] = {}
+        self._next: dict[Use[U], Use[U]] = {}
         # The number of visits of each unit in this pass.
         self._num_visits: dict[U, int] = {}
-        self._last: Visit[U] | None = None
+        self._last: Use[U] | None = None
 
     @property
     def last(self) -> U | None:
