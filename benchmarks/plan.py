@@ -29,7 +29,7 @@ from zeroengine.plan.bytes.model_facts import from_module
 from zeroengine.plan.bytes.state_bytes import predict_states
 from zeroengine.plan.measure import measure
 from zeroengine.plan.seconds.machine import Machine, read_machine, save_machine
-from zeroengine.plan.seconds.step_time import StepTime, predict_step, setting_of
+from zeroengine.plan.seconds.step_time import StepTime, predict_step, topology_of
 
 
 class Setting(NamedTuple):
@@ -58,7 +58,7 @@ def predict(setting: Setting, machine: Machine, args: argparse.Namespace) -> Ste
     shape = (args.batch, args.context)
     facts = from_module(model, None, lambda _: [torch.zeros(shape, dtype=torch.int64, device="meta") for _ in "ab"])
     micro = trace_micro_step(facts, config, args.batch, checkpointing=False)
-    states = predict_states(facts.plans(config), config, setting_of(machine, config))
+    states = predict_states(facts.plans(config), config, topology_of(machine, config))
     return predict_step(facts, config, micro, states, machine)
 
 

@@ -12,7 +12,7 @@ from tests.distributed.training import STAGES, Task, Trained, assert_same_bits, 
 from tests.emulated import cpu_alone
 from tests.plan.test_step_time import CPUS
 from zeroengine.config import load
-from zeroengine.plan.seconds.step_time import setting_of
+from zeroengine.plan.seconds.step_time import topology_of
 
 TASK = Task(steps=2)
 
@@ -46,5 +46,5 @@ def test_a_transport_that_is_listed_chosen_and_opened_trains_with_the_same_bits(
 
 def test_the_plan_of_a_machine_chooses_it_by_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     add_toy_transport(monkeypatch)
-    setting = setting_of(CPUS, load({}).resolve(world_size=2))
+    setting = topology_of(CPUS, load({}).resolve(world_size=2))
     assert (setting.transport, setting.traits.shard_align_bytes) == ("toy", 64)
