@@ -48,7 +48,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     has_gradient = local_gradient is not None or (unit_grads is not None and unit_grads.has_grad[located.index])
     with located.same_call("full_gradient", has_gradient) as has_gradient_by_rank:
         shard = located.trainable_shard()
-        reducer.check_backward_ended()
+        located.parts.passes.backward.check_ended()
     # A reduce may still be writing into the shard that is read below.
     reducer.reduces.wait()
     if not any(has_gradient_by_rank):
@@ -76,7 +76,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     with located.same_call("set_full_gradient"):
         shard = located.trainable_shard()
         value = located.checked_copy(value)
-        parts.passes.reducer.check_backward_ended()
+        parts.passes.backward.check_ended()
         parts.loop.clipping.check_not_clipped("set_full_gradient()")
     parts.passes.reducer.reduces.wait()
     parts.passes.reducer.take_assigned_gradients()

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from zeroengine.errors import LossScaleError
+from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback
 from zeroengine.runtime.backward_listener import BackwardListener
@@ -374,6 +374,13 @@ class Backward:
             self._reducer.drop_gradients()
             for listener in self._listeners:
                 listener.fail_backward(after_others)
+
+    def check_ended(self) -> None:
+        """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
+        if self.in_progress:
+            raise ZeroEngineError(
+                "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
+            )
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the step in progress, which starts again."""

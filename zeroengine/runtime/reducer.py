@@ -101,7 +101,6 @@ class Reducer:
         self.reduces = UnitReduces(self.gradients, transport, config, collects_copies, timer)
         self._queue = BucketQueue(self.gradients[::-1], config.zero_optimization.reduce_bucket_size or 0)
         self.reduces_gradients = self.is_last_microbatch = True
-        self._in_backward = False
         # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have, and that have
         # ended. ``Engine.backward`` counts as none.
         self._expected_calls, self._num_ended_calls, self._run_by_engine = 1, 0, False
@@ -133,7 +132,7 @@ class Reducer:
         Args:
             by_engine: Whether ``Engine.backward`` runs the backward, rather than plain calls.
         """
-        self._in_backward, self._num_ended_calls, self._run_by_engine = True, 0, by_engine
+        self._num_ended_calls, self._run_by_engine = 0, by_engine
         self._queue.begin_backward()
         for unit_grads in self.gradients:
             unit_grads.begin_backward()
@@ -261,7 +260,6 @@ class Reducer:
             self.reduces.launch(unit_grads)
         self.reduces.flush_copies()
         self.user_gradients.watch()
-        self._in_backward = False
         return num_calls
 
     def advance(self, is_pending: Callable[[Unit], bool] | None = None) -> None:
@@ -306,7 +304,6 @@ class Reducer:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
         self.reduces.drop()
         self._queue.take_bucket()
-        self._in_backward = False
         self.has_late_gradients = False
         for unit_grads in self.gradients:
             unit_grads.num_pending = 0
@@ -315,13 +312,6 @@ class Reducer:
         self.end_step()
 
     # -- reading and replacing gradients ----------------------------------------------------------
-
-    def check_backward_ended(self) -> None:
-        """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
-        if self._in_backward:
-            raise ZeroEngineError(
-                "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
-            )
 
     def unreduced_gradient(self, unit_grads: UnitGradients, index: int) -> torch.Tensor | None:
         """Return this rank's contribution to the next reduce of a parameter's gradient, in fp32 or wider."""
