@@ -131,8 +131,9 @@ class Ranks:
     @property
     def replica_layout(self) -> ReplicaLayout:
         """Which ranks are in which replica."""
-        whole = ReplicaLayout(self.group.rank, 1, self.group.world_size)
-        return whole if self.replicas is None else self.replicas.layout
+        if self.replicas is None:
+            return ReplicaLayout(self.group.rank, 1, self.group.world_size)
+        return self.replicas.layout
 
 
 def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, transport: Transport) -> Ranks:
@@ -239,7 +240,7 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
 
 
 def _hooked_modules(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[nn.Module]:
-    """Yield the modules that the gatherer registers hooks on. See ``register_hooks``."""
+    """Yield the modules that take hooks of forwards. See ``register_hooks``."""
     yield setup.model
     for plan, stored in zip(setup.plans, placement.parameter_shards, strict=True):
         if stored is not None or ranks.rules.of_unit(plan).optimizer > 1:

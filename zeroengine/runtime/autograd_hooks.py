@@ -1,9 +1,9 @@
-"""Hooks for autograd to call, and callbacks at the end of a backward."""
+"""Hooks for autograd to call, callbacks at the end of a backward, and the outputs that take hooks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,3 +45,21 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None
     hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
     for earlier in [key for key in hooks if key != hook_id]:
         hooks[earlier] = hooks.pop(earlier)
+
+
+def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[torch.Tensor]:
+    """Return those of a module's outputs through which a backward can pass to the module.
+
+    Args:
+        tensors: What the module returned.
+        first_node: The number of the first node that the forward may have made.
+    """
+    outputs: list[torch.Tensor] = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+    # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
+    return [tensor for tensor in outputs if number_of(tensor) >= first_node] or outputs
+
+
+def number_of(tensor: Any) -> int:
+    """Return the number of the node that made ``tensor``."""
+    number: int = tensor.grad_fn._sequence_nr()
+    return number

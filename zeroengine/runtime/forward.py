@@ -22,7 +22,7 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.autograd_hooks import WeakMethod
+from zeroengine.runtime.autograd_hooks import WeakMethod, autograd_outputs, number_of
 from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.backward_calls import is_in_checkpoint
 from zeroengine.runtime.gatherer import Gatherer
@@ -36,7 +36,7 @@ from zeroengine.runtime.module_hooks import (
 )
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
-from zeroengine.runtime.traversal import Traversal, autograd_outputs, number_of
+from zeroengine.runtime.traversal import Traversal
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import Visit, VisitLog, latest_node_number, next_node_number
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
@@ -278,12 +278,16 @@ class Forward:
                 forward.log.place(forward.visit, walk.last_node)
                 walk.skipped.append(forward.visit)
         for unit in units:
-            # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
-            # the backward needs. So neither is released here.
-            if not (in_backward or (has_backward and self.gatherer.is_kept_for_backward(unit))):
-                self.gatherer.release(unit)
+            self._release(unit, has_backward=has_backward)
         self.gatherer.deferred_frees.retry()
         return output
+
+    def _release(self, unit: Unit, *, has_backward: bool) -> None:
+        """Release ``unit`` after its use, on a rank that has called its module as on one that has skipped it."""
+        # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that the
+        # backward needs. So neither is released here.
+        if not (self._traversal.is_running or (has_backward and self.gatherer.is_kept_for_backward(unit))):
+            self.gatherer.release(unit)
 
     def _log_visit(self, forward: ModuleForward, output: Any) -> bool:
         """Add the visit of a forward that has ended to its log. Return whether it has a backward."""
@@ -365,11 +369,7 @@ class Forward:
             log = self._log_of(units)
             for unit in units:
                 self._gather(unit)
-                # This rank keeps what a rank keeps that uses the unit, since both must gather again at the same times:
-                # the last unit of a forward, and the units of a recomputation, stay for the backward.
-                is_last = torch.is_grad_enabled() and self.gatherer.is_kept_for_backward(unit)
-                if not (self._traversal.is_running or is_last):
-                    self.gatherer.release(unit)
+                self._release(unit, has_backward=torch.is_grad_enabled())
             if walk.has_grad:
                 node_number = walk.last_node if walk.elements.is_inside_block else _node_number()
                 visit = Visit(units, node_number)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -262,21 +262,3 @@ class Traversal:
     def is_over(self, unit: Unit) -> bool:
         """Return whether the backwards use ``unit`` no more."""
         return all(task.cursor.is_over(unit) for task in self.tasks)
-
-
-def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[torch.Tensor]:
-    """Return those of a module's outputs through which a backward can pass to the module.
-
-    Args:
-        tensors: What the module returned.
-        first_node: The number of the first node that the forward may have made.
-    """
-    outputs: list[torch.Tensor] = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
-    # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
-    return [tensor for tensor in outputs if number_of(tensor) >= first_node] or outputs
-
-
-def number_of(tensor: Any) -> int:
-    """Return the number of the node that made ``tensor``."""
-    number: int = tensor.grad_fn._sequence_nr()
-    return number
