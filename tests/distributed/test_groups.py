@@ -130,7 +130,7 @@ def deleted() -> None:
         references: list[weakref.ref[Any]] = [
             weakref.ref(engine),
             *(weakref.ref(p) for p in engine.module.parameters()),
-            *(weakref.ref(unit.full_buffer) for unit in engine.units),
+            *(weakref.ref(unit.full_buffer.tensor) for unit in engine.units),
         ]
         del engine
         gc.collect()

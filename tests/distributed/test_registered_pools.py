@@ -39,7 +39,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
     gather, reduce = Pool.all
     for unit in engine.units:
         engine.gatherer.pin(unit)
-        assert gather.place(unit.full_buffer) and gather.place(unit.shard)
+        assert gather.place(unit.full_buffer.tensor) and gather.place(unit.shard)
         engine.gatherer.unpin(unit)
     assert all(reduce.place(buffer.memory) for buffer in engine.reducer.reduces.buffer_pool._buffers)
     for grads in engine.reducer.gradients:

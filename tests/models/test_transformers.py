@@ -143,7 +143,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
         with torch.no_grad():
             losses.append(engine.eval()(**inputs).loss.item())
         engine.train()
-    sizes = sorted(unit.full_buffer.element_size() * unit.layout.numel for unit in engine.units)
+    sizes = sorted(unit.dtype.itemsize * unit.layout.numel for unit in engine.units)
     assert most <= sum(sizes[-2:]) + sizes[0] < sum(sizes), "a rank held most of the model at one time"
     return losses, norms
 

@@ -79,7 +79,7 @@ def test_lists_of_one_module_are_one_list_and_shared_lists_belong_to_each_module
     model = Model([Mixture(shared), Mixture(shared)])
     model.layers[1].more = nn.ModuleList([nn.ModuleList([Expert(), Expert()])])
     roots = {module for module in model.modules() if isinstance(module, Expert)}
-    found = {unit_list.holder: unit_list.elements for unit_list in find_unit_lists(model, roots)}
+    found = {unit_list.holder: unit_list.items for unit_list in find_unit_lists(model, roots)}
     more = tuple(model.layers[1].more[0])
     assert found == {
         model.layers[0]: (shared["a"], shared["b"]["c"]),
@@ -87,7 +87,7 @@ def test_lists_of_one_module_are_one_list_and_shared_lists_belong_to_each_module
     }
 
 
-def test_a_list_of_one_element_and_one_that_holds_a_module_twice_have_no_order() -> None:
+def test_a_list_of_one_item_and_one_that_holds_a_module_twice_have_no_order() -> None:
     expert = Expert()
     model = Model([Mixture(nn.ModuleList([expert])), Mixture(nn.ModuleList([expert, expert]))])
     assert not find_unit_lists(model, {expert})

@@ -27,7 +27,7 @@ def test_units_are_reduced_in_one_order_in_whichever_order_they_complete(
     units = [NumberedUnit(number, *size) for number, size in enumerate(sizes)]
     queue = BucketQueue(units, bucket_numel)
     for _ in range(2):
-        queue.begin_backward()
+        queue.restart()
         for unit in units:
             unit.is_ready = False
         reduced: list[NumberedUnit] = []

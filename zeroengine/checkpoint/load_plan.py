@@ -185,7 +185,7 @@ def _without_left_out(
     """
     absent = {aliases.get(name, name) for name in left_out}.intersection(match.missing)
     trainable = {slot.name for shard in tensors.optimizer.shards for slot in shard.unit.layout.slots}
-    unset = {name for unit in tensors.units for name in unit.unset_params}
+    unset = {name for unit in tensors.units for name in unit.originals.unset}
     for names, state, advice in (
         (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
         (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),

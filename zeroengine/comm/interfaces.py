@@ -146,8 +146,8 @@ class PagedBuffer:
         # The size is whole pages, because ``free`` frees pages and a disk reads whole blocks.
         size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
         self._memory, start = map_in_huge_pages(size, private_mapping)
-        # A slice would keep the tensor that it is a slice of, a second owner of the storage, which ``Unit.is_aliased``
-        # would take for a tensor of the user.
+        # A slice would keep the tensor that it is a slice of, a second owner of the storage, which
+        # ``FullBuffer.is_aliased`` would take for a tensor of the user.
         pages = torch.frombuffer(self._memory, dtype=dtype, count=size // dtype.itemsize, offset=start)
         self.tensor = torch.empty(0, dtype=dtype, device="cpu").set_(pages.untyped_storage(), 0, (numel,), (1,))
         self._holds_memory = True

@@ -75,7 +75,7 @@ def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: Ex
     The hook that checks this removes itself when all parameters are set; ``undo`` removes it before that.
     """
     # A hook costs time at every forward, and almost every model has all its values.
-    if not any(unit.unset_params for unit in units):
+    if not any(unit.originals.unset for unit in units):
         return
 
     def check_all_set(module: nn.Module, args: Any) -> None:
@@ -96,4 +96,4 @@ def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: Ex
 
 def unset_names(units: Sequence[Unit]) -> list[str]:
     """Return the names of the parameters that have no values yet, in the order of registration."""
-    return [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
+    return [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.originals.unset]

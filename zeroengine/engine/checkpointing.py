@@ -318,7 +318,7 @@ class EngineCheckpoints:
         """Record that every parameter has values, except those named in ``missing`` which had none before."""
         for unit in self._parts.partition.units:
             # The forward goes on refusing these.
-            unit.unset_params &= set(missing)
+            unit.originals.unset &= set(missing)
 
     def _counters(self) -> dict[str, int]:
         runner = self._parts.loop.step_runner

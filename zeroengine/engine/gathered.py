@@ -76,14 +76,14 @@ class ParameterOwner:
             unit: The unit.
             writers: For each parameter the rank that wrote it, or -1.
         """
-        views = unit.param_views_of(unit.full_buffer)
+        views = unit.full_buffer.views
         for param, view, slot, writer in zip(unit.params, views, unit.layout.slots, writers, strict=True):
             if writer >= 0:
                 # Whole values travel, since the writer is the only rank that holds them all.
                 self.parts.ranks.group.broadcast(view, writer)
                 # Autograd then refuses a backward through a graph that saved the old values.
                 torch.autograd.graph.increment_version(param)
-                unit.unset_params.discard(slot.name)
+                unit.originals.unset.discard(slot.name)
         unit.copy_full_to_shard()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
         unit.forget_writes(index for index, writer in enumerate(writers) if writer >= 0)
@@ -198,7 +198,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     finally:
         # A parameter whose `.data` was replaced no longer views the full buffer. Values of the same shape are copied
         # back.
-        refusals = [name for unit in units for name in unit.readopt_data()]
+        refusals = [name for unit in units for name in unit.full_buffer.readopt_data()]
         after = [_contents(unit) for unit in units]
         changed = [now != then for now, then in zip(after, before, strict=True)]
         for index, writer in enumerate(owner.first_writers(changed)):
@@ -222,8 +222,8 @@ def _contents(unit: Unit) -> list[object]:
     """Return for each parameter of a gathered unit what shows whether it was written."""
     # Zeros may be the first values that a parameter gets, and a checksum would not show them. Its version does.
     return [
-        (checksum(view.view(-1)), param._version if slot.name in unit.unset_params else 0)
-        for param, view, slot in zip(unit.params, unit.param_views_of(unit.full_buffer), unit.layout.slots, strict=True)
+        (checksum(view.view(-1)), param._version if slot.name in unit.originals.unset else 0)
+        for param, view, slot in zip(unit.params, unit.full_buffer.views, unit.layout.slots, strict=True)
     ]
 
 

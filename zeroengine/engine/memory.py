@@ -135,8 +135,8 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
         )
     if medium is None:
-        second_copies = (unit.secondary_shard for unit in parts.partition.units)
-        sizes["parameters"] += sum(resident_bytes(shard) for shard in second_copies if shard is not None)
+        second_copies = (unit.secondary for unit in parts.partition.units)
+        sizes["parameters"] += sum(resident_bytes(copy.tensor) for copy in second_copies if copy is not None)
     return sizes
 
 

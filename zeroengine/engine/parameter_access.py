@@ -189,7 +189,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     unit.copy_full_to_shard()
     unit.forget_writes([located.index])
     # A parameter that was built without values has values now.
-    unit.unset_params.discard(located.slot.name)
+    unit.originals.unset.discard(located.slot.name)
     gatherer.unpin(unit)
     located.parts.states.note_new_masters(unit, [located.slot.name])
 

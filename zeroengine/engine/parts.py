@@ -235,7 +235,7 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
         )
         # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
         # rounded.
-        count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
+        count_freed(unit.full_buffer.tensor.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
         yield unit
 
 

@@ -62,7 +62,7 @@ class Restoration:
             slot.numel * dtype.itemsize
             for unit in self._units
             if unit.is_releasable
-            for slot, dtype in zip(unit.layout.slots, unit.original_dtypes, strict=True)
+            for slot, dtype in zip(unit.layout.slots, unit.originals.dtypes, strict=True)
         )
         # Where all parameters are whole already, the ranks need not meet.
         if not nbytes:
@@ -124,7 +124,7 @@ class Restoration:
             slot.name
             for unit in self._units
             if unit.is_mixed_precision
-            for slot, dtype in zip(unit.layout.slots, unit.original_dtypes, strict=True)
+            for slot, dtype in zip(unit.layout.slots, unit.originals.dtypes, strict=True)
             if dtype.itemsize > (4 if unit.trainable else unit.dtype.itemsize)
         ]
         if rounded:

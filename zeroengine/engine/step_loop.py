@@ -43,7 +43,7 @@ class StepLoop(BackwardListener):
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
         self._checkpoints, self._rounds, self.forwards = checkpoints, rounds, forwards
         self._warned_of_hooks = False
-        parts.passes.backward.subscribe(self)
+        parts.passes.backward.listener = self
 
     # -- the events of a backward -----------------------------------------------------------------
 

@@ -52,7 +52,8 @@ def offload(
     if "parameters" in include:
         for unit in units:
             # The next step gathers the values of the second copy again, so they are not kept.
-            unit.free_secondary()
+            if unit.secondary is not None:
+                unit.secondary.free()
             if not unit.is_releasable:
                 unit.abandon_parameters(_raise_offloaded)
     # The user wants free memory, so the memory of temporaries is returned to the system.
@@ -68,9 +69,10 @@ def reload(parts: EngineParts) -> None:
     parts.loop.state_offloader.reload(lambda tensor: parts.ranks.transport.refill(tensor, channels.get(id(tensor))))
     if parameters_were_away:
         for unit in parts.partition.units:
-            unit.refill_secondary()
+            if unit.secondary is not None:
+                unit.secondary.refill()
             if not unit.is_releasable:
-                unit.reattach_parameters()
+                unit.full_buffer.reattach()
 
 
 def _raise_offloaded(param: nn.Parameter, operation: str) -> None:

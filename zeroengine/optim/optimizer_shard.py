@@ -74,7 +74,7 @@ class OptimizerShard:
         numel = self.param.numel() if numel is None else numel
         if self.store is not None:
             return self.store.empty(numel, dtype)
-        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full_buffer.device)
+        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full_buffer.tensor.device)
         ops.advise_huge_pages(tensor)
         return tensor
 

@@ -92,7 +92,7 @@ class StepReduction:
     @property
     def device(self) -> torch.device:
         """The device on which the norm of the gradients is computed."""
-        return self._shards[0].unit.full_buffer.device if self._shards else torch.device("cpu")
+        return self._shards[0].unit.full_buffer.tensor.device if self._shards else torch.device("cpu")
 
     def reduce_on_host(self, label: str) -> tuple[float, list[list[bool]]]:
         """Reduce the late gradients of all ranks, and return the norm and the flags. Wait for them. A collective.

@@ -167,7 +167,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the elements of the outermost repeated containers, with their names."""
+    """Yield the items of the outermost repeated containers, with their names."""
     # Modules without parameters are not gathered, so they are no blocks.
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -261,13 +261,13 @@ def _with_holders(
 ) -> list[UnitPlan]:
     """Apply the rules of "Lists of units" in ``unit_lists.py``."""
     for unit_list in find_unit_lists(model, {unit.root for unit in units if unit.root is not None}):
-        others, elements = unit_list.others(), set(unit_list.elements)
-        first = next(index for index, unit in enumerate(units) if unit.root in elements)
+        others, items = unit_list.others(), set(unit_list.items)
+        first = next(index for index, unit in enumerate(units) if unit.root in items)
         before: list[UnitPlan] = []
         behind: list[UnitPlan] = []
         for index, unit in enumerate(units):
             users = (owner for _, param in unit.params for owner in owners[param])
-            is_needed = unit.root not in elements and not others.isdisjoint(users)
+            is_needed = unit.root not in items and not others.isdisjoint(users)
             if is_needed and unit_list.holder not in unit.modules:
                 unit = dataclasses.replace(unit, modules=(*unit.modules, unit_list.holder))
             (before if is_needed or index < first else behind).append(unit)

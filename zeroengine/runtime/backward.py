@@ -32,9 +32,10 @@ from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback
 from zeroengine.runtime.backward_listener import BackwardListener
+from zeroengine.runtime.cursor import Cursor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
-from zeroengine.runtime.traversal import GraphTask, Traversal
+from zeroengine.runtime.traversal import Traversal
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
@@ -47,7 +48,7 @@ class Backward:
 
     Args:
         units: All units.
-        elements: The units of elements of lists, which are released after each visit.
+        items: The units of items of lists, which are released after each visit.
         gatherer: Gathers units.
         reducer: Takes the gradients.
         is_in_forward: Whether a forward of the whole model is in progress.
@@ -56,6 +57,7 @@ class Backward:
 
     Attributes:
         traversal: Where the backwards are that autograd runs.
+        listener: Counts the backwards of a step, once there are steps.
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
         hook_handles: The handles of the hooks on parameters.
@@ -64,7 +66,7 @@ class Backward:
     def __init__(
         self,
         units: Sequence[Unit],
-        elements: set[Unit],
+        items: set[Unit],
         gatherer: Gatherer,
         reducer: Reducer,
         is_in_forward: Callable[[], bool],
@@ -72,11 +74,11 @@ class Backward:
         timer: Timer,
     ) -> None:
         self._gatherer, self._reducer = gatherer, reducer
-        self.traversal = Traversal(elements, gatherer, self, is_in_forward)
+        self.traversal = Traversal(items, gatherer, self, is_in_forward)
         self._is_in_forward, self._requires_scaled_loss, self._timer = is_in_forward, requires_scaled_loss, timer
         self._params = [param for unit in units if unit.trainable for param in unit.params]
         self._reduced_early = [unit for unit in units if unit.trainable and unit.is_releasable]
-        self._listeners: list[BackwardListener] = []
+        self.listener = BackwardListener()
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
         self.in_progress = self.run_by_engine = self._run_raised = False
@@ -93,10 +95,6 @@ class Backward:
         # By the parameter's number: its hooks, in the order in which autograd calls them, and the number of this one.
         self._hooks = [(handle.hooks_dict_ref(), handle.id) for handle in self.hook_handles]
 
-    def subscribe(self, listener: BackwardListener) -> None:
-        """Call the methods of ``listener`` from now on."""
-        self._listeners.append(listener)
-
     # -- calls of the engine ----------------------------------------------------------------------
 
     def run(
@@ -109,7 +107,7 @@ class Backward:
         # Autograd comes to the loss first.
         handle = loss.register_hook(WeakMethod(self.traversal, Traversal.enter))
         try:
-            # The listeners, too, ask who runs the backward that begins.
+            # The listener, too, asks who runs the backward that begins.
             self.run_by_engine = True
             try:
                 self._begin()
@@ -117,7 +115,7 @@ class Backward:
                 try:
                     loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
                 except BaseException:
-                    # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
+                    # The next ``finish`` drops the gradients, as it does for a plain backward that raised.
                     self._run_raised = True
                     raise
             finally:
@@ -170,13 +168,13 @@ class Backward:
         self.traversal.abandon()
         self.finish()
         if torch.is_grad_enabled():
-            for listener in self._listeners:
-                listener.begin_forward()
-            self._reducer.begin_forward()
+            self.listener.begin_forward()
+            # The forward is to find the parameters with their own class.
+            self._reducer.user_gradients.pause()
 
     def leave_forward(self) -> None:
         """Note that a forward of the whole model has ended or raised outside of any backward."""
-        self._reducer.end_forward()
+        self._reducer.user_gradients.resume()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -185,23 +183,23 @@ class Backward:
         if self.traversal.is_running:
             self.reduce_if_over(self._reduced_early)
 
-    def begin_task(self, task: GraphTask) -> None:
-        """Autograd has begun a backward."""
+    def note_begin(self, cursor: Cursor) -> None:
+        """Note that autograd has begun the backward of ``cursor``."""
         if self.run_by_engine:
-            if task is self.traversal.tasks[0]:
+            if cursor is self.traversal.cursors[0]:
                 self._close_unused()
-        elif task.is_outermost and task.accumulates and self._will_produce_gradients():
+        elif cursor.is_outermost and cursor.accumulates and self._will_produce_gradients():
             # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
             self._note_gradient()
 
-    def end_task(self, task: GraphTask) -> None:
-        """Autograd has ended a backward, which has not raised."""
+    def note_end(self, cursor: Cursor) -> None:
+        """Note that autograd has ended the backward of ``cursor``, which has not raised."""
         # The gradients that ``torch.autograd.grad`` returns are none of parameters.
-        if task.number not in self._producing:
+        if cursor.number not in self._producing:
             return
-        self._producing.remove(task.number)
-        self._ended.add(task.number)
-        if task.is_outermost:
+        self._producing.remove(cursor.number)
+        self._ended.add(cursor.number)
+        if cursor.is_outermost:
             self._is_in_call = False
             if self.in_progress:
                 try:
@@ -255,16 +253,16 @@ class Backward:
 
         Raises:
             LossScaleError: The gradient is of a loss that is not scaled.
-            ZeroEngineError: A listener refuses the backward.
+            ZeroEngineError: The listener refuses the backward.
         """
         if not self.run_by_engine:
-            number = self.traversal.current_task().number
+            number = self.traversal.current().number
             is_next_call, self._is_in_call = self.in_progress and not self._is_in_call, True
             if number not in self._producing:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._producing.add(number)
                 self._begin_plain_span()
-            first = self.traversal.tasks[0]
+            first = self.traversal.cursors[0]
             if first.is_outermost:
                 self._producing.add(first.number)
             if is_next_call:
@@ -294,13 +292,11 @@ class Backward:
 
     def _begin(self) -> None:
         wants_gradients = any(param.requires_grad for param in self._params)
-        # Every listener may refuse before the first of them changes its state.
-        for listener in self._listeners:
-            listener.check_backward(wants_gradients)
+        # The listener may refuse before anything changes its state.
+        self.listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:
-            for listener in self._listeners:
-                listener.begin_backward()
+            self.listener.begin_backward()
             self._reducer.begin_backward(by_engine=self.run_by_engine)
             self.in_progress = True
             self._begin_call()
@@ -321,10 +317,9 @@ class Backward:
             # The next forward may be what ends the backward, and it may run in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 num_calls = self._reducer.end_backward()
-                for listener in reversed(self._listeners):
-                    listener.end_backward(num_calls)
+                self.listener.end_backward(num_calls)
         except BaseException:
-            # Only some listeners have ended the backward, so the gradients of the step cannot be used.
+            # The gradients of the step cannot be used.
             self._run_raised = True
             raise
         self.in_progress = self._is_in_call = False
@@ -356,7 +351,7 @@ class Backward:
     def finish(self) -> None:
         """End the last backward if it is over and has not been ended yet.
 
-        If it raised, some of its gradients are missing, so the listeners drop all gradients of the step.
+        If it raised, some of its gradients are missing, so all gradients of the step are dropped.
         """
         if self._is_executing:
             return
@@ -372,8 +367,7 @@ class Backward:
             self.in_progress = self._is_in_call = False
             self.traversal.abandon()
             self._reducer.drop_gradients()
-            for listener in self._listeners:
-                listener.fail_backward(after_others)
+            self.listener.fail_backward(after_others)
 
     def check_ended(self) -> None:
         """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
@@ -386,8 +380,7 @@ class Backward:
         """Drop the gradients of the step in progress, which starts again."""
         self.in_progress = self._is_in_call = False
         self._reducer.drop_gradients()
-        for listener in self._listeners:
-            listener.drop_gradients()
+        self.listener.drop_gradients()
 
 
 def _indices(reducer: Reducer) -> Iterator[tuple[int, int]]:

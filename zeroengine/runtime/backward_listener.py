@@ -10,7 +10,7 @@ class BackwardListener:
         """A forward of the whole model begins with autograd enabled, outside of any backward."""
 
     def check_backward(self, wants_gradients: bool) -> None:
-        """A backward is about to begin. Raise to refuse it: no listener has seen ``begin_backward`` yet.
+        """A backward is about to begin. Raise to refuse it, before anything has changed its state.
 
         Args:
             wants_gradients: False if all parameters are frozen, such as those of a GAN's discriminator while the

@@ -32,7 +32,7 @@ class BucketQueue(Generic[U]):
         self._num_queued = 0
         self._bucket: list[U] = []
 
-    def begin_backward(self) -> None:
+    def restart(self) -> None:
         """Wait for every unit again."""
         self._num_queued = 0
 

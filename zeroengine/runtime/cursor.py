@@ -10,14 +10,31 @@ from zeroengine.runtime.visit_log import Place, Visit, VisitLog
 
 
 class Cursor:
-    """The position of one backward, which moves towards earlier visits.
+    """One backward that autograd runs, and its position, which moves towards earlier visits.
 
     Args:
         contained: The logs that the backward contains.
         unknown: The logs that it may contain. It contains them once it has come to a visit of them.
+        number: The number that autograd gave to the backward.
+        is_outermost: Whether it is not nested in another one.
+        accumulates: Whether it accumulates gradients, unlike ``torch.autograd.grad``.
+
+    Attributes:
+        logs: The logs that it is known to contain.
+        recomputation: The log of the recomputation in progress or the last one, if there was any.
     """
 
-    def __init__(self, contained: Iterable[VisitLog] = (), unknown: Iterable[VisitLog] = ()) -> None:
+    def __init__(
+        self,
+        contained: Iterable[VisitLog] = (),
+        unknown: Iterable[VisitLog] = (),
+        *,
+        number: int = 0,
+        is_outermost: bool = True,
+        accumulates: bool = True,
+    ) -> None:
+        self.number, self.is_outermost, self.accumulates = number, is_outermost, accumulates
+        self.recomputation: VisitLog | None = None
         # Those of logs with one order that are pending, the next one last.
         self._pending: list[Visit] = []
         # Those that the cursor has come to, and that are not over.

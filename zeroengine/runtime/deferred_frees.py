@@ -2,9 +2,9 @@
 
 [Note: Aliased full buffers]
 A view of a parameter, its ``.detach()`` or a graph that saved it alias the full buffer. Freeing the memory would
-invalidate them (``Unit.is_aliased``), so the free is deferred: it is tried again whenever a module or a pass ends. If
-the buffer is still aliased at the next step, the unit gets a new one, and the aliases keep the old memory with its
-values.
+invalidate them (``FullBuffer.is_aliased``), so the free is deferred: it is tried again whenever a module or a pass
+ends. If the buffer is still aliased at the next step, the unit gets a new one, and the aliases keep the old memory with
+its values.
 
 Whether a buffer is aliased concerns this rank alone. The unit counts as released in any case, and its next use gathers
 it again, so that all ranks launch the same collectives.
@@ -47,21 +47,21 @@ class DeferredFrees:
 
     def free(self, unit: Unit) -> None:
         """Free the full buffer of a released unit, now or as soon as possible."""
-        if unit in self._saved_by_user_hooks or unit.is_aliased:
+        if unit in self._saved_by_user_hooks or unit.full_buffer.is_aliased:
             self._units[unit] = None
         else:
             # The unit may have been waiting since an earlier release.
             self._units.pop(unit, None)
-            unit.free_full_buffer()
+            unit.full_buffer.free()
 
     def retry(self) -> None:
         """Free the buffers that are no longer aliased, unless their unit was gathered again."""
         for unit in list(self._units):
             # A unit that was gathered again is in use, and its next release calls ``free`` again.
-            if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
+            if unit.is_released and unit not in self._saved_by_user_hooks and not unit.full_buffer.is_aliased:
                 del self._units[unit]
                 unit.collect_writes()
-                unit.free_full_buffer()
+                unit.full_buffer.free()
 
     def keep_until_update(self, units: Iterable[Unit]) -> None:
         """Keep the buffers of ``units``, which a graph saved through the user's hooks, until the next update."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.backward_calls import is_in_checkpoint
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_paths import require_gradients
-from zeroengine.runtime.list_walk import ListWalk, find_lists
+from zeroengine.runtime.module_forward import ListWalk, ModuleForward, find_lists
 from zeroengine.runtime.module_hooks import (
     ForwardObserver,
     function_node_number,
@@ -41,24 +41,6 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import Visit, VisitLog, latest_node_number, next_node_number
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
-
-
-class ModuleForward(NamedTuple):
-    """A forward in progress of a module that needs units or holds lists of units.
-
-    Attributes:
-        module: The module.
-        visit: Its units, which stay gathered until the forward ends, and where it began.
-        is_tracked: Whether a backward may follow.
-        walk: Where it is in its list, if it holds one.
-        log: What the visit is added to.
-    """
-
-    module: nn.Module
-    visit: Visit
-    is_tracked: bool
-    walk: ListWalk | None
-    log: VisitLog
 
 
 class Forward:
@@ -105,9 +87,9 @@ class Forward:
         self.gatherer = Gatherer(
             self._units, transport, config, timer, self._gather_for_use, self._is_in_use, self.abandon
         )
-        elements = {unit for unit_list in self._list_of.values() for unit in unit_list.index_of}
+        items = {unit for unit_list in self._list_of.values() for unit in unit_list.index_of}
         self.backward = Backward(
-            self._units, elements, self.gatherer, reducer, self._is_in_forward, config.scales_loss, timer
+            self._units, items, self.gatherer, reducer, self._is_in_forward, config.scales_loss, timer
         )
         self._traversal = self.backward.traversal
         # The graph owns this function, so the function refers to this object weakly.
@@ -187,7 +169,7 @@ class Forward:
             functorch = torch._C._are_functorch_transforms_active()
             self._traversal.logs.end([] if functorch else tensors_in(output))
         if not (in_backward or self.gatherer.num_pins):
-            self.gatherer.end_forward()
+            self.gatherer.end_forward_pass()
         # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
         # searched for views of units that were gathered without a hook or stay gathered, and of aliased buffers.
         if not in_backward:
@@ -213,11 +195,11 @@ class Forward:
         """Gather the units that the forward of ``module`` needs, and begin its visit."""
         # An activation checkpoint runs the forward again inside a backward.
         self._traversal.enter()
-        all_units, elements = self._units_of.get(module, []), self._list_of.get(module)
+        all_units, items = self._units_of.get(module, []), self._list_of.get(module)
         units = [unit for unit in all_units if unit.is_releasable]
         has_grad = torch.is_grad_enabled()
         is_tracked = has_grad and not torch._C._are_functorch_transforms_active()
-        needed = units if elements is None else [*units, *elements.index_of]
+        needed = units if items is None else [*units, *items.index_of]
         log = self._log_of(needed) if needed else None
         for unit in all_units:
             if unit.is_releasable:
@@ -227,10 +209,10 @@ class Forward:
         if log is None:
             return
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
-        walk = None if elements is None or self.gatherer.num_pins else ListWalk(elements, has_grad)
+        walk = None if items is None or self.gatherer.num_pins else ListWalk(items, has_grad)
         visit = Visit(units, next_node_number())
         if walk is not None and is_tracked:
-            # Nothing else shows where elements have their places that this rank skips before it calls one.
+            # Nothing else shows where items have their places that this rank skips before it calls one.
             for tensor in tensors_in((args, kwargs)):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(WeakMethod(self._traversal, Traversal.move_before, log, visit))
@@ -256,7 +238,7 @@ class Forward:
         # Forwards inside this one that are still listed ended without their hooks.
         del forwards[depth + 1 :]
         if forward.walk is not None and not (output is None and is_raising()):
-            self._gather_skipped(forward.walk, len(forward.walk.elements))
+            self._gather_skipped(forward.walk, len(forward.walk.items))
             functorch = torch._C._are_functorch_transforms_active()
             if torch.is_grad_enabled() and not functorch and forward.walk.called_nothing_trainable:
                 output = require_gradients(output)
@@ -270,11 +252,11 @@ class Forward:
             for visit in (forward.visit, *skipped):
                 self._mark_untracked(visit.units)
         walks = (outer.walk for outer in reversed(forwards) if outer.walk is not None)
-        walk = next((walk for walk in walks if not walk.elements.index_of.keys().isdisjoint(units)), None)
+        walk = next((walk for walk in walks if not walk.items.index_of.keys().isdisjoint(units)), None)
         if walk is not None:
             walk.last_node = _node_number()
             if not has_backward and forward.is_tracked and walk.has_grad and any(True for _ in tensors_in(output)):
-                # A rank that skips this element cannot know that no backward comes to it.
+                # A rank that skips this item cannot know that no backward comes to it.
                 forward.log.place(forward.visit, walk.last_node)
                 walk.skipped.append(forward.visit)
         for unit in units:
@@ -296,9 +278,9 @@ class Forward:
         if not outputs:
             return False
         if forward.walk is not None and is_in_checkpoint():
-            # The recomputation needs all elements. When it comes depends on what this rank has called, so the backward
+            # The recomputation needs all items. When it comes depends on what this rank has called, so the backward
             # gathers them when it comes to the module, and keeps them.
-            visit.units = [*visit.units, *forward.walk.elements.index_of]
+            visit.units = [*visit.units, *forward.walk.items.index_of]
         node_number = max(number_of(tensor) for tensor in outputs)
         log.place(visit, node_number)
         log.add([*(forward.walk.skipped if forward.walk is not None else ()), visit])
@@ -347,31 +329,31 @@ class Forward:
             unit: The unit, which this rank is about to gather.
             module: The module that needs it; None: unknown.
         """
-        is_element = False
+        is_item = False
         for forward in reversed(self._module_forwards):
             walk = forward.walk
             if walk is None:
                 continue
-            index = walk.elements.index_of.get(unit)
+            index = walk.items.index_of.get(unit)
             if index is None:
-                if module in walk.elements.followers:
-                    self._gather_skipped(walk, len(walk.elements))
+                if module in walk.items.followers:
+                    self._gather_skipped(walk, len(walk.items))
             # A module inside may hold the same list. Then its own forward goes through the list.
-            elif not is_element:
-                is_element = True
+            elif not is_item:
+                is_item = True
                 if walk.begin_call(index):
                     self._gather_skipped(walk, index)
                     walk.next_index = index + 1
 
     def _gather_skipped(self, walk: ListWalk, stop: int) -> None:
-        """Gather for other ranks the elements from the next one up to ``stop``, and note their visits."""
+        """Gather for other ranks the items from the next one up to ``stop``, and note their visits."""
         for units in walk.skip(stop):
             log = self._log_of(units)
             for unit in units:
                 self._gather(unit)
                 self._release(unit, has_backward=torch.is_grad_enabled())
             if walk.has_grad:
-                node_number = walk.last_node if walk.elements.is_inside_block else _node_number()
+                node_number = walk.last_node if walk.items.is_inside_block else _node_number()
                 visit = Visit(units, node_number)
                 log.place(visit, node_number)
                 walk.skipped.append(visit)

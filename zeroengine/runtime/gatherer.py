@@ -26,7 +26,7 @@ from zeroengine.config import Config
 from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.deferred_frees import DeferredFrees
-from zeroengine.runtime.unit import GatherState, Unit
+from zeroengine.runtime.unit import GatherState, Unit, received_bytes
 from zeroengine.runtime.visit_order import PrefetchLimits, VisitOrder
 from zeroengine.utils.compiler_disable import outside_torch_func
 
@@ -91,12 +91,12 @@ class Gatherer:
         """Begin a forward or a backward."""
         self._visit_order.start_pass()
 
-    def end_forward(self) -> None:
+    def end_forward_pass(self) -> None:
         """End the forward that has begun."""
         self._last_in_forward = self._visit_order.last
         self._visit_order.end_pass()
 
-    def end_backward(self) -> None:
+    def end_backward_pass(self) -> None:
         """End the backward that has begun, and release what it has gathered and not released."""
         self._visit_order.end_pass()
         for unit in self._pins_of:
@@ -254,8 +254,3 @@ class Gatherer:
             if unit.offloaded_shards is not None:
                 # The prefetched values would be outdated.
                 unit.offloaded_shards.discard_prefetched()
-
-
-def received_bytes(unit: Unit, degree: int, within: int = 1) -> int:
-    """Return the bytes that an all-gather of shards at ``degree`` into one at ``within`` brings to this rank."""
-    return unit.full_buffer.nbytes // within - unit.full_buffer.nbytes // degree

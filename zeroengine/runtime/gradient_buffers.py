@@ -15,6 +15,7 @@ from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Work
 
@@ -104,7 +105,7 @@ class GradientBufferPool:
         if buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
             buffer.memory[: unit.numel].zero_()
-            buffer.layout, buffer.param_views = layout, unit.param_views_of(buffer.memory)
+            buffer.layout, buffer.param_views = layout, param_views(unit.layout, buffer.memory)
         buffer.in_use = True
         return buffer
 

@@ -1,6 +1,6 @@
 """Let a backward come to a module whose output depends on no trainable parameter on this rank.
 
-[Note: Backwards of ranks that call no trainable element]
+[Note: Backwards of ranks that call no trainable item]
 Experts may be trained while everything before them is frozen. On a rank that calls some of a mixture's experts, the
 output requires gradients. The backward then comes to the mixture, and to the frozen units after it, and gathers them.
 On a rank that calls none it would come to neither. So the output there becomes that of a node without gradients, and

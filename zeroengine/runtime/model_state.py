@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.partition.cut import plain_name
+from zeroengine.runtime.full_buffer import placeholder_of
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import has_no_values, mark_gathered, mark_released
-from zeroengine.runtime.unit import Unit, placeholder_of
+from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 # A detached tensor, its original, the placeholder that it has while it is released, and its version at first.

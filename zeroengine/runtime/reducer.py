@@ -118,14 +118,6 @@ class Reducer:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """Let the forward find the parameters with their own class."""
-        self.user_gradients.pause()
-
-    def end_forward(self) -> None:
-        """Watch the gradients of earlier micro-steps again, if there are any."""
-        self.user_gradients.resume()
-
     def begin_backward(self, *, by_engine: bool) -> None:
         """Wait for the gradients of every unit.
 
@@ -133,9 +125,9 @@ class Reducer:
             by_engine: Whether ``Engine.backward`` runs the backward, rather than plain calls.
         """
         self._num_ended_calls, self._run_by_engine = 0, by_engine
-        self._queue.begin_backward()
+        self._queue.restart()
         for unit_grads in self.gradients:
-            unit_grads.begin_backward()
+            unit_grads.expect_gradients()
 
     def begin_call(self) -> None:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""
@@ -226,7 +218,7 @@ class Reducer:
                 self._accept_written(unit_grads)
             if ends:
                 self._copy_earlier_gradients(unit_grads)
-                unit_grads.end_backward()
+                unit_grads.stop_expecting()
                 self.advance()
 
     def _accept_written(self, unit_grads: UnitGradients) -> None:

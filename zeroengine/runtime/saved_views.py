@@ -16,7 +16,7 @@ weight gradients do, or an attribute of the parameter. Autograd makes a new tens
 ``saved_tensors`` of such a node return the parameter itself (``_return_parameters``).
 
 Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
-tensors. These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_aliased``.
+tensors. These share the memory of the full buffer, which is therefore not freed: see ``FullBuffer.is_aliased``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def replace_saved_views(
         The units that have a parameter which was saved through hooks, so that a read in the backward goes unnoticed.
     """
     ranges = [
-        (unit.full_buffer.data_ptr(), unit.full_buffer.data_ptr() + unit.full_buffer.nbytes, unit) for unit in units
+        (full.data_ptr(), full.data_ptr() + full.nbytes, unit) for unit in units for full in [unit.full_buffer.tensor]
     ]
     if not ranges:
         return set()

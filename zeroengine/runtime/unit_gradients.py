@@ -4,7 +4,7 @@
 Lists have one entry for each parameter. The reducer calls every method named here.
 
     attribute             set by ...                                      cleared by ...
-    num_pending           ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
+    num_pending           ``expect_gradients``: how many are to come    ``count_arrival``, ``stop_expecting``, a drop
     deferred_grads        a gradient inside no_sync, or a late one        the next copy of it, or a drop
     slot_filled           the copy of a gradient to where it is           the launch of its reduce (if sharded), or
                           reduced from                                    ``end_step`` (if not)
@@ -45,6 +45,7 @@ from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_offload_gradients
 from zeroengine.partition.degrees import Degrees
+from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit import Unit
 
 
@@ -168,8 +169,8 @@ class UnitGradients:
             self.channel = "reduce"
             self.flat_grads = transport.empty(numel, dtype, self.channel, sent=not self.is_sharded)
         else:
-            self.flat_grads = torch.empty(numel, dtype=dtype, device=unit.full_buffer.device)
-        self.param_views = [] if self.is_sharded else unit.param_views_of(self.flat_grads)
+            self.flat_grads = torch.empty(numel, dtype=dtype, device=unit.full_buffer.tensor.device)
+        self.param_views = [] if self.is_sharded else param_views(layout, self.flat_grads)
         if self.store is None:
             ops.advise_huge_pages(self.flat_grads)
             # The norm also reads the padding, which copies of gradients never write.
@@ -185,7 +186,7 @@ class UnitGradients:
         self.has_grad = [False] * num_params
         self.launched_in_step = False
 
-    def begin_backward(self) -> None:
+    def expect_gradients(self) -> None:
         """Wait for as many gradients of each parameter as in the previous backward."""
         self.arrived_counts = [0] * len(self.expected_counts)
         self.num_pending = len(self.expected_counts)
@@ -198,7 +199,7 @@ class UnitGradients:
         if self.num_pending and self.arrived_counts[index] == self.expected_counts[index]:
             self.num_pending -= 1
 
-    def end_backward(self) -> None:
+    def stop_expecting(self) -> None:
         """Remember how many gradients each parameter got in this backward, and wait for no more."""
         # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
         self.expected_counts = [max(1, count) for count in self.arrived_counts]

@@ -5,7 +5,7 @@ A gather takes all ranks, and so does a reduce. Each forward of the model leaves
 all ranks, although the data of each rank may decide what it calls:
 
     a call                   of a module that needs units
-    a skipped element        of a list (``partition/unit_lists.py``): other ranks may have called it
+    a skipped item           of a list (``partition/unit_lists.py``): other ranks may have called it
     calls to recompute       in a reentrant checkpoint, which runs without gradients, and again in backward
 
 A backward is one ``Cursor``, which goes back through the logs that the backward contains. Autograd reports positions

@@ -98,7 +98,7 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
 
     # The second step finds the buffers of the first.
     for _ in range(2):
-        queue.begin_backward()
+        queue.restart()
         for flow in flows:
             flow.is_ready = False
         for _, ends, index in events:

@@ -1,0 +1,186 @@
+"""The memory of the whole parameters of a unit, and the parameters as views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zeroengine import ops
+from zeroengine.comm.interfaces import Buffer, Transport
+from zeroengine.deferred_init.parameter import swap_data
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
+from zeroengine.utils.own_storage import with_own_storage
+
+
+class FullBuffer:
+    """The full buffer of a unit. It has memory at first.
+
+    Args:
+        params: The parameters.
+        layout: Where each of them is in the buffer.
+        dtype: The dtype of the buffer.
+        transport: Allocates it.
+        is_releasable: Whether the memory comes and goes.
+        copied: Whether gathers write all values into the buffer, which then cannot show the memory of other ranks.
+
+    Attributes:
+        tensor: 1-D, all elements of the layout, padding included. Its storage stays the same for the life of the unit,
+            unless other tensors alias it at a step (``replace``).
+        views: The parameters' views of ``tensor``.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        transport: Transport,
+        *,
+        is_releasable: bool,
+        copied: bool,
+    ) -> None:
+        self._params, self._layout, self._dtype = params, layout, dtype
+        self._transport, self._copied = transport, copied
+        # None: the memory stays.
+        self._buffer: Buffer | None = None
+        if is_releasable:
+            self._allocate_buffer()
+        else:
+            self._set_tensor(transport.empty(layout.numel, dtype, "gather"))
+            ops.advise_huge_pages(self.tensor)
+        self.tensor.zero_()
+        self._placeholders = [placeholder_of(view) for view in self.views]
+        self._required_grad: list[bool] = []
+        # The storage's Python object, the full buffer, its views, and the parameters, which are views while
+        # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a broadcast.
+        self._num_own_tensors = 2 + len(self.views) + len(params)
+
+    def _allocate_buffer(self) -> None:
+        self._buffer = self._transport.buffer(self._layout.numel, self._dtype, copied=self._copied)
+        self._set_tensor(self._buffer.tensor)
+
+    def _set_tensor(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.views = tensor, param_views(self._layout, tensor)
+        # The views of a buffer that is never freed need not share its storage object. torch.save and safetensors then
+        # see parameters that share nothing, and write only the bytes of each.
+        if self._buffer is None:
+            self.views = [with_own_storage(view) for view in self.views]
+        # The address of the C++ storage object, whose owners ``is_aliased`` counts.
+        self._storage: int = tensor.untyped_storage()._cdata
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that it has now; 0 if its memory stays, and is the unit's shard."""
+        return 0 if self._buffer is None else self._buffer.nbytes()
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether something besides the unit may still read the buffer, which must have memory now.
+
+        Aliases are tensors that share the memory, such as ``weight.detach()`` and tensors that a graph has saved, and
+        graphs that have saved a parameter itself, which would be a placeholder when backward reads it. A parameter that
+        Python code holds is no alias, because its class notices every use.
+        """
+        if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:
+            return True
+        # In C++ the owners of a parameter are its Python object, the graph's node that accumulates its gradient (if it
+        # has required a gradient since it was gathered), and every graph that has saved it.
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
+                for param, required in zip(self._params, self._required_grad, strict=True)
+            )
+
+    def adopt(self, index: int) -> None:
+        """Make a parameter a view of the buffer for the first time."""
+        param, view = self._params[index], self.views[index]
+        # A parameter on the meta device refuses ``data`` of another device.
+        if param.is_meta:
+            swap_data(param, view)
+        else:
+            param.data = view
+
+    def allocate(self) -> None:
+        """Give the buffer memory."""
+        assert self._buffer is not None
+        self._buffer.allocate()
+
+    def show(self) -> None:
+        """Let the parameters that have no values show those of the buffer."""
+        for param, view in zip(self._params, self.views, strict=True):
+            if is_released_parameter(param):
+                mark_gathered(param)
+                param.data = view
+        self.note_required_gradients()
+
+    def note_required_gradients(self) -> None:
+        """Note which parameters require gradients now that they show the buffer. ``is_aliased`` compares with this."""
+        self._required_grad = [param.requires_grad for param in self._params]
+
+    def hide(self, resolver: Resolver) -> None:
+        """Take the values from the parameters: every use of one calls ``resolver`` first. The memory stays."""
+        for param, placeholder in zip(self._params, self._placeholders, strict=True):
+            # The released class would treat an assignment to ``data`` as a use, so it is swapped first.
+            mark_gathered(param)
+            param.data = placeholder
+            mark_released(param, resolver)
+
+    def free(self) -> None:
+        """Free the memory. The parameters have been released."""
+        assert self._buffer is not None
+        # A view of the buffer would read freed memory, whereas a placeholder's NaN is noticed at once. The parameters
+        # may have their released class now, which would treat the assignment as a use.
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, placeholder in zip(self._params, self._placeholders, strict=True):
+                param.data = placeholder
+        self._buffer.free()
+
+    def replace(self) -> None:
+        """Leave the memory to the tensors that alias it, and take another buffer, which has no memory."""
+        assert self._buffer is not None
+        # The buffer may be a view of other ranks' memory, which the aliases must not read.
+        self._buffer.detach()
+        self._allocate_buffer()
+        self.free()
+
+    def reattach(self) -> None:
+        """Take ``hide`` back, after the buffer was given memory again."""
+        # The old views still show the memory that the buffer had before.
+        self._set_tensor(self.tensor)
+        self.show()
+
+    def readopt_data(self) -> list[str]:
+        """Copy in the values of parameters whose ``data`` was replaced, and make them views of the buffer again.
+
+        Returns:
+            Descriptions of the parameters whose shape has changed. These lose what was assigned.
+        """
+        refusals = []
+        for param, view, slot in zip(self._params, self.views, self._layout.slots, strict=True):
+            if param.data_ptr() == view.data_ptr() and param.shape == view.shape:
+                continue
+            if param.shape == view.shape:
+                view.copy_(param.detach())
+            else:
+                refusals.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(param.shape)})")
+            param.data = view
+        return refusals
+
+    def drop(self) -> None:
+        """Own no memory any more, because the engine ends."""
+        self.tensor = torch.empty(0, dtype=self._dtype, device=self.tensor.device)
+        self.views, self._placeholders, self._buffer = [], [], None
+
+
+def param_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the parameters as views into ``flat`` (1-D, of ``layout``), each in its shape."""
+    return [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
+
+
+def placeholder_of(view: torch.Tensor) -> torch.Tensor:
+    """Return a NaN (0 in integer dtypes), expanded with stride 0 to the shape of ``view``."""
+    value = float("nan") if view.is_floating_point() or view.is_complex() else 0
+    return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -1,0 +1,98 @@
+"""The parameters of a unit as they were before ``initialize``, and as they are again when the engine ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zeroengine.deferred_init.parameter import take_trace
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.full_buffer import FullBuffer, param_views
+from zeroengine.runtime.released_parameter import mark_gathered
+
+
+class OriginalParameters:
+    """What is remembered of the parameters of one unit.
+
+    Args:
+        params: The parameters, with the model's own values.
+        layout: Where each of them is in the flat buffer.
+
+    Attributes:
+        dtypes: Their dtypes before ``initialize``.
+        unset: Names of parameters that are zeros until weights are loaded.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+        self._params, self._layout = params, layout
+        self.dtypes = [param.dtype for param in params]
+        self._formats = [_memory_format(param) for param in params]
+        self.unset: set[str] = set()
+
+    def move_to(
+        self,
+        full_buffer: FullBuffer,
+        values: torch.Tensor,
+        rank: int,
+        broadcast: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Move the model's values into a unit's memory, and free the model's own memory on the way.
+
+        Args:
+            full_buffer: What the parameters become views of.
+            values: Takes the values of rank 0, in the flat layout: the full buffer, or a wider one.
+            rank: This rank.
+            broadcast: Overwrites a tensor with rank 0's values, on all ranks.
+        """
+        with torch.no_grad(), contextlib.ExitStack() as original_data:
+            targets = param_views(self._layout, values)
+            for index, (param, target) in enumerate(zip(self._params, targets, strict=True)):
+                if not param.is_meta:
+                    target.copy_(param.detach())
+                    # If an error ends this, the parameter has its own dtype and values again.
+                    original_data.callback(_set_data, param, target, param.dtype)
+                else:
+                    trace = take_trace(param)
+                    assert trace is not None
+                    if trace.is_unset:
+                        self.unset.add(self._layout.slots[index].name)
+                    # The other ranks receive rank 0's values below.
+                    if rank == 0:
+                        trace.write(target)
+                full_buffer.adopt(index)
+            broadcast(values)
+            original_data.pop_all()
+
+    def restore(self, values: Sequence[torch.Tensor]) -> None:
+        """Make the parameters ordinary ones, with their own memory and original dtypes.
+
+        Those that were built without values, and have none yet, become NaN.
+
+        Args:
+            values: The value of each parameter.
+        """
+        originals = zip(self._layout.slots, self.dtypes, self._formats, strict=True)
+        for param, value, (slot, dtype, memory_format) in zip(self._params, values, originals, strict=True):
+            mark_gathered(param)
+            param.grad = None
+            restored = value.to(dtype, copy=True, memory_format=memory_format)
+            if slot.name in self.unset and restored.is_floating_point():
+                # Zeros would be taken for values.
+                restored.fill_(float("nan"))
+            param.data = restored
+
+
+def _memory_format(param: torch.Tensor) -> torch.memory_format:
+    """Return the order of the dimensions of ``param`` in memory, as far as torch has a name for it."""
+    if not param.is_contiguous():
+        for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if param.dim() == dim and param.is_contiguous(memory_format=memory_format):
+                return memory_format
+    return torch.contiguous_format
+
+
+def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> None:
+    param.data = values.to(dtype, copy=True)
