@@ -285,7 +285,8 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     forward = Forward(setup.model, units, transport, reducer, config, timer)
     for handle in forward.hook_handles:
         setup.undo.callback(handle.remove)
-    setup.undo.callback(forward.forget_units)
+    # Graphs that outlive the engine are to own no unit.
+    setup.undo.callback(forward.backward.traversal.logs.forget_units)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
     mixed_precision.install(setup.model, config, device, setup.undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.

@@ -1,12 +1,4 @@
-"""Follows the forwards of the model: gathers what its modules need, and writes the logs that backwards go back through.
-
-[Note: Hooks are hints]
-Hooks on modules, and on the tensors that come out, say when a unit is about to be needed and when it may be released.
-The order of collectives of a list depends on them, and values never do:
-- A use of a released parameter calls ``_gather_for_use`` through its class (see ``released_parameter.py``). A backward
-  that reads a saved view of a parameter calls ``_restore_saved_view`` (see ``saved_views.py``). Both gather the unit.
-- A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
-"""
+"""Follows the forwards of the model: gathers what its modules need, and writes the logs that backwards follow."""
 
 from __future__ import annotations
 
@@ -32,13 +24,14 @@ from zeroengine.runtime.module_hooks import (
     ForwardObserver,
     function_node_number,
     is_raising,
+    present_node_number,
     register_hooks,
 )
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
 from zeroengine.runtime.traversal import Traversal
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit, VisitLog, latest_node_number, next_node_number
+from zeroengine.runtime.visit_log import Visit, VisitLog, next_node_number
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -89,7 +82,7 @@ class Forward:
         )
         items = {unit for unit_list in self._list_of.values() for unit in unit_list.index_of}
         self.backward = Backward(
-            self._units, items, self.gatherer, reducer, self._is_in_forward, config.scales_loss, timer
+            self._units, items, self.gatherer, reducer, lambda: self.num_model_forwards > 0, config.scales_loss, timer
         )
         self._traversal = self.backward.traversal
         # The graph owns this function, so the function refers to this object weakly.
@@ -100,9 +93,6 @@ class Forward:
     def observes(self, module: nn.Module) -> bool:
         """Return whether forwards of ``module`` concern this object. Copies of the model do not."""
         return module is self._model or module in self._units_of or module in self._list_of
-
-    def _is_in_forward(self) -> bool:
-        return self.num_model_forwards > 0
 
     def _is_in_use(self, unit: Unit) -> bool:
         # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
@@ -115,10 +105,6 @@ class Forward:
         self.num_model_forwards = 0
         self._module_forwards.clear()
         self.gatherer.release_unhooked_uses()
-
-    def forget_units(self) -> None:
-        """Let graphs that outlive the engine own no unit."""
-        self._traversal.logs.forget_units()
 
     # -- the whole model --------------------------------------------------------------------------
 
@@ -254,7 +240,7 @@ class Forward:
         walks = (outer.walk for outer in reversed(forwards) if outer.walk is not None)
         walk = next((walk for walk in walks if not walk.items.index_of.keys().isdisjoint(units)), None)
         if walk is not None:
-            walk.last_node = _node_number()
+            walk.last_node = present_node_number()
             if not has_backward and forward.is_tracked and walk.has_grad and any(True for _ in tensors_in(output)):
                 # A rank that skips this item cannot know that no backward comes to it.
                 forward.log.place(forward.visit, walk.last_node)
@@ -335,11 +321,10 @@ class Forward:
             if walk is None:
                 continue
             index = walk.items.index_of.get(unit)
-            if index is None:
-                if module in walk.items.followers:
-                    self._gather_skipped(walk, len(walk.items))
+            if index is None and module in walk.items.followers:
+                self._gather_skipped(walk, len(walk.items))
             # A module inside may hold the same list. Then its own forward goes through the list.
-            elif not is_item:
+            elif index is not None and not is_item:
                 is_item = True
                 if walk.begin_call(index):
                     self._gather_skipped(walk, index)
@@ -353,7 +338,7 @@ class Forward:
                 self._gather(unit)
                 self._release(unit, has_backward=torch.is_grad_enabled())
             if walk.has_grad:
-                node_number = walk.last_node if walk.items.is_inside_block else _node_number()
+                node_number = walk.last_node if walk.items.is_inside_block else present_node_number()
                 visit = Visit(units, node_number)
                 log.place(visit, node_number)
                 walk.skipped.append(visit)
@@ -406,12 +391,6 @@ class Forward:
                 self._traversal.move_to_current_node()
                 self.gatherer.ensure(unit)
             return view.restore()
-
-
-def _node_number() -> int:
-    """Return the number of the node of the checkpoint that runs now, or of the latest node."""
-    number = None if torch.is_grad_enabled() else function_node_number()
-    return latest_node_number() if number is None else number
 
 
 def _restore_view(forward_ref: weakref.ref[Forward], view: SavedView) -> torch.Tensor:

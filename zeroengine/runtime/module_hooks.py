@@ -1,4 +1,13 @@
-"""Registers the hooks by which ``Forward`` learns when the forwards of modules begin and end."""
+"""Registers the hooks by which ``Forward`` learns when the forwards of modules begin and end.
+
+[Note: Hooks are hints]
+Hooks on modules, and on the tensors that come out, say when a unit is about to be needed and when it may be released.
+The order of collectives of a list depends on them, and values never do:
+- A use of a released parameter calls ``Forward._gather_for_use`` through its class (see ``released_parameter.py``). A
+  backward that reads a saved view of a parameter calls ``Forward._restore_saved_view`` (see ``saved_views.py``). Both
+  gather the unit.
+- A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
+"""
 
 from __future__ import annotations
 
@@ -80,6 +89,12 @@ def function_node_number() -> int | None:
     context: Any = next(contexts, None)
     # A Function with ``setup_context`` has no context yet. Its node was the latest one when its forward began.
     return latest_node_number() if context is None else context._sequence_nr()
+
+
+def present_node_number() -> int:
+    """Return the number of the node of the checkpoint that runs now, or of the latest node."""
+    number = None if torch.is_grad_enabled() else function_node_number()
+    return latest_node_number() if number is None else number
 
 
 def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
