@@ -134,7 +134,7 @@ def windows(engine: zeroengine.Engine, task: Task, boundaries: bool, step: Calla
                 assert engine.is_gradient_accumulation_boundary() is last
             loss = engine(*task.data(number, engine.rank))
             engine.backward(loss)
-            whole = [grads.launched_in_step for grads in engine.reducer.gradients if not grads.is_sharded]
+            whole = [grads.launched_in_step for grads in engine.reducer.gradients if not grads.format.is_sharded]
             assert all(reduced == (boundaries and last) for reduced in whole), "reduced in the last backward, if told"
             losses.append(loss.item())
             number += 1

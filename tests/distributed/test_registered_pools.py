@@ -43,7 +43,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
         engine.gatherer.unpin(unit)
     assert all(reduce.place(buffer.memory) for buffer in engine.reducer.reduces.buffer_pool._buffers)
     for grads in engine.reducer.gradients:
-        assert (reduce.place(grads.flat_grads) is not None) == (grads.dtype is grads.reduce_dtype)
+        assert (reduce.place(grads.flat_grads) is not None) == (grads.format.dtype is grads.format.reduce_dtype)
         assert not gather.place(grads.flat_grads)
     assert not any(pool.place(tensor) for pool in Pool.all for tensor in engine.optimizer.tensors())
 

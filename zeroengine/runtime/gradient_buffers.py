@@ -94,12 +94,14 @@ class GradientBufferPool:
         fitting = [
             buffer
             for buffer in self._buffers
-            if buffer.memory.numel() == need and buffer.memory.dtype == unit_grads.reduce_dtype and not buffer.in_use
+            if buffer.memory.numel() == need
+            and buffer.memory.dtype == unit_grads.format.reduce_dtype
+            and not buffer.in_use
         ]
         fitting.sort(key=lambda buffer: buffer.launch_number)
         buffer = buffer_to_reuse(fitting, self._reusable)
         if buffer is None:
-            buffer = GradientBuffer(self._transport.empty(need, unit_grads.reduce_dtype, "reduce"))
+            buffer = GradientBuffer(self._transport.empty(need, unit_grads.format.reduce_dtype, "reduce"))
             self._buffers.append(buffer)
         layout = PaddingLayout.of_unit(unit.layout)
         if buffer.layout != layout:

@@ -112,7 +112,7 @@ class OffloadedGradients:
         if accumulate:
             assert total_buffer is not None
             # The earlier sum is read back while the reduce is in progress.
-            earlier_sum = _shard_view(total_buffer.memory, unit_grads, unit_grads.dtype)
+            earlier_sum = _shard_view(total_buffer.memory, unit_grads, unit_grads.format.dtype)
             read = unit_grads.store.read(unit_grads.flat_grads, earlier_sum)
         # The write starts when this work is awaited, by ``_acquire`` (if the reduce is done), ``_wait_stored`` or
         # ``wait_all``.
@@ -151,7 +151,7 @@ class OffloadedGradients:
         buffer = sum_buffer
         if total_buffer is not None:
             latest = _shard_view(sum_buffer.memory, unit_grads, unit_grads.format.sum_dtype)
-            total = _shard_view(total_buffer.memory, unit_grads, unit_grads.dtype)
+            total = _shard_view(total_buffer.memory, unit_grads, unit_grads.format.dtype)
             if read is None:
                 total.copy_(latest)
             else:
@@ -159,7 +159,7 @@ class OffloadedGradients:
                 total.add_(latest)
             # The total holds the sum from here on, so the first buffer is free for another reduce.
             sum_buffer.holds_sum, buffer = False, total_buffer
-        total = _shard_view(buffer.memory, unit_grads, unit_grads.dtype)
+        total = _shard_view(buffer.memory, unit_grads, unit_grads.format.dtype)
         # The sum is in device memory now. Later, the norm of the step would have to read it back from the store.
         unit_grads.squared_norm = ops.squared_norm(unit_grads.unreplicated_part(total))
         assert unit_grads.store is not None
@@ -180,7 +180,7 @@ class OffloadedGradients:
             # The gradient buffer is free from here on, because the rest uses only the staging buffers.
             reduced = copies.record_event()
             if total_bytes:
-                total = _shard_view(self._ordered_buffer(1, copies, total_bytes), unit_grads, unit_grads.dtype)
+                total = _shard_view(self._ordered_buffer(1, copies, total_bytes), unit_grads, unit_grads.format.dtype)
             if accumulate:
                 store.read(unit_grads.flat_grads, total).wait_stream()
                 total.add_(latest)

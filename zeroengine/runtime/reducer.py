@@ -136,7 +136,7 @@ class Reducer:
 
     def _is_reduced_in_backward(self, unit_grads: UnitGradients) -> bool:
         """Return whether the backward in progress reduces the unit, now or at its end."""
-        if unit_grads.is_sharded:
+        if unit_grads.format.is_sharded:
             return self.reduces_gradients
         # These gradients are reduced once, at the end of a step.
         is_last = self.reduces_gradients and self.is_last_microbatch
@@ -148,7 +148,7 @@ class Reducer:
             # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
             return not unit_grads.num_pending
         # Gradients that are not sharded are added to the kept sum even inside no_sync.
-        return unit_grads.is_sharded or unit_grads.launched_in_step
+        return unit_grads.format.is_sharded or unit_grads.launched_in_step
 
     def add(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor | None) -> bool:
         """Add a gradient that autograd has computed. Return whether the unit has all its gradients.
@@ -185,7 +185,7 @@ class Reducer:
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             # The user may hold the tensor, to which others will be added.
-            unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype, copy=True)
+            unit_grads.deferred_grads[index] = dense.to(unit_grads.format.dtype, copy=True)
 
     def complete_with_zeros(self, unit: Unit) -> bool:
         """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
@@ -309,7 +309,7 @@ class Reducer:
         """Return this rank's contribution to the next reduce of a parameter's gradient, in fp32 or wider."""
         deferred = unit_grads.deferred_grads.get(index)
         parts = [] if deferred is None else [deferred / self.reduces.predivide]
-        if not unit_grads.is_sharded and unit_grads.slot_filled[index] and not unit_grads.launched_in_step:
+        if not unit_grads.format.is_sharded and unit_grads.slot_filled[index] and not unit_grads.launched_in_step:
             parts.append(unit_grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         return torch.stack(wide).sum(0) if wide else None
@@ -372,7 +372,9 @@ class Reducer:
         if not unit_grads.launched_in_step:
             unit_grads.slot_filled[index] = False
             if summed is not None and share:
-                unit_grads.deferred_grads[index] = (summed * (share * self.reduces.predivide)).to(unit_grads.dtype)
+                unit_grads.deferred_grads[index] = (summed * (share * self.reduces.predivide)).to(
+                    unit_grads.format.dtype
+                )
             return
         # The kept norm belongs to the old sum. The norm of the step is then computed from the new values.
         unit_grads.squared_norm = None

@@ -55,7 +55,9 @@ class GradientFormat(NamedTuple):
     Attributes:
         dtype: The dtype in which gradients accumulate and are kept.
         reduce_dtype: The dtype that is sent.
-        is_sharded: See ``UnitGradients``.
+        is_sharded: Whether each micro-step is reduced to this rank's shard. Otherwise the gradients of the whole unit
+            accumulate, and only the last micro-step is reduced. In one process the shard is the whole unit, which
+            counts as sharded if its sums are offloaded.
         is_offloaded: Whether the sums are in the unit's store.
     """
 
@@ -130,11 +132,6 @@ class UnitGradients:
 
     Attributes:
         format: The dtypes, and what follows from them.
-        numel: The elements of the unit's flat buffer, padding included.
-        is_sharded: Whether each micro-step is reduced to this rank's shard. Otherwise ``flat_grads`` accumulates the
-            gradients of the whole unit, and only the last micro-step is reduced. In one process the shard is the whole
-            unit, which counts as sharded if its sums are offloaded.
-        reduced_in_place: Whether gradients are reduced in ``flat_grads``, rather than in a gradient buffer.
         channel: The channel whose memory holds ``flat_grads``. None: ``flat_grads`` takes part in no collective.
         flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout if they are not sharded.
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
@@ -152,25 +149,24 @@ class UnitGradients:
         reduce_dtype: torch.dtype | None,
         store: OffloadStore | None = None,
     ) -> None:
-        self.unit, self.numel, self.dtype = unit, unit.numel, dtype
+        self.unit = unit
         layout, degrees = unit.layout, unit.degrees
         self._world_size = transport.world_size
-        kept = GradientFormat.of_unit(
+        self.format = GradientFormat.of_unit(
             unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
         )
-        self.format, self.store = kept, store if kept.is_offloaded else None
-        self.is_sharded, self.reduce_dtype = kept.is_sharded, kept.reduce_dtype
-        self.reduced_in_place = kept.reduced_in_place
+        is_sharded = self.format.is_sharded
+        self.store = store if self.format.is_offloaded else None
         self.channel: ChannelName | None = None
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
             self.flat_grads = self.store.empty(numel, dtype)
-        elif dtype is self.reduce_dtype:
+        elif dtype is self.format.reduce_dtype:
             self.channel = "reduce"
-            self.flat_grads = transport.empty(numel, dtype, self.channel, sent=not self.is_sharded)
+            self.flat_grads = transport.empty(numel, dtype, self.channel, sent=not is_sharded)
         else:
             self.flat_grads = torch.empty(numel, dtype=dtype, device=unit.full_buffer.tensor.device)
-        self.param_views = [] if self.is_sharded else param_views(layout, self.flat_grads)
+        self.param_views = [] if is_sharded else param_views(layout, self.flat_grads)
         if self.store is None:
             ops.advise_huge_pages(self.flat_grads)
             # The norm also reads the padding, which copies of gradients never write.
@@ -185,6 +181,11 @@ class UnitGradients:
         self.slot_filled = [False] * num_params
         self.has_grad = [False] * num_params
         self.launched_in_step = False
+
+    @property
+    def numel(self) -> int:
+        """The elements of the unit's flat buffer, padding included."""
+        return self.unit.numel
 
     def expect_gradients(self) -> None:
         """Wait for as many gradients of each parameter as in the previous backward."""
@@ -215,12 +216,12 @@ class UnitGradients:
         """Return the part of ``flat_grads`` (1-D, such as the attribute) that no other rank counts: a view."""
         unit = self.unit
         start, stop = unit.layout.unreplicated_range(unit.rank, unit.degrees.optimizer, self._world_size)
-        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.is_sharded else 0
+        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.format.is_sharded else 0
         return flat_grads[start - base : stop - base]
 
     def shard_of_degree(self, degree: int) -> torch.Tensor:
         """Return this rank's shard, at ``degree``, of the summed gradients (1-D, a view)."""
         unit = self.unit
         start, stop = unit.layout.shard_range(unit.rank, degree)
-        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.is_sharded else 0
+        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.format.is_sharded else 0
         return self.flat_grads[start - base : stop - base]

@@ -57,9 +57,9 @@ class UnitReduces:
 
     def copy_to_slot(self, unit_grads: UnitGradients, index: int, latest: torch.Tensor | None = None) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there. See ``_copy_to``."""
-        if unit_grads.is_sharded and unit_grads not in self._buffer_of:
+        if unit_grads.format.is_sharded and unit_grads not in self._buffer_of:
             self._buffer_of[unit_grads] = self._acquire(unit_grads)
-        views = self._buffer_of[unit_grads].param_views if unit_grads.is_sharded else unit_grads.param_views
+        views = self._buffer_of[unit_grads].param_views if unit_grads.format.is_sharded else unit_grads.param_views
         self._copy_to(unit_grads, index, views[index], latest, accumulate=unit_grads.slot_filled[index])
         unit_grads.slot_filled[index] = True
 
@@ -101,7 +101,7 @@ class UnitReduces:
         self._copies.flush()
         # If no parameter of the unit has a gradient on this rank, another rank may have one. All ranks must launch the
         # same collectives, so this rank sends zeros.
-        if unit_grads.is_sharded:
+        if unit_grads.format.is_sharded:
             buffer = self._buffer_of.pop(unit_grads, None) or self._acquire(unit_grads)
             self._zero_unfilled(unit_grads, buffer.param_views)
             self._launch_from_buffer(buffer, unit_grads, unit_grads.flat_grads, accumulate=unit_grads.launched_in_step)
@@ -111,7 +111,7 @@ class UnitReduces:
             return
         self._zero_unfilled(unit_grads, unit_grads.param_views)
         shard = unit_grads.shard_of_degree(unit.degrees.optimizer)
-        if not unit_grads.reduced_in_place:
+        if not unit_grads.format.reduced_in_place:
             buffer = self._acquire(unit_grads)
             # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
             buffer.memory[: unit.numel].copy_(unit_grads.flat_grads)
@@ -210,7 +210,7 @@ class UnitReduces:
 
         An all-reduce of 16 bits would round the late gradients before they are added, which no other degree does.
         """
-        return unit_grads.reduced_in_place and unit_grads.unit.degrees.optimizer == 1
+        return unit_grads.format.reduced_in_place and unit_grads.unit.degrees.optimizer == 1
 
     def _late_target(self, unit_grads: UnitGradients) -> torch.Tensor:
         """Return where this rank adds late gradients of a unit."""
