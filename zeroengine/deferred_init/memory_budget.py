@@ -7,6 +7,7 @@ one thread: a write by another thread shows in the parameter's version counter a
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 
@@ -60,12 +61,16 @@ class TrackedStorage:
         pairs = [(ref, param) for ref in self.params if (param := ref.param()) is not None]
         return [(ref, param) for ref, param in pairs if not param.is_meta and param.untyped_storage() is storage]
 
-    def as_bytes(self) -> torch.Tensor:
-        """Return the storage as a tensor (1-D, uint8)."""
+    def live_storage(self) -> torch.UntypedStorage:
+        """Return the storage, which still exists."""
         storage = self.storage()
         assert storage is not None
+        return storage
+
+    def as_bytes(self) -> torch.Tensor:
+        """Return the storage as a tensor (1-D, uint8)."""
         # A parameter's own view would have its shape and dtype, and might cover only a part of the storage.
-        return storage_bytes(storage)
+        return storage_bytes(self.live_storage())
 
     def check_writes(self) -> None:
         """Check that the recorder has seen every write to the parameters in this storage.
@@ -94,7 +99,7 @@ class StorageCache:
 
     def __init__(self, nbytes: int) -> None:
         self._budget_bytes = nbytes
-        self._resident: dict[TrackedStorage, None] = {}
+        self._resident: OrderedDict[TrackedStorage, None] = OrderedDict()
         self._resident_bytes = 0
         # Bytes that were freed since memory was last returned to the system.
         self._freed_bytes = 0
@@ -110,20 +115,18 @@ class StorageCache:
         # Only parameters are emptied. What cannot be replayed stays in memory and is no part of the budget.
         if not tracked.params or tracked.reason:
             return
-        if tracked in self._resident:
-            del self._resident[tracked]
-        else:
+        if tracked not in self._resident:
+            self._resident[tracked] = None
             self._resident_bytes += tracked.nbytes
-        self._resident[tracked] = None
+        self._resident.move_to_end(tracked)
 
     def evict(self, busy: Container[TrackedStorage] = ()) -> None:
         """Empty the least recently used storages, down to half of the budget, if it is exceeded. Keep the ``busy``."""
         if self._resident_bytes <= self._budget_bytes:
             return
         # Storages may have died, or become ones that cannot be replayed, since they were listed.
-        self._resident = {
-            tracked: None for tracked in self._resident if tracked.storage() is not None and not tracked.reason
-        }
+        resident = (tracked for tracked in self._resident if tracked.storage() is not None and not tracked.reason)
+        self._resident = OrderedDict.fromkeys(resident)
         before = self._resident_bytes = sum(tracked.nbytes for tracked in self._resident)
         # The last one was used just now, and its next use is likely to come soon. Half of the budget is freed, so that
         # not every operation evicts.
@@ -139,16 +142,11 @@ class StorageCache:
             self._freed_bytes = 0
             trim_heap()
 
-    def close(self) -> None:
-        """Forget all storages."""
-        self._resident.clear()
-
     def free(self, tracked: TrackedStorage) -> None:
         """Free the memory of a storage, unless it cannot be resized."""
         # What another thread has written could not be replayed, so it is an error before the values are gone.
         tracked.check_writes()
-        storage = tracked.storage()
-        assert storage is not None
+        storage = tracked.live_storage()
         if tracked in self._resident:
             del self._resident[tracked]
             self._resident_bytes -= tracked.nbytes
@@ -158,13 +156,9 @@ class StorageCache:
             tracked.is_empty = True
 
     def _fill(self, tracked: TrackedStorage, values: bool) -> None:
-        storage = tracked.storage()
-        assert storage is not None
-        storage.resize_(tracked.nbytes)
+        tracked.live_storage().resize_(tracked.nbytes)
         tracked.is_empty = False
-        if not values:
-            return
-        if tracked.version is not None:
+        if values and tracked.version is not None:
             replay(tracked.version, tracked.number, tracked.as_bytes())
-        else:
+        elif values:
             tracked.as_bytes().zero_()

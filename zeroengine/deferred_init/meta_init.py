@@ -17,6 +17,7 @@ from zeroengine.deferred_init.parameter import has_graph, swap_data, take_trace,
 from zeroengine.deferred_init.recorder import Recorder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
+from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
 
@@ -56,12 +57,11 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
         load(config)
     recorder = Recorder(CACHE_BYTES, values)
     recorder.start()
-    in_memory: list[tuple[str, int, str]] = []
     try:
         yield
     finally:
         # Also after an error torch's modes must end, and parameters that outlive the block need their traces.
-        in_memory += recorder.finish()
+        in_memory = recorder.finish()
     if in_memory:
         log.warning("%s", _notice(in_memory))
 
@@ -105,7 +105,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
     in_graph = [name for name, p in model.named_parameters() if p.is_meta and has_graph(p)]
     if in_graph:
         raise ZeroEngineError(
-            f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(in_graph[:NUM_SHOWN])}. "
+            f"autograd has a graph or a gradient of parameters on the meta device: {listed(in_graph, NUM_SHOWN)}. "
             "Drop what was computed with them, such as outputs of the model, before initialize()."
         )
     # Parameters with a trace come from ``meta_init`` and get their values from it.
@@ -129,13 +129,12 @@ def initialize_meta_parameters(model: nn.Module) -> None:
         cpu_buffers = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
         for module, key, buffer, _ in buffers:
             module._buffers[key] = cpu_buffers[buffer]
-        new_buffers = set(cpu_buffers.values())
+        new_tensors = {*params, *cpu_buffers.values()}
         for module in _children_first(model, set()):
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             tensors = [*module.parameters(), *module.buffers()]
-            are_new = [t in params or t in new_buffers for t in tensors]
             # A module that also holds values of its own is left alone: resetting it would overwrite them.
-            if reset is not None and tensors and all(are_new):
+            if reset is not None and tensors and new_tensors.issuperset(tensors):
                 reset()
         # A module may have a ``reset_parameters`` that leaves some of its parameters out.
         uninitialized = [name for param, name in params.items() if recorder.is_uninitialized(param)]
@@ -151,9 +150,8 @@ def initialize_meta_parameters(model: nn.Module) -> None:
     # The model is left as it was.
     for module, key, buffer, _ in buffers:
         module._buffers[key] = buffer
-    more = f" and {len(uninitialized) - NUM_SHOWN} more" if len(uninitialized) > NUM_SHOWN else ""
     raise ZeroEngineError(
-        f"on the meta device and without values: {', '.join(uninitialized[:NUM_SHOWN])}{more}. Their modules have no "
+        f"on the meta device and without values: {listed(uninitialized, NUM_SHOWN)}. Their modules have no "
         "reset_parameters() that gives some. Build the model inside `with zeroengine.meta_init():` instead of "
         "torch.device('meta'); where weights will be loaded, `with zeroengine.meta_init(values=False):`, and then "
         "engine.load_weights(path)."

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from zeroengine.deferred_init.memory_budget import TrackedStorage
-from zeroengine.deferred_init.trace import TensorRef, tensors_of
+from zeroengine.deferred_init.trace import TensorRef, default_generator, tensors_of
 
 _aten = torch.ops.aten
 # Operations that neither read nor write values.
@@ -94,6 +95,14 @@ class OpCall:
     def run(self) -> Any:
         """Run the operation and return its result."""
         return self.operation(*self.args, **self.kwargs)
+
+    def generator(self) -> torch.Generator:
+        """Return the generator that the operation draws from: its argument, or the default one of its device."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        devices = [device for device in devices if isinstance(device, torch.device)]
+        return generators[0] if generators else default_generator((devices or [torch.device("cpu")])[0])
 
     def only_initializes(self) -> bool:
         """Return whether it overwrites parameters in place, and does nothing else."""

@@ -12,6 +12,7 @@ again by a replay when an operation takes it (see ``memory_budget.py``). These c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -31,14 +32,7 @@ from zeroengine.deferred_init.dispatch_modes import OpaqueAccessMode, OperationM
 from zeroengine.deferred_init.memory_budget import ParamRef, StorageCache, TrackedStorage
 from zeroengine.deferred_init.op_call import METADATA, OpCall, is_plain
 from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, take_trace
-from zeroengine.deferred_init.trace import (
-    RecordedOp,
-    StorageVersion,
-    TensorRef,
-    Trace,
-    default_generator,
-    tensors_of,
-)
+from zeroengine.deferred_init.trace import RecordedOp, StorageVersion, TensorRef, Trace, tensors_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -50,6 +44,12 @@ MAX_TRACE_FRACTION = 0.25
 # The attribute of a storage that holds its ``TrackedStorage``. It lives and dies with the storage.
 _TRACKED_ATTRIBUTE = "_zeroengine_tracked"
 _aten = torch.ops.aten
+
+
+def _view_of(storage: torch.UntypedStorage, param: nn.Parameter) -> torch.Tensor:
+    """Return the view of ``storage`` that ``param`` is of its own."""
+    view = torch.empty(0, dtype=param.dtype, device=storage.device)
+    return view.set_(storage, param.storage_offset(), param.shape, param.stride())
 
 
 class Recorder:
@@ -68,11 +68,8 @@ class Recorder:
         # The name of each parameter. The keys are weak, so that a module that is dropped gives its memory back.
         self._params: Any = WeakIdKeyDictionary()
         self._tracked: weakref.WeakSet[TrackedStorage] = weakref.WeakSet()
-        self._modes = (
-            OpaqueAccessMode(self._before_opaque_access, self._data_assigned, self._skips_init),
-            OperationMode(self._run),
-        )
-        self._hooks: list[Any] = []
+        # Ends the modes and hooks of torch.
+        self._exits = contextlib.ExitStack()
 
     def start(self) -> None:
         """Begin to record this thread.
@@ -85,12 +82,10 @@ class Recorder:
                 "meta_init() inside of meta_init(): one `with` does for everything that is built inside it"
             )
         # The hooks are global in torch. Those of other threads' modules are told apart by the thread.
-        self._hooks = [
-            register_module_parameter_registration_hook(self._param_registered),
-            register_module_module_registration_hook(self._module_registered),
-        ]
-        for mode in self._modes:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+        self._exits.callback(register_module_parameter_registration_hook(self._param_registered).remove)
+        self._exits.callback(register_module_module_registration_hook(self._module_registered).remove)
+        self._exits.enter_context(OpaqueAccessMode(self._before_opaque_access, self._data_assigned, self._skips_init))
+        self._exits.enter_context(OperationMode(self._run))
 
     def finish(self) -> list[tuple[str, int, str]]:
         """Stop recording and move the parameters to the meta device, each with its trace.
@@ -101,11 +96,8 @@ class Recorder:
         Raises:
             ZeroEngineError: Another thread wrote to a parameter.
         """
-        for hook in self._hooks:
-            hook.remove()
         # The modes end first, so that what follows is neither recorded nor taken for a use.
-        for mode in reversed(self._modes):
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._exits.close()
         in_memory: list[tuple[str, int, str]] = []
         # The error is raised at the end, when every parameter has its values or its trace again.
         unseen_write: ZeroEngineError | None = None
@@ -114,27 +106,23 @@ class Recorder:
                 tracked.check_writes()
             except ZeroEngineError as error:
                 unseen_write = error
-        # Parameters that share memory go on sharing it, so that ``initialize`` sees that they do.
-        meta_storages: dict[int, torch.UntypedStorage] = {}
-        params_of: dict[int, list[nn.Parameter]] = {}
+        params_of: dict[TrackedStorage, list[nn.Parameter]] = {}
         for param, name in self._params.items():
             # A lazy parameter gets its shape in the first forward, and its values after that.
             if param.is_meta or torch.nn.parameter.is_lazy(param):
                 continue
-            trace = self._trace_or_reason(param)
-            if isinstance(trace, Trace):
-                source = self._tracked_of(param)
-                assert source is not None
-                if source.number not in meta_storages:
-                    meta_storages[source.number] = torch.UntypedStorage(source.nbytes, device="meta")
-                meta = torch.empty(0, dtype=param.dtype, device="meta")
-                meta.set_(meta_storages[source.number], param.storage_offset(), param.shape, param.stride())
-                make_meta(param, trace, meta)
-                params_of.setdefault(source.number, []).append(param)
+            tracked_or_reason = self._tracked_or_reason(param)
+            if isinstance(tracked_or_reason, str):
+                in_memory.append((name, param.nbytes, tracked_or_reason))
             else:
-                in_memory.append((name, param.nbytes, trace))
-        # From here on nothing is evicted: the storages that are left are filled for good.
-        self._cache.close()
+                params_of.setdefault(tracked_or_reason, []).append(param)
+        for tracked, params in params_of.items():
+            # Parameters that share memory go on sharing it, so that ``initialize`` sees that they do.
+            meta_storage = torch.UntypedStorage(tracked.nbytes, device="meta")
+            for param in params:
+                ref = TensorRef.of_tensor(param, tracked.number, tracked.nbytes, tracked.version)
+                make_meta(param, Trace(ref if self._values else None), _view_of(meta_storage, param))
+        # Nothing is evicted any more: the storages that are left are filled for good.
         for tracked in list(self._tracked):
             storage = tracked.storage()
             if storage is None:
@@ -145,31 +133,25 @@ class Recorder:
                 if not tracked.live_params():
                     in_memory.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
             # Such a tensor may be a buffer. The parameters keep the memory with it, so that both are seen to share it.
-            for param in params_of.get(tracked.number, ()):
-                if self._values:
-                    take_trace(param)
-                    view = torch.empty(0, dtype=param.dtype, device=storage.device)
-                    view.set_(storage, param.storage_offset(), param.shape, param.stride())
-                    swap_data(param, view)
+            for param in params_of.get(tracked, ()) if self._values else ():
+                take_trace(param)
+                swap_data(param, _view_of(storage, param))
             delattr(storage, _TRACKED_ATTRIBUTE)
         trim_heap()
         if unseen_write is not None:
             raise unseen_write
         return in_memory
 
-    def _trace_or_reason(self, param: nn.Parameter) -> Trace | str:
-        """Return a parameter's trace, or the reason why it has none."""
+    def _tracked_or_reason(self, param: nn.Parameter) -> TrackedStorage | str:
+        """Return the storage whose version has a parameter's values, or the reason why the values stay in memory."""
         tracked = self._tracked_of(param) if is_plain(param) else None
         if tracked is None:
             return "its memory was not made by torch inside of the `with`"
         # The graph would go on with the old tensor, which ``make_meta`` takes away.
         if has_graph(param):
             return "autograd has a graph or a gradient of it"
-        if not self._values and not tracked.reason:
-            return Trace(None)
-        if tracked.version is None:
-            return tracked.reason
-        return Trace(TensorRef.of_tensor(param, tracked.number, tracked.nbytes, tracked.version))
+        is_lost = tracked.version is None if self._values else bool(tracked.reason)
+        return tracked.reason if is_lost else tracked
 
     # -- what happens while recording ----------------------------------------------------------------
 
@@ -292,18 +274,11 @@ class Recorder:
         """Return the record of an operation that is about to run."""
         refs: list[TensorRef] = []
         cost_bytes = 1024
-        generators: list[torch.Generator] = []
-        devices: list[torch.device] = []
 
         def reference(leaf: Any) -> Any:
             nonlocal cost_bytes
-            if isinstance(leaf, torch.Generator):
-                generators.append(leaf)
-            if isinstance(leaf, torch.device):
-                devices.append(leaf)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            devices.append(leaf.device)
             tracked = call.tracked_by_id[id(leaf)]
             if tracked is not None and (tracked in call.overwritten or tracked.version is not None):
                 version = None if tracked in call.overwritten else tracked.version
@@ -316,7 +291,7 @@ class Recorder:
         args, kwargs = tree_map(reference, (call.args, call.kwargs))
         state = None
         if call.schema.is_random:
-            generator = generators[0] if generators else default_generator((devices or [torch.device("cpu")])[0])
+            generator = call.generator()
             # The state from before the draw gives the same numbers at a replay, whatever was drawn since.
             state = (generator.device, generator.get_state())
             cost_bytes += state[1].nbytes
@@ -330,20 +305,16 @@ class Recorder:
         new: dict[TrackedStorage, None] = {}
         for index, tensor in enumerate(outputs):
             # An output may be an input or a view of one, whose storage is not new.
-            if (
-                is_plain(tensor)
-                and id(tensor.untyped_storage()) not in storages_before
-                and self._tracked_of(tensor) is None
-            ):
+            is_new = is_plain(tensor) and id(tensor.untyped_storage()) not in storages_before
+            if is_new and self._tracked_of(tensor) is None:
                 tracked = self._track(tensor)
                 new[tracked] = None
                 if op is not None:
                     op.new_storages.append((index, tracked.number))
         for tracked in (*call.targets, *new):
-            storage = tracked.storage()
-            assert storage is not None
-            if storage.nbytes() != tracked.nbytes:
-                tracked.version, tracked.reason, tracked.nbytes = None, "its memory was resized", storage.nbytes()
+            nbytes = tracked.live_storage().nbytes()
+            if nbytes != tracked.nbytes:
+                tracked.version, tracked.reason, tracked.nbytes = None, "its memory was resized", nbytes
             elif reason:
                 tracked.version, tracked.reason = None, reason
             elif op is not None:
