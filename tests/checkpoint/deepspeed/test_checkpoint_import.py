@@ -481,30 +481,15 @@ def test_what_torch_would_run_or_unpack_is_refused(tmp_path: Path, capsys: pytes
     assert "tar archive" in refusal(capsys, path, tmp_path / "out")
 
 
-def test_archives_and_containers_that_are_more_than_they_look_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_archive_that_is_more_than_it_looks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds"
     write_run(path, 2, 1, [[(2,)]])
-    whole = (path / STATES).read_bytes()
     with zipfile.ZipFile(path / STATES) as before, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_DEFLATED) as after:
         for info in before.infolist():
             after.writestr(info.filename, before.read(info))
         after.writestr("mp_rank_00_model_states/data/99", b"\0" * (1 << 26))
     (path / STATES).write_bytes((tmp_path / "z").read_bytes())
     assert "it is a compressed archive, which torch.save does not write" in refusal(capsys, path, tmp_path / "out")
-    (path / STATES).write_bytes(whole)
-    bomb: Any = [0] * 10
-    for _ in range(20):
-        bomb = [bomb] * 10
-    loop: list[Any] = []
-    loop.append(loop)
-    deep: list[Any] = []
-    for _ in range(300):
-        deep = [deep]
-    for value, message in ((bomb, "more than 50,000,000 values"), (loop, "contains itself"), (deep, "100 deep")):
-        rewrite(path / STATES, lambda tree, value=value: tree.update(epoch=value))
-        assert message in refusal(capsys, path, tmp_path / "out")
 
 
 def flips_of(path: Path, count: int, seed: int) -> Iterator[tuple[int, int]]:

@@ -20,8 +20,6 @@ INERT_PACKAGES = ("deepspeed", "argparse", "numpy")
 INERT_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device")
 ZIP_SIGNATURE = b"PK\x03\x04"
 READ_BYTES = 1 << 20
-MAX_VALUES = 50_000_000
-MAX_DEPTH = 100
 
 
 class InertObject:
@@ -131,12 +129,9 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
         # torch.load unpacks the tar archives of 2016, too.
         elif tarfile.is_tarfile(path):
             raise CheckpointError("it is a tar archive: it is refused")
-        content = torch.load(
+        return torch.load(
             path, map_location="cpu", pickle_module=pickle_module(DEEPSPEED_ALLOW_LIST), weights_only=False, mmap=is_zip
         )
-        # Everything after this walks over the containers, so a hostile one has to be found first.
-        _check_containers(content)
-        return content
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
@@ -173,48 +168,3 @@ def _check_archive(path: str | os.PathLike[str]) -> None:
                             report(len(data))
                 except zipfile.BadZipFile as error:
                     raise CheckpointError(f"it has been changed: {error}") from None
-
-
-def _check_containers(tree: Any) -> None:
-    """Refuse containers that hold themselves, or that have more values when written out than any checkpoint has.
-
-    A pickle of a few bytes can refer to one list many times, so that a walk over its values never ends. Hence each
-    container is counted once, without recursion, and its size is reused.
-
-    Raises:
-        CheckpointError: The tree has such a container.
-    """
-    # The number of values of each container that was counted, by id.
-    num_values: dict[int, int] = {}
-    ancestors: set[int] = set()
-    pending: list[tuple[Any, bool]] = [(tree, False)]
-    while pending:
-        value, children_counted = pending.pop()
-        children = _children(value)
-        # All children were counted when the container is met for the second time.
-        if children_counted:
-            ancestors.discard(id(value))
-            num_values[id(value)] = 1 + sum(num_values.get(id(child), 1) for child in children)
-            if num_values[id(value)] > MAX_VALUES:
-                raise CheckpointError(f"it holds more than {MAX_VALUES:,} values: it is refused")
-        elif id(value) in ancestors:
-            raise CheckpointError("it holds a container that contains itself: it is refused")
-        elif children and id(value) not in num_values:
-            if len(ancestors) > MAX_DEPTH:
-                raise CheckpointError(f"it holds containers more than {MAX_DEPTH} deep: it is refused")
-            ancestors.add(id(value))
-            pending.append((value, True))
-            pending += [(child, False) for child in children if isinstance(child, _CONTAINERS)]
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset, InertObject)
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, InertObject):
-        return [value.args, value.state]
-    return []
