@@ -106,7 +106,7 @@ class CheckpointFolder:
             with open(self.path / LATEST, "rb") as file:
                 # The read is bounded, because a damaged file may be of any size.
                 return check_tag(file.read(2 * MAX_TAG).decode().strip())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # A writer that died before its first `latest` left whole checkpoints, and the newest of them is the answer.
             if tags := self.tags():
                 return tags[-1]
@@ -118,8 +118,6 @@ class CheckpointFolder:
                 ) from None
             problem = f"{self.path} holds no checkpoint" if self.path.is_dir() else f"there is no folder {self.path}"
             raise CheckpointError(f"{problem}. engine.save_checkpoint({str(self.path)!r}) writes one.") from None
-        except NotADirectoryError:
-            raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder") from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CheckpointError(
@@ -315,12 +313,9 @@ class CheckpointFolder:
 
 def tag_of(name: str) -> str:
     """Return the tag of a checkpoint, from the name of its directory, be it written, replaced or neither."""
-    if not name.startswith("."):
-        return name
-    middle = name.removeprefix(".").removesuffix(".writing").removesuffix(".replaced")
-    tag, _, token = middle.rpartition(".")
-    # Directories of earlier versions have no token in their names.
-    return tag if tag and re.fullmatch(r"[0-9a-f]{8}", token) else middle
+    # Directories of earlier versions have no random part in their names.
+    match = re.fullmatch(r"\.(.+?)(\.[0-9a-f]{8})?\.(writing|replaced)", name)
+    return match[1] if match is not None else name
 
 
 def sync_path(path: Path) -> None:

@@ -36,6 +36,8 @@ class FolderLock:
         self._folder = folder
         self._file: IO[str] | None = None
         self._run = _own_run()
+        # Forked children need to find the locks that they inherit.
+        _locks.add(self)
 
     def acquire(self) -> bool:
         """Lock the folder, which exists. Return False where this process has locked it already.
@@ -67,8 +69,6 @@ class FolderLock:
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
         file.flush()
         self._file = file
-        # Forked children need to find the locks that they inherit.
-        _held_locks.add(self)
         return True
 
     def _replace_lock_file(self) -> IO[str]:
@@ -94,12 +94,10 @@ class FolderLock:
         """
         # The descriptor still refers to the old file after a replacement, so the inodes differ.
         assert self._file is not None
-        held = os.fstat(self._file.fileno())
-        try:
-            present = (self._folder / LOCK).stat()
-        except OSError:
-            present = None
-        if present is None or (held.st_dev, held.st_ino) != (present.st_dev, present.st_ino):
+        is_present = False
+        with contextlib.suppress(OSError):
+            is_present = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._folder / LOCK))
+        if not is_present:
             raise CheckpointError(
                 f"{self._folder} has been taken over by a later round of this run, or its {LOCK} file was removed: "
                 "this process saves there no more"
@@ -112,7 +110,6 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self.forget()
-        _held_locks.discard(self)
 
     def forget(self) -> None:
         """Close the lock file without unlocking it for other processes."""
@@ -123,7 +120,7 @@ class FolderLock:
             file.close()
 
 
-_held_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _forget_locks_after_fork() -> None:
@@ -132,16 +129,15 @@ def _forget_locks_after_fork() -> None:
     The lock would otherwise last as long as the worker, which may outlive the job.
     """
     # A weak set may lose members while it is iterated, so a list is taken first.
-    for lock in list(_held_locks):
+    for lock in list(_locks):
         lock.forget()
-    _held_locks.clear()
 
 
 os.register_at_fork(after_in_child=_forget_locks_after_fork)
 
 
-def try_lock(file: IO[Any], kind: int) -> bool:
-    """Lock a file without waiting. Return False where another process has locked it.
+def try_lock(file: IO[Any] | int, kind: int) -> bool:
+    """Lock an open file or its descriptor without waiting. Return False where another process has locked it.
 
     A file system without locks counts as success: the readers' and writers' other checks must do.
     """

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +149,12 @@ def inspect_folder(folder: str | os.PathLike[str], tag: str | None = None, *, ve
 
 
 def _inspect_all(path: Path) -> list[CheckpointInfo]:
-    if not path.is_dir():
-        return []
-    entries = [entry for entry in path.iterdir() if entry.is_dir()]
-    return sorted((info for entry in entries for info in _inspect_entry(path, entry)), key=_age)
-
-
-def _age(info: CheckpointInfo) -> tuple[int, str, float, str]:
-    """Return the key that orders checkpoints as `CheckpointFolder.tags`, those without a manifest first."""
-    if info.manifest is None:
-        return -1, "", info.modified, info.tag
-    return info.manifest.sequence, info.manifest.saved_at, info.modified, info.tag
+    """Return the checkpoints in the order of `CheckpointFolder.tags`, those without a manifest first."""
+    entries = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    return sorted(
+        (info for entry in entries for info in _inspect_entry(path, entry)),
+        key=lambda info: (info.manifest.sequence if info.manifest else -1, info.saved_at, info.modified, info.tag),
+    )
 
 
 def _inspect_entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
@@ -217,20 +214,13 @@ def _mark_latest(path: Path, checkpoints: list[CheckpointInfo]) -> list[str]:
 def _check_files(checkpoints: list[CheckpointInfo], verify: bool) -> None:
     """Look at every file that a manifest lists, and set the verdicts."""
     checked = [(info, info.manifest) for info in checkpoints if info.manifest is not None]
-    files = [(info, manifest, name) for info, manifest in checked for name in manifest.files]
     total = sum(manifest.nbytes for _, manifest in checked)
     # Reading a file releases the interpreter's lock, so a few threads keep a fast disk busy.
     with progress("checking", total, verify) as report, ThreadPoolExecutor(NUM_THREADS) as threads:
-
-        def problems_of(file: tuple[CheckpointInfo, Manifest, str]) -> list[str]:
-            info, manifest, name = file
-            return find_damage(Path(info.path), manifest, [name], verify=verify, report=report)
-
-        # Results are read in the order of the files, so problems of one checkpoint stay together.
-        for (info, _, _), problems in zip(files, threads.map(problems_of, files), strict=True):
-            info.problems += problems
-    for info, _ in checked:
-        info.verdict = DAMAGED if info.problems else WHOLE if verify else UNCHECKED
+        for info, manifest in checked:
+            look_at = partial(find_damage, Path(info.path), manifest, verify=verify, report=report)
+            info.problems += chain(*threads.map(look_at, ([name] for name in manifest.files)))
+            info.verdict = DAMAGED if info.problems else WHOLE if verify else UNCHECKED
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import xxhash
 from annotated_types import Ge, Le, MinLen
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import is_file_name
 from zeroengine.utils.progress import Report, ignore_progress
@@ -77,24 +78,19 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: It cannot be read, is damaged, or is of a newer format.
     """
-    try:
-        return _parse(path.read_text(encoding="utf-8"))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from None
-    except ValidationError as error:
-        # pydantic lists every wrong field. Three are enough to see what happened.
-        fields = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors()[:3])
-        raise CheckpointError(f"{path} is damaged: wrong or missing are {fields}") from error
-    # Deeply nested JSON exceeds the recursion limit, which is no more than damage to the user.
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged: {reason}") from error
+    with as_checkpoint_errors(f"{path} is damaged", prefix=f"{path} "):
+        try:
+            return _parse(path.read_text(encoding="utf-8"))
+        except ValidationError as error:
+            # pydantic lists every wrong field. Three are enough to see what happened.
+            fields = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors()[:3])
+            raise CheckpointError(f"is damaged: wrong or missing are {fields}") from error
 
 
 def _parse(text: str) -> Manifest:
     tree = json.loads(text)
     if not isinstance(tree, dict):
-        raise ValueError("it is no JSON object")
+        raise CheckpointError("is damaged: it is no JSON object")
     # The format is checked before the checksum and the fields: a newer format may compute or name them differently.
     version = tree.get("format")
     if isinstance(version, int) and version > FORMAT:
@@ -104,12 +100,12 @@ def _parse(text: str) -> Manifest:
     expected = tree.pop(CHECKSUM_KEY, None)
     # Checkpoints of format 1 have no checksum, and remain readable.
     if version != 1 and expected != _checksum_of_tree(tree):
-        raise ValueError("its checksum differs")
+        raise CheckpointError("is damaged: its checksum differs")
     manifest = Manifest.model_validate(tree)
     # A name that leads out of the folder could make a check read any file.
     for name in manifest.files:
         if not is_file_name(name):
-            raise ValueError(f"it lists a file outside of the checkpoint, {name!r}")
+            raise CheckpointError(f"is damaged: it lists a file outside of the checkpoint, {name!r}")
     return manifest
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +87,13 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
         # memory for its state already.
         if manifest is None:
             _load_entries(engine, path, plan, options, check_only=True)
-    undo: list[Callable[[], None]] = []
-    # From here on states change. Every exit below either completes the load or runs the undo actions.
-    try:
+    # From here on states change. Whatever is raised below, also a keyboard interrupt, puts the small state back.
+    with contextlib.ExitStack() as restore_on_error:
         with loading_errors(group):
             if not options.weights_only:
-                # The undo actions exist before the first change, so that a failure halfway through the changes is
-                # undone as well.
-                _record_undo(engine, undo)
+                # All is recorded before the first change, so that a failure halfway through the changes is undone as
+                # well.
+                _put_small_state_back(engine, restore_on_error)
                 _apply_objects(engine, manifest, plan, objects)
         try:
             with loading_errors(group):
@@ -105,65 +103,55 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
                 engine.master_weights.publish()
             with loading_errors(group):
                 _load_by_own_code(tensors, path, plan, objects)
-        # The small state is put back below, but the tensors cannot be. The class of the error says so.
+        # The small state is put back, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
             raise HalfLoadedError(
                 f"{error}. It could be read a moment ago, and part of the engine's states have been overwritten: load "
                 "a checkpoint that is whole before training goes on."
             ) from error
-    # A keyboard interrupt must leave the small state consistent, too.
-    except BaseException:
-        for action in reversed(undo):
-            # The caller's schedule may fail here as well. The first error is the one to report.
-            with contextlib.suppress(Exception):
-                action()
-        raise
-    client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
-    if options.weights_only:
-        return RestoreResult(client_state, {}, {}, plan.same_world, missing)
-    counters = engine.counters if manifest is None else manifest.counters
-    # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
-    if manifest is None and options.optimizer:
-        counters = {"global_steps": _largest_step_count(tensors.optimizer)}
-    prefix = plan.stateful_prefix
-    stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
-    return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
+        restore_on_error.pop_all()
+    counters: dict[str, int] = {}
+    stateful: dict[str, Any] = {}
+    if not options.weights_only:
+        counters = engine.counters if manifest is None else manifest.counters
+        # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
+        if manifest is None and options.optimizer:
+            counters = {"global_steps": _largest_step_count(tensors.optimizer)}
+        prefix = plan.stateful_prefix
+        stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
+    client_state = objects.get(f"{ZEROENGINE_PREFIX}client_state")
+    return RestoreResult(client_state, counters, stateful, plan.same_world, plan.names.model.missing)
 
 
-def _record_undo(engine: EngineState, undo: list[Callable[[], None]]) -> None:
-    """Fill `undo` with actions that put the small state back, to be called from the last to the first."""
+def _put_small_state_back(engine: EngineState, stack: contextlib.ExitStack) -> None:
+    """Let the end of `stack` put the small state back as it is now."""
     optimizer, device = engine.tensors.optimizer, engine.tensors.group.device
+    stack.callback(set_random_states, random_states(device), device)
     # deepcopy is needed, as the state dict may refer to what a load changes in place.
-    random, scaler = random_states(device), copy.deepcopy(engine.scaler.state_dict())
+    stack.callback(engine.scaler.load_state_dict, copy.deepcopy(engine.scaler.state_dict()))
     # A shallow copy of each group keeps references to tensors, whose values are copied separately.
     groups = [dict(group) for group in optimizer.param_groups]
-    tensors = [
-        (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
-    ]
-
-    def restore_groups() -> None:
-        for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
-            # Keys that the load added have to go, so the group is emptied first.
-            group.clear()
-            group.update(saved_group)
-        for value, saved_value in tensors:
-            value.copy_(saved_value)
-
-    undo.append(lambda: set_random_states(random, device))
-    undo.append(lambda: engine.scaler.load_state_dict(scaler))
-    # The actions run in reverse order. So the groups are put back after the schedule, which may write learning rates.
-    undo.append(restore_groups)
-    scheduler = engine.schedule
-    if hasattr(scheduler, "state_dict"):
-        try:
-            schedule = copy.deepcopy(scheduler.state_dict())
-        except Exception:
-            # A state that cannot be copied cannot be put back.
-            return
-        undo.append(lambda: scheduler.load_state_dict(schedule))
+    values = [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]
+    for value in values:
+        stack.callback(value.copy_, value.clone())
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        stack.callback(group.update, saved_group)
+        # Keys that the load added have to go, so the group is emptied first.
+        stack.callback(group.clear)
+    # The stack runs in reverse order. So the groups are put back after the schedule, which may write learning rates.
+    schedule = engine.schedule
+    # A state that cannot be copied cannot be put back.
+    with contextlib.suppress(Exception):
+        stack.callback(_load_quietly, schedule, copy.deepcopy(schedule.state_dict()))
 
 
-@contextmanager
+def _load_quietly(schedule: Any, state: Any) -> None:
+    # The caller's schedule may fail here as well. The first error is the one to report.
+    with contextlib.suppress(Exception):
+        schedule.load_state_dict(state)
+
+
+@contextlib.contextmanager
 def loading_errors(group: Group) -> Iterator[None]:
     """Make any error within, such as one of the caller's schedule, a CheckpointError of all ranks."""
     with (

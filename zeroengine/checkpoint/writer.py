@@ -39,14 +39,12 @@ class _Resources:
     Attributes:
         rank: This rank.
         gloo_group: All ranks. torch's checkpoints exchange what they need over it.
-        future: Of the last save beside training: why it failed, or None.
-        save: The tag and the folder of that save, until its outcome was raised.
+        future: Of the save beside training, until its outcome was raised: why it failed, or None.
     """
 
     rank: int
     gloo_group: dist.ProcessGroup | None = None
     future: Future[str | None] | None = None
-    save: tuple[str, CheckpointFolder] | None = None
 
     def end(self) -> None:
         """End the group, after the save that uses it, and report an error of that save, which no call can raise."""
@@ -58,8 +56,8 @@ class _Resources:
 
     def _report_and_end(self, future: Future[str | None]) -> None:
         error = future.result()
-        if error is not None and self.save is not None and self.rank == 0:
-            log.error("%s", _failure(error, *self.save))
+        if error is not None and self.rank == 0:
+            log.error("%s", error)
         self._end_group()
 
     def _end_group(self) -> None:
@@ -136,7 +134,7 @@ class CheckpointWriter:
             future = executor.submit(write, snapshot.copied(self._copy_memory), ignore_progress)
             future.add_done_callback(report_saved)
             executor.shutdown(wait=False)
-            self._resources.future, self._resources.save = future, (tag, directory)
+            self._resources.future = future
         else:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
@@ -144,7 +142,7 @@ class CheckpointWriter:
                     error = write(snapshot, evicting(report, self._placement.evict))
             self._placement.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
-            self._raise_if_failed(error, tag, directory)
+            self._raise_if_failed(error)
             report_saved()
 
     def wait(self) -> None:
@@ -153,19 +151,18 @@ class CheckpointWriter:
         Raises:
             CheckpointError: On every rank; the save beside training failed.
         """
-        resources = self._resources
-        if resources.save is not None and resources.future is not None:
-            # The field is cleared first: an error must be raised once, and the next save may go on.
-            (tag, directory), resources.save = resources.save, None
-            with self._group.long_wait(f"save {tag}"):
-                error = resources.future.result()
-            self._raise_if_failed(error, tag, directory)
+        if self._resources.future is not None:
+            with self._group.long_wait("save a checkpoint"):
+                error = self._resources.future.result()
+            # An error must be raised once, and the next save may go on.
+            self._resources.future = None
+            self._raise_if_failed(error)
 
-    def _raise_if_failed(self, error: str | None, tag: str, directory: CheckpointFolder) -> None:
+    def _raise_if_failed(self, error: str | None) -> None:
         # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
         errors = list(filter(None, self._group.all_gather_object(error, "to save a checkpoint")))
         if errors:
-            raise CheckpointError(_failure(errors[0], tag, directory))
+            raise CheckpointError(errors[0])
 
     def close(self) -> None:
         """Finish, and end what only saves need."""
@@ -183,10 +180,6 @@ class CheckpointWriter:
             for directory in self._directories.values():
                 directory.close()
             self._directories.clear()
-
-
-def _failure(error: str, tag: str, directory: CheckpointFolder) -> str:
-    return f"checkpoint {tag} in {directory.path} was not saved: {error}. The checkpoints before it are as they were."
 
 
 def _write(
@@ -211,7 +204,7 @@ def _write(
         report: Takes the number of bytes written since its last call.
 
     Returns:
-        Why the save failed on any rank; None where it succeeded.
+        The message of the error on any rank; None where the save succeeded.
     """
     reason: str | None = None
     try:
@@ -236,7 +229,9 @@ def _write(
                 directory.abandon(writing)
             raise
         reason = failure_reason(error)
+    if reason is None:
+        return None
     # Only rank 0 removes the directory, which all ranks share.
-    if reason is not None and group.rank() == 0:
+    if group.rank() == 0:
         directory.abandon(writing)
-    return reason
+    return f"checkpoint {tag} in {directory.path} was not saved: {reason}. The checkpoints before it are as they were."
