@@ -53,10 +53,10 @@ def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], w
 
 def readable(name: str) -> str:
     """``optimizer.state.head.weight.exp_avg`` as ``head.weight exp_avg``, as in ``whole_state``."""
-    if name == "model.seen":
+    if name == "seen":
         return "buffer seen"
-    if name.startswith("model."):
-        return name.removeprefix("model.")
+    if not name.startswith("optimizer.state."):
+        return name
     return " ".join(name.removeprefix("optimizer.state.").rsplit(".", 1))
 
 

@@ -377,12 +377,13 @@ def weights_alone(root: Path, crc: bool) -> None:
 
 
 @pytest.mark.parametrize("crc", [True, False])
-def test_a_checkpoint_of_weights_alone_is_checked_as_a_whole(crc: bool, tmp_path: Path) -> None:
+def test_a_changed_weight_is_noticed_by_whichever_checksums_there_are(crc: bool, tmp_path: Path) -> None:
     run_ranks(2, weights_alone, tmp_path / "runs", crc)
     export(tmp_path / "runs", tmp_path / "out")
-    file = tmp_path / "runs" / "step-0" / "__1_0.distcp"
-    flip(file, file.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp has been changed: its checksum differs"):
+    piece = items(tmp_path / "runs" / "step-0", "model.weight")[-1]
+    flip(tmp_path / "runs" / "step-0" / piece.file, piece.start + piece.length // 2)
+    checksum = "the checksum of model.weight" if crc else "its checksum"
+    with pytest.raises(CheckpointError, match=rf"{piece.file} has been changed: {checksum} differs"):
         export(tmp_path / "runs", tmp_path / "other")
 
 

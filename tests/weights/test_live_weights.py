@@ -277,7 +277,11 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(stage: i
     bad("f.safetensors", "f.safetensors cannot be read, or is damaged", lambda path: path.write_bytes(cut))
     bomb = {"norm.bias": torch.ones(24), "x": Bomb(tmp_path / "ran")}
     bad("g.pt", "g.pt holds posix.mkdir, which is no tensor: loading it could run", lambda path: torch.save(bomb, path))
-    bad("h.bin", "h.bin is not what torch.save has written", lambda path: path.write_bytes(pickle.dumps(bomb)))
+    bad(
+        "h.bin",
+        "h.bin cannot be read, or is damaged: RuntimeError: mmap",
+        lambda path: path.write_bytes(pickle.dumps(bomb)),
+    )
     torch.save(state, tmp_path / "whole.pt")
     half = (tmp_path / "whole.pt").read_bytes()
     bad("i.pt", "i.pt cannot be read, or is damaged", lambda path: path.write_bytes(half[: len(half) // 2]))
@@ -322,7 +326,7 @@ def other_refusals(root: Path) -> list[str]:
     ]
     messages = []
     for weights in given:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(ZeroEngineError) as caught:
             engine.load_weights(weights)
         messages.append(str(caught.value).replace(str(root), "."))
         assert equal(values(engine), before)
@@ -340,8 +344,8 @@ def test_ranks_that_do_not_agree_are_told(tmp_path: Path) -> None:
         "./runs holds checkpoints: engine.load_checkpoint('./runs', weights_only=True) loads the weights of one",
         "rank 0 has no weights. It is the one whose state dict is loaded",
         "rank 0 has no weights. It is the one whose state dict is loaded",
-        "rank 0 has a state dict and rank 1 a path: give all the same",
-        "rank 0 has a path and rank 1 none: give all the same",
+        "weights is 'a state dict' on rank 0 and './weights.safetensors' on rank 1. Every rank must pass the same.",
+        "weights is './weights.safetensors' on rank 0 and 'a state dict' on rank 1. Every rank must pass the same.",
         "rank 1 finds other tensors in its files than rank 0",
         "load_weights() takes a file, a folder or a state dict, found int",
         "the state dict holds a tensor of layout torch.sparse_coo: weights are dense, as tensor.to_dense() gives",
@@ -436,7 +440,7 @@ def test_a_failed_save_is_told_on_every_rank_and_leaves_what_was_there(tmp_path:
         "./file is a file: weights are written to a folder",
         "dtype int8: write fp32, bf16, fp16",
         "shard size many: write a size such as 5GB",
-        "./out was not written: No space left on device",
+        "./out was not written: the disk is full",
     ]
     for messages in run_ranks(2, fails_to_save, tmp_path):
         for wanted, message in zip(expected, messages, strict=True):
@@ -459,8 +463,7 @@ def read_cut_files(root: Path) -> list[str]:
 
 def test_a_disk_that_fails_under_a_mapped_file_of_weights_is_an_error_and_no_signal(tmp_path: Path) -> None:
     assert run_ranks(1, read_cut_files, tmp_path)[0] == [
-        f"{tmp_path / 'w.safetensors'} is cut short",
-        f"{tmp_path / 'w.pt'} cannot be read: Input/output error",
+        f"{tmp_path / name} cannot be read: Input/output error" for name in ("w.safetensors", "w.pt")
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry, momentum_name
+from zeroengine.checkpoint.entries import OPTIMIZER, StateEntries, StateEntry, pieces_of_run
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
@@ -19,12 +19,12 @@ from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.partition.boxes import Box
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.model_state import ModelState, read_model_state
+from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.unit import Unit
 
@@ -52,19 +52,14 @@ class EngineTensors:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters, which may be released, and the persistent buffers by their own names."""
-        units = self.units
-        own: dict[str, torch.Tensor] = {
-            slot.name: param for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)
-        }
+        own: dict[str, torch.Tensor] = {}
+        for unit in self.units:
+            own |= zip((slot.name for slot in unit.layout.slots), unit.params, strict=True)
         return own | dict(self._persistent_buffers())
 
-    def saved_names(self, state: ModelState | None = None) -> SavedNames:
-        """Return the names that parameters and buffers have in checkpoints and weights. Call it on every rank.
-
-        Args:
-            state: What ``model.state_dict()`` holds, if it is known.
-        """
-        state = state or read_model_state(self.module, self.units, self.gatherer)
+    def saved_names(self) -> SavedNames:
+        """Return the names that parameters and buffers have in checkpoints and weights. Call it on every rank."""
+        state = read_model_state(self.module, self.units, self.gatherer)
         own_names = {tensor: name for name, tensor in self.own_tensors().items()}
         keys: dict[str, list[str]] = {}
         computed: dict[str, Any] = {}
@@ -74,7 +69,8 @@ class EngineTensors:
                 computed[plain_name(raw_key)] = value
             else:
                 keys.setdefault(own, []).append(plain_name(raw_key))
-        return SavedNames(state, keys, computed)
+        aliases = self._aliases() | {key: own for own, own_keys in keys.items() for key in own_keys}
+        return SavedNames(state, keys, computed, aliases)
 
     def load_by_own_code(self, names: SavedNames, computed: Mapping[str, Any], where: str) -> None:
         """Give the model's own ``load_state_dict()`` the values that are no parameters or buffers.
@@ -95,7 +91,7 @@ class EngineTensors:
         keys = {raw_key: plain_name(raw_key) for raw_key in names.state.values}
         load.run(names.state.like({raw: values[key] for raw, key in keys.items() if key in values}), where)
 
-    def aliases(self) -> dict[str, str]:
+    def _aliases(self) -> dict[str, str]:
         """Return the further own names of tied parameters and shared buffers, with the first name of each."""
         first_names: dict[int, str] = {}
         aliases: dict[str, str] = {}
@@ -107,6 +103,10 @@ class EngineTensors:
                     aliases[name] = first
         return aliases
 
+    def trainable_names(self) -> set[str]:
+        """Return the own names of the parameters that the optimizer updates."""
+        return {slot.name for shard in self.optimizer.shards for slot in shard.unit.layout.slots}
+
     def frozen_names(self) -> list[str]:
         """Return the own names of the parameters that were frozen at ``initialize``."""
         return [slot.name for unit in self.units if not unit.trainable for slot in unit.layout.slots]
@@ -114,7 +114,7 @@ class EngineTensors:
     def computed_entries(self, names: SavedNames, *, once: bool) -> StateEntries:
         """Return the tensors that the model's code computes for its state dict. Every rank has them."""
         tensors = {key: value.detach() for key, value in names.computed.items() if isinstance(value, torch.Tensor)}
-        return {MODEL + key: self._whole_entry(tensor, once) for key, tensor in tensors.items()}
+        return {key: self._whole_entry(tensor, once) for key, tensor in tensors.items()}
 
     def model_entries(self, *, once: bool, frozen: bool = True) -> StateEntries:
         """Return the masters, persistent buffers and, where ``frozen``, the frozen parameters."""
@@ -127,21 +127,22 @@ class EngineTensors:
                 values, degree = shards[unit].master, unit.degrees.optimizer
             # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
             for slot in unit.layout.slots:
-                entries[MODEL + slot.name] = StateEntry(slot.shape, values.dtype)
+                entries[slot.name] = StateEntry(slot.shape, values.dtype)
             for span in self._spans(unit, degree, once):
                 slot = unit.layout.slots[span.param_index]
-                entries[MODEL + slot.name].pieces += _boxes_of_span(slot.shape, span, values, span.shard_offset)
+                run = values[span.shard_offset :][: span.numel]
+                entries[slot.name].pieces += pieces_of_run(slot.shape, span.param_offset, run)
         for name, buffer in self._persistent_buffers():
-            entries[MODEL + name] = self._whole_entry(buffer.detach(), once)
+            entries[name] = self._whole_entry(buffer.detach(), once)
         return entries
 
     def _whole_entry(self, tensor: torch.Tensor, once: bool) -> StateEntry:
         # Every rank holds such a tensor in full, so one rank saves it. On a load every rank reads it.
-        box = Box((0,) * tensor.dim(), tuple(tensor.shape), 0)
+        box = Box.whole(tensor.shape)
         return StateEntry(box.sizes, tensor.dtype, [] if once and self.group.rank != 0 else [(box, tensor)])
 
     def optimizer_entries(self, *, once: bool) -> StateEntries:
-        """Return the optimizer's state of each parameter."""
+        """Return the optimizer's state of each parameter, by `optimizer.state.<parameter>.<key>`."""
         entries: StateEntries = {}
         for shard in self.optimizer.shards:
             for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
@@ -150,7 +151,7 @@ class EngineTensors:
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
                     entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
-                    entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
+                    entry.pieces += pieces_of_run(slot.shape, span.param_offset, value[: span.numel])
                 # Every rank that has part of the parameter has its step. The rank with the first element saves it.
                 for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
                     if value.numel() != 1:
@@ -159,7 +160,7 @@ class EngineTensors:
                             "a checkpoint takes states of the parameter's shape, and numbers"
                         )
                     # Some optimizers keep numbers in tensors of one element, whose dimensions are kept.
-                    box = Box((0,) * value.dim(), tuple(value.shape), 0)
+                    box = Box.whole(value.shape)
                     entries[f"{OPTIMIZER}{slot.name}.{key}"] = StateEntry(box.sizes, value.dtype, [(box, value)])
         return entries
 
@@ -172,12 +173,12 @@ class EngineTensors:
             slots, momentum = outer.shard.unit.layout.slots, outer.state.momentum
             # Every rank lists all names, also those of which it has no part.
             for slot in slots:
-                entries[momentum_name(slot.name)] = StateEntry(slot.shape, momentum.dtype)
+                entries[slot.name] = StateEntry(slot.shape, momentum.dtype)
             # The piece is this rank's alone within its replica, and the replicas are equal.
             own_range = self.replicas.share(0, momentum.numel()) if once else None
             for span, place in outer.spans(own_range):
-                slot = slots[span.param_index]
-                entries[momentum_name(slot.name)].pieces += _boxes_of_span(slot.shape, span, momentum, place.start)
+                slot, run = slots[span.param_index], momentum[place.start :][: span.numel]
+                entries[slot.name].pieces += pieces_of_run(slot.shape, span.param_offset, run)
         return entries
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
@@ -219,13 +220,3 @@ class EngineState:
     stateful: Mapping[str, Any]
     placement: Placement
     master_weights: MasterWeights
-
-
-def _boxes_of_span(
-    shape: tuple[int, ...], span: ShardSpan, values: torch.Tensor, offset: int
-) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a span as views of `values` (1-D), where the span's first element is at `offset`."""
-    base = offset - span.param_offset
-    boxes = boxes_of_run(shape, span.param_offset, span.param_offset + span.numel)
-    # A span is a run of the flattened parameter, and DCP stores boxes. One run may need several boxes.
-    return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in boxes]

@@ -15,30 +15,20 @@ because a hook drops them or saves what it computed from them, and the momentum 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.partition.boxes import Box
+from zeroengine.partition.boxes import Box, boxes_of_run
 
 MODEL, OPTIMIZER, UNSAVED = "model.", "optimizer.state.", "zeroengine.parameters."
-_OUTER, _MOMENTUM = "local_steps.", ".momentum"
+OUTER = "local_steps."
 
 
 def momentum_name(parameter: str) -> str:
     """Return the name of a parameter's momentum in the outer step."""
-    return f"{_OUTER}{parameter}{_MOMENTUM}"
-
-
-def is_momentum(name: str) -> bool:
-    """Return whether ``name`` is one of ``momentum_name``."""
-    return name.startswith(_OUTER) and name.endswith(_MOMENTUM)
-
-
-def momentum_parameter(name: str) -> str:
-    """Return the parameter of a name of ``momentum_name``."""
-    return name.removeprefix(_OUTER).removesuffix(_MOMENTUM)
+    return f"{OUTER}{parameter}.momentum"
 
 
 @dataclass
@@ -60,13 +50,21 @@ class StateEntry:
         """The size of this rank's boxes in bytes."""
         return sum(tensor.nbytes for _, tensor in self.pieces)
 
+    def parts(self, start: int, stop: int) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield what this rank has of the elements [start, stop) of the flattened tensor: boxes, with their values."""
+        for box, tensor in self.pieces:
+            for part in boxes_of_run(self.shape, max(start, box.start), min(stop, box.start + box.numel)):
+                yield part, part_of_box(tensor, box.offsets, part.offsets, part.sizes)
+
 
 StateEntries = dict[str, StateEntry]
 
 
-def without_prefix(entries: StateEntries) -> StateEntries:
-    """Return entries of parameters and buffers by the names that they have in the model."""
-    return {name.removeprefix(MODEL): entry for name, entry in entries.items()}
+def pieces_of_run(shape: tuple[int, ...], first: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a run of a flattened tensor, each as a view of `values` (1-D), whose first element it has."""
+    # DCP stores boxes, and one run may need several.
+    boxes = boxes_of_run(shape, first, first + values.numel())
+    return [(box, values[box.start - first :][: box.numel].view(box.sizes)) for box in boxes]
 
 
 def part_of_box(

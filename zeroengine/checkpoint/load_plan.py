@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, is_momentum, momentum_name
+from zeroengine.checkpoint.entries import OUTER, StateEntries, StateEntry, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
@@ -100,7 +100,7 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
     # A load fills every element that this rank holds, also the copies that another rank saved.
     model = tensors.model_entries(once=False)
     saved_names = tensors.saved_names()
-    aliases = tensors.aliases() | saved_names.own_names()
+    aliases = saved_names.aliases
     names = CheckpointNames(metadata, model, aliases, saved_names.computed)
     match = names.model
     if options.strict and manifest is not None and manifest.left_out:
@@ -131,7 +131,7 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
         # ones.
         if same_world:
             wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
-    entries = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
+    entries = {stored: model[name] for name, stored in names.model.stored_names.items()}
     computed = [names.model.prefix + key for key in saved_names.computed]
     wanted += computed
     # These tensors have no memory in the engine, and every rank takes the whole values.
@@ -144,22 +144,18 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
 
 
 def _own_memory(tensor: StoredTensor) -> StateEntry:
-    box = Box((0,) * len(tensor.shape), tensor.shape, 0)
     values = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
-    return StateEntry(tensor.shape, values.dtype, [(box, values)])
+    return StateEntry(tensor.shape, values.dtype, [(Box.whole(tensor.shape), values)])
 
 
 def _plan_outer(tensors: EngineTensors, names: CheckpointNames, path: Path) -> StateEntries:
     """Return the momentum of the outer step that the checkpoint has, by its names there."""
-    own, outer = tensors.outer_entries(once=False), {}
-    for name, stored in names.model.stored_names.items():
-        entry = own.get(momentum_name(name))
-        stored_momentum = momentum_name(stored.removeprefix(names.model.prefix))
-        if entry is not None and stored_momentum in names.metadata.tensors:
-            outer[stored_momentum] = entry
+    own, stored_names, prefix = tensors.outer_entries(once=False), names.model.stored_names, names.model.prefix
+    candidates = {momentum_name(stored.removeprefix(prefix)): own.get(name) for name, stored in stored_names.items()}
+    outer = {name: entry for name, entry in candidates.items() if entry is not None and name in names.metadata.tensors}
     if tensors.group.rank == 0 and own and not outer:
         log.warning("%s has no momentum of an outer step (local_steps.outer): it starts from zero", path)
-    if tensors.group.rank == 0 and not own and any(is_momentum(name) for name in names.metadata.tensors):
+    if tensors.group.rank == 0 and not own and any(name.startswith(OUTER) for name in names.metadata.tensors):
         log.warning(
             '%s has the momentum of an outer step, which is not loaded: it belongs to "local_steps" with "outer": '
             '"nesterov"',
@@ -184,8 +180,7 @@ def _without_left_out(
         CheckpointError: Such a parameter is trained here, or has no values that it could keep.
     """
     absent = {aliases.get(name, name) for name in left_out}.intersection(match.missing)
-    trainable = {slot.name for shard in tensors.optimizer.shards for slot in shard.unit.layout.slots}
-    unset = {name for unit in tensors.units for name in unit.originals.unset}
+    trainable, unset = tensors.trainable_names(), {name for unit in tensors.units for name in unit.originals.unset}
     for names, state, advice in (
         (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
         (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),

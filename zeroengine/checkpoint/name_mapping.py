@@ -137,33 +137,25 @@ class CheckpointNames:
     """
 
     def __init__(
-        self,
-        metadata: DcpMetadata,
-        entries: StateEntries,
-        aliases: Mapping[str, str],
-        computed: Collection[str] = (),
+        self, metadata: DcpMetadata, entries: StateEntries, aliases: Mapping[str, str], computed: Collection[str]
     ) -> None:
         self.metadata = metadata
-        shapes = {name.removeprefix(MODEL): entry.shape for name, entry in entries.items()}
+        shapes = {name: entry.shape for name, entry in entries.items()}
         stored_shapes = {name: tensor.shape for name, tensor in metadata.tensors.items()}
         # What a hook computed may be stored under the name of a parameter, which is stored elsewhere then.
-        unsaved = {name: UNSAVED + name for name in shapes if UNSAVED + name in stored_shapes}
-        matched = {name: shape for name, shape in shapes.items() if name not in unsaved}
-        match = match_names(stored_shapes, matched, aliases, default_prefix=MODEL)
+        unsaved = {MODEL + name: UNSAVED + name for name in shapes if UNSAVED + name in stored_shapes}
+        stored_shapes |= {name: stored_shapes[unsaved_name] for name, unsaved_name in unsaved.items()}
+        match = match_names(stored_shapes, shapes, aliases, default_prefix=MODEL)
+        stored_names = {name: unsaved.get(stored, stored) for name, stored in match.stored_names.items()}
         self.model = replace(
             match,
-            stored_names=match.stored_names | unsaved,
+            stored_names=stored_names,
             shape_problems=match.shape_problems
-            + [
-                f"{name} has shape {stored_shapes[stored]} there and {shapes[name]} here"
-                for name, stored in unsaved.items()
-                if stored_shapes[stored] != shapes[name]
-            ]
             # A complex number as a real one, or a float as an integer, would be another value.
             + [
                 f"{name} is {metadata.tensors[stored].dtype} there and {str(dtype).removeprefix('torch.')} here"
-                for name, stored in (match.stored_names | unsaved).items()
-                if not torch.can_cast(torch_dtype(metadata.tensors[stored].dtype), dtype := entries[MODEL + name].dtype)
+                for name, stored in stored_names.items()
+                if not torch.can_cast(torch_dtype(metadata.tensors[stored].dtype), dtype := entries[name].dtype)
             ],
             # DCP stores nothing of a tensor without elements.
             missing=[name for name in match.missing if 0 not in shapes[name]],

@@ -21,11 +21,7 @@ LEARNING_RATES = ("lr", "initial_lr")
 
 
 def check_param_groups(
-    tensors: EngineTensors,
-    manifest: Manifest,
-    path: Path,
-    keys: Collection[str] | None,
-    aliases: Mapping[str, str],
+    tensors: EngineTensors, manifest: Manifest, path: Path, keys: Collection[str] | None, aliases: Mapping[str, str]
 ) -> None:
     """Check that a checkpoint's groups can be put into the optimizer.
 
@@ -49,7 +45,7 @@ def check_param_groups(
             f"{len(own)}. Make as many groups, or load with weights_only=True."
         )
     # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
-    trainable = {slot.name for shard in tensors.optimizer.shards for slot in shard.unit.layout.slots}
+    trainable = tensors.trainable_names()
     if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
         sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
         raise CheckpointError(

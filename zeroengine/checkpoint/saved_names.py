@@ -10,16 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroengine.checkpoint.entries import (
-    MODEL,
-    OPTIMIZER,
-    UNSAVED,
-    StateEntries,
-    is_momentum,
-    momentum_name,
-    momentum_parameter,
-)
-from zeroengine.checkpoint.name_mapping import split_state_name
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, UNSAVED
 from zeroengine.runtime.model_state import ModelState
 
 
@@ -31,29 +22,23 @@ class SavedNames:
         state: What ``model.state_dict()`` holds.
         keys: By own name of a parameter or buffer, the keys that hold it. Without any it is in no state dict.
         computed: The other values by key.
+        aliases: The own name of a parameter or buffer, by its keys and its other names in the model.
     """
 
     state: ModelState
     keys: Mapping[str, list[str]]
     computed: Mapping[str, Any]
-
-    def own_names(self) -> dict[str, str]:
-        """Return the own name of the parameter or buffer that each key holds."""
-        return {key: own for own, keys in self.keys.items() for key in keys}
+    aliases: Mapping[str, str]
 
     def first(self, own: str) -> str:
         """Return the first key of a parameter or buffer; its own name if the state dict does not hold it."""
         return self.keys.get(own, [own])[0]
 
-    def renamed(self, entries: StateEntries) -> StateEntries:
-        """Return entries under the names that they have in a checkpoint."""
-        return {self._in_checkpoint(name): entry for name, entry in entries.items()}
+    def in_checkpoint(self, own: str) -> str:
+        """Return the name that a parameter or buffer has in a checkpoint."""
+        return MODEL + self.first(own) if own in self.keys else UNSAVED + own
 
-    def _in_checkpoint(self, name: str) -> str:
-        if name.startswith(MODEL):
-            own = name.removeprefix(MODEL)
-            return MODEL + self.first(own) if own in self.keys else UNSAVED + own
-        if is_momentum(name):
-            return momentum_name(self.first(momentum_parameter(name)))
-        own, key = split_state_name(name) or ("", "")
+    def state_in_checkpoint(self, name: str) -> str:
+        """Return the name that optimizer state, ``optimizer.state.<own name>.<key>``, has in a checkpoint."""
+        own, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         return f"{OPTIMIZER}{self.first(own)}.{key}"

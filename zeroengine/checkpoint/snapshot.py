@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import random
@@ -10,14 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
 from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
@@ -118,11 +116,13 @@ def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Sn
         "left_out": [] if frozen else [key for own in tensors.frozen_names() for key in names.keys.get(own, [own])],
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
-    entries = tensors.model_entries(once=True, frozen=frozen) | tensors.optimizer_entries(once=True)
-    entries |= tensors.outer_entries(once=True)
-    entries = names.renamed(entries)
+    model = tensors.model_entries(once=True, frozen=frozen)
+    entries = {names.in_checkpoint(own): entry for own, entry in model.items()}
+    state, outer = tensors.optimizer_entries(once=True), tensors.outer_entries(once=True)
+    entries |= {names.state_in_checkpoint(name): entry for name, entry in state.items()}
+    entries |= {momentum_name(names.first(own)): entry for own, entry in outer.items()}
     if frozen:
-        entries |= tensors.computed_entries(names, once=True)
+        entries |= {MODEL + key: entry for key, entry in tensors.computed_entries(names, once=True).items()}
     # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
     # models.
     aliases = {MODEL + key: MODEL + keys[0] for keys in names.keys.values() for key in keys[1:]}
@@ -132,8 +132,7 @@ def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Sn
 def named_param_groups(tensors: EngineTensors) -> list[dict[str, Any]]:
     """Return the optimizer's groups, with the own names of parameters."""
     # Objects have no meaning in a file, so parameters are stored by name.
-    units = tensors.units
-    names = {param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)}
+    names = {param: name for name, param in tensors.own_tensors().items()}
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[param] for param in group["params"]]}
@@ -179,12 +178,8 @@ def stateful_name(name: str, rank: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of zeroengine and torch; a checkout that is not installed has none."""
-    installed = {}
-    for name in ("zeroengine", "torch"):
-        with contextlib.suppress(PackageNotFoundError):
-            installed[name] = version(name)
-    return installed
+    """Return the versions of zeroengine and torch."""
+    return {"zeroengine": sys.modules["zeroengine"].__version__, "torch": str(torch.__version__)}
 
 
 def storable(description: str, value: Any) -> Any:

@@ -65,7 +65,7 @@ def export(argv: list[str] | None = None) -> int:
 
     # The checkpoint and the output are checked here without torch, too. The export checks them again under its lock.
     path, _ = find_checkpoint(options.dir, options.tag)
-    OutputFolder(options.out).check(force=options.force, apart_from=[path])
+    OutputFolder(options.out).check(force=options.force, apart_from=path)
 
     import torch
 

@@ -22,6 +22,11 @@ class Box:
     sizes: tuple[int, ...]
     start: int  # offset of its first element within the flattened tensor
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape), 0)
+
     @property
     def numel(self) -> int:
         """Elements of the box."""

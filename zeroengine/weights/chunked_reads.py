@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import zipfile
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import xxhash
 
 from zeroengine.checkpoint.dcp_metadata import FileWindow, StoredPiece
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import Report
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
 # A chunk has so many bytes, a multiple of every dtype's size.
 CHUNK = 1 << 22
-# So many buffers of one chunk each are in use.
-NUM_BUFFERS = 4
 # The system is asked to read so many bytes beforehand.
 READAHEAD = 1 << 24
 
+T = TypeVar("T")
 # Takes some of a piece's elements: the piece, the index of the first of them, and their values (1-D), which are valid
 # until it returns.
 TakeValues = Callable[[StoredPiece, int, torch.Tensor], None]
@@ -68,8 +68,8 @@ def locate(path: Path, pieces: Iterable[StoredPiece]) -> list[LocatedPiece]:
 
 
 def read_pieces(
-    path: Path, pieces: Iterable[LocatedPiece], take_values: TakeValues, report: Report, *, check: str
-) -> str | None:
+    path: Path, pieces: Iterable[LocatedPiece], take_values: TakeValues, report: Report, *, verify: bool
+) -> None:
     """Read the elements of pieces, all in the file `path`.
 
     Args:
@@ -77,45 +77,49 @@ def read_pieces(
         pieces: The pieces, in the order of their positions.
         take_values: Takes the elements.
         report: Takes the number of bytes read since its last call.
-        check: "file" reads all of the file for its checksum; "pieces" compares the checksums of the pieces; "nothing".
-
-    Returns:
-        The file's XXH3 checksum, where it is asked for.
+        verify: Compare the checksums of the pieces.
 
     Raises:
         CheckpointError: The file is cut short, or the checksum of a piece differs.
     """
-    total = xxhash.xxh3_64() if check == "file" else None
-    crc, item = 0, bytearray()
     # Python's own buffer would copy every chunk once more.
     with open(path, "rb", buffering=0) as file:
-        ranges = _ranges_to_read(pieces, path.stat().st_size if total is not None else None)
-        for (located, start, stop), data in _read_ahead(file, path, ranges, total):
-            report(len(data))
-            # Bytes between the pieces are read only for the checksum of the file.
-            if located is None:
-                continue
-            is_last = stop == located.start + located.nbytes
-            # An item of an unusual kind can only be read as a whole by torch.load, so its chunks are collected.
-            if located.dtype is None:
-                item += data
-                if is_last:
-                    take_values(located.piece, 0, _load_item(item, located.piece))
-                    item = bytearray()
-                continue
-            first = (start - located.start) // located.dtype.itemsize
-            take_values(located.piece, first, torch.frombuffer(data, dtype=located.dtype))
-            if check == "pieces":
-                # The checksum of a piece runs over its chunks, and starts anew with each piece.
-                crc = zlib.crc32(data, 0 if start == located.start else crc)
-                # A checksum of 0 means that none was stored.
-                if is_last and located.crc and crc != located.crc:
-                    raise CheckpointError(f"{path} has been changed: the checksum of {located.piece.name} differs")
-    return None if total is None else total.hexdigest()
+        for piece, first, values in _read_ahead(_chunks(file, path, pieces, verify)):
+            take_values(piece, first, values)
+            report(values.nbytes)
 
 
-# A piece, or None for bytes between pieces, and the first byte and the end of one chunk of it.
-_Range = tuple["LocatedPiece | None", int, int]
+def _chunks(
+    file: io.FileIO, path: Path, pieces: Iterable[LocatedPiece], verify: bool
+) -> Iterator[tuple[StoredPiece, int, torch.Tensor]]:
+    """Yield the arguments of `TakeValues`. Values are valid until the chunk after the next is asked for."""
+    buffers = itertools.cycle([memoryview(bytearray(CHUNK)) for _ in range(2)])
+    for located in pieces:
+        # An item of an unusual kind can only be read as a whole, by torch.load.
+        if located.dtype is None:
+            yield located.piece, 0, _load_item(path, located.piece)
+            continue
+        crc = 0
+        for offset in range(0, located.nbytes, CHUNK):
+            view, position = next(buffers)[: located.nbytes - offset], located.start + offset
+            read_at(file, path, view, position)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), position + len(view), READAHEAD, os.POSIX_FADV_WILLNEED)
+            crc = zlib.crc32(view, crc) if verify else 0
+            yield located.piece, offset // located.dtype.itemsize, torch.frombuffer(view, dtype=located.dtype)
+        # A checksum of 0 means that none was stored.
+        if verify and located.crc and crc != located.crc:
+            raise CheckpointError(f"{path} has been changed: the checksum of {located.piece.name} differs")
+
+
+def _read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield items. A thread computes the next one while the caller uses the last one."""
+    # Reading and checksums release the interpreter's lock, so they go on while the caller converts values.
+    with ThreadPoolExecutor(1, "zeroengine-read") as reader:
+        pending = reader.submit(next, items, None)
+        while (item := pending.result()) is not None:
+            pending = reader.submit(next, items, None)
+            yield item
 
 
 def read_at(file: io.FileIO, path: Path, buffer: memoryview, position: int) -> None:
@@ -130,54 +134,6 @@ def read_at(file: io.FileIO, path: Path, buffer: memoryview, position: int) -> N
         if not count:
             raise CheckpointError(f"{path} is cut short")
         buffer, position = buffer[count:], position + count
-
-
-def _ranges_to_read(pieces: Iterable[LocatedPiece], size: int | None) -> Iterator[_Range]:
-    """Yield the chunks of each piece and, where `size` is given, of what lies between and behind them, in order."""
-    runs: list[_Range] = []
-    end = 0
-    for located in pieces:
-        runs += [(None, end, located.start), (located, located.start, located.start + located.nbytes)]
-        end = located.start + located.nbytes
-    runs.append((None, end, size or 0))
-    for located_run, start, stop in runs:
-        if located_run is not None or size is not None:
-            for first in range(start, stop, CHUNK):
-                yield located_run, first, min(first + CHUNK, stop)
-
-
-def _read_ahead(
-    file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any
-) -> Iterator[tuple[_Range, memoryview]]:
-    """Yield each range with its bytes, which are valid until the next one is asked for.
-
-    A thread reads and hashes the next ranges meanwhile. There are no more buffers than ranges under way, plus the one
-    that the caller uses.
-    """
-    buffers = [memoryview(bytearray(CHUNK)) for _ in range(NUM_BUFFERS)]
-    pending: deque[tuple[_Range, Future[memoryview]]] = deque()
-
-    def fill(view: memoryview, position: int) -> memoryview:
-        # Filling a buffer releases the interpreter's lock, so reading goes on while the caller converts values.
-        read_at(file, path, view, position)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), position + len(view), READAHEAD, os.POSIX_FADV_WILLNEED)
-        # The hash runs in this thread, in the order of the file, for the ranges are submitted in that order.
-        if total is not None:
-            total.update(view)
-        return view
-
-    with ThreadPoolExecutor(1, "zeroengine-read") as reader:
-        for i, range_ in enumerate(ranges):
-            # The buffer of the oldest range is reused only after the caller has come back for the next one.
-            if len(pending) == NUM_BUFFERS - 1:
-                first, filled = pending.popleft()
-                yield first, filled.result()
-            _, start, stop = range_
-            pending.append((range_, reader.submit(fill, buffers[i % NUM_BUFFERS][: stop - start], start)))
-        while pending:
-            first, filled = pending.popleft()
-            yield first, filled.result()
 
 
 # -- Where an item keeps its elements -------------------------------------------------------------
@@ -233,13 +189,15 @@ def _locate(item: FileWindow, piece: StoredPiece) -> LocatedPiece:
     return LocatedPiece(piece, piece.start, None)
 
 
-def _load_item(item: bytearray, piece: StoredPiece) -> torch.Tensor:
+def _load_item(path: Path, piece: StoredPiece) -> torch.Tensor:
     """Return the elements (1-D) of a whole item.
 
     Raises:
-        CheckpointError: It is not the tensor that the metadata says.
+        CheckpointError: It is not the tensor that the metadata says, or cannot be read.
     """
-    tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
+    with as_checkpoint_errors(f"{path} cannot be read"), open(path, "rb") as file:
+        item: Any = FileWindow(file, piece.start, piece.length)
+        tensor = torch.load(item, map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
         raise CheckpointError(f"{piece.file} does not hold what it is said to of {piece.name}")
     return tensor.detach().contiguous().view(-1)

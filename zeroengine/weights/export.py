@@ -18,7 +18,6 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import (
     METADATA,
-    ByteRange,
     DcpMetadata,
     StoredPiece,
     StoredTensor,
@@ -27,21 +26,21 @@ from zeroengine.checkpoint.dcp_metadata import (
     read_metadata,
 )
 from zeroengine.checkpoint.directory import CheckpointFolder, tag_of
+from zeroengine.checkpoint.entries import MODEL
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.inspect import find_checkpoint
-from zeroengine.checkpoint.manifest import Manifest, checksum_of_file, find_damage
+from zeroengine.checkpoint.manifest import Manifest, find_damage
 from zeroengine.checkpoint.name_mapping import split_state_name, torch_dtype
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.listed import listed
-from zeroengine.utils.progress import Report, progress
-from zeroengine.weights.chunked_reads import TakeValues, locate, read_pieces
+from zeroengine.utils.progress import progress
+from zeroengine.weights.chunked_reads import LocatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
 log = logging.getLogger("zeroengine")
 
-MODEL = "model."
 # The names that a warning shows.
 NUM_SHOWN = 3
 
@@ -97,7 +96,6 @@ def export(
         OSError: Reading or writing failed.
     """
     dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
-    target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
     path, manifest = find_checkpoint(folder, tag)
     # The lock keeps a training job that goes on from removing the checkpoint in the middle of the export.
     with CheckpointFolder(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
@@ -108,7 +106,7 @@ def export(
                 "engine.save_weights(directory), with trainable_only=True for an adapter alone."
             )
         output = OutputFolder(out)
-        output.check(force=force, apart_from=[path])
+        output.check(force=force, apart_from=path)
         if manifest is not None and verify:
             # The metadata says where everything lies, so it is verified before anything is read by it.
             _check_file(path, METADATA, manifest, verify=True)
@@ -126,18 +124,24 @@ def export(
         # Tied names refer to the same bytes, which are written once.
         stored_names = [stored for stored in names if stored not in tied]
         specs = {
-            names[stored]: TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype)).cast(target_dtype)
+            names[stored]: TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype))
             for stored in stored_names
         }
         # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.
-        layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, max_bytes)
+        layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, dtype_name, max_bytes)
         files = _files_to_read(path, metadata, stored_names, manifest, verify=verify)
-        _write(files, names, layout, output, f"exporting {path.name}")
+        _write(files, names, layout, output, f"exporting {path.name}", verify=verify)
     return ExportResult(output.path, path, len(layout.sizes), len(specs), len(tied), layout.nbytes)
 
 
 def _write(
-    files: Sequence[_CheckpointFile], names: Mapping[str, str], layout: FileLayout, output: OutputFolder, label: str
+    files: Mapping[Path, Sequence[LocatedPiece]],
+    names: Mapping[str, str],
+    layout: FileLayout,
+    output: OutputFolder,
+    label: str,
+    *,
+    verify: bool,
 ) -> None:
     """Write the weights in `files` to a folder: all of them, or nothing."""
     writer = SafetensorsWriter(output.begin(layout.nbytes), layout)
@@ -145,13 +149,14 @@ def _write(
     def take_values(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
         writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
 
+    total = sum(located.nbytes for pieces in files.values() for located in pieces)
     try:
         writer.create()
         # The files are synced before the rename, so that a power cut cannot leave a folder with the final name and
-        # empty files.
-        with writer.synced(), progress(label, sum(file.nbytes for file in files)) as report:
-            for file in files:
-                file.read(take_values, report)
+        # empty files. They are read one after the other, which disks and network file systems serve fastest.
+        with writer.synced(), progress(label, total) as report:
+            for path, pieces in files.items():
+                read_pieces(path, pieces, take_values, report, verify=verify)
         output.commit()
     # Also an interrupted export must not leave its partial files on the disk.
     except BaseException:
@@ -161,23 +166,34 @@ def _write(
 
 def _files_to_read(
     path: Path, metadata: DcpMetadata, stored_names: Iterable[str], manifest: Manifest | None, *, verify: bool
-) -> list[_CheckpointFile]:
-    """Return the files that hold weights, in the order of their names."""
-    pieces: defaultdict[str, list[StoredPiece]] = defaultdict(list)
+) -> dict[Path, list[LocatedPiece]]:
+    """Return the weights in each file, in the order of the files' names."""
+    pieces_of: defaultdict[str, list[StoredPiece]] = defaultdict(list)
     for stored in stored_names:
         for piece in metadata.tensors[stored].pieces:
             # DCP can compress items by extensions. The bytes of such an item are not those of the tensor.
             if piece.transforms:
                 raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
-            pieces[piece.file].append(piece)
+            pieces_of[piece.file].append(piece)
     # All files are looked at before the first of them is read, which may take minutes.
     if manifest is not None and verify:
-        for name in pieces:
+        for name in pieces_of:
             _check_file(path, name, manifest)
-    # Files are read one after the other, which disks and network file systems serve fastest.
-    return [
-        _CheckpointFile(path / name, pieces[name], metadata.items[name], manifest, verify) for name in sorted(pieces)
-    ]
+    files = {}
+    for name, pieces in sorted(pieces_of.items()):
+        with as_checkpoint_errors(f"{path / name} cannot be read"):
+            files[path / name] = located = locate(path / name, pieces)
+            if manifest is None or not verify:
+                continue
+            # Each item has a checksum in the file itself, which is compared when the item is read, so optimizer state
+            # need not be read. These would also agree in a file that another checkpoint has under the same name, which
+            # the digest tells apart. Without them all of the file is read once more.
+            digest = manifest.files[name].items
+            if digest is None or not all(item.crc or not item.nbytes for item in located):
+                _check_file(path, name, manifest, verify=True)
+            elif digest != digest_of_items(path / name, metadata.items[name]):
+                raise CheckpointError(f"{path / name} has been changed: its checksum differs")
+    return files
 
 
 def _weight_names(
@@ -229,59 +245,3 @@ def _check_file(path: Path, name: str, manifest: Manifest, *, verify: bool = Fal
     # A size that differs shows a truncated copy without reading the file.
     for problem in find_damage(path, manifest, [name], verify=verify):
         raise CheckpointError(problem)
-
-
-def _changed_error(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} has been changed: its checksum differs")
-
-
-class _CheckpointFile:
-    """A file of the checkpoint, and the weights in it.
-
-    Where weights are most of the file, all of it is read and its checksum compared. Otherwise the checksums are
-    compared that the weights' items have in the file itself: they are slower, but optimizer state need not be read.
-    These would also agree in a file that another checkpoint has under the same name, which the manifest's digest of
-    the items tells apart.
-
-    Attributes:
-        nbytes: The number of bytes to read.
-    """
-
-    def __init__(
-        self, path: Path, pieces: list[StoredPiece], items: list[ByteRange], manifest: Manifest | None, verify: bool
-    ) -> None:
-        self._path = path
-        with as_checkpoint_errors(f"{path} cannot be read"):
-            self._pieces, size = locate(path, pieces), path.stat().st_size
-        self._expected = None if manifest is None else manifest.files[path.name].xxh3
-        num_wanted = sum(piece.nbytes for piece in self._pieces)
-        self._check = "pieces" if verify else "nothing"
-        if manifest is not None and verify:
-            digest = manifest.files[path.name].items
-            all_have_checksums = all(piece.crc or not piece.nbytes for piece in self._pieces)
-            # Reading all of the file costs little more where weights are most of it, and its checksum covers more.
-            if digest is None or 2 * num_wanted >= size or not all_have_checksums:
-                self._check = "file"
-            elif digest != digest_of_items(path, items):
-                raise _changed_error(path)
-        self.nbytes = size if self._check == "file" else num_wanted
-
-    def read(self, take_values: TakeValues, report: Report) -> None:
-        """Read the weights.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
-        try:
-            checksum = read_pieces(self._path, self._pieces, take_values, report, check=self._check)
-        except (OSError, CheckpointError):
-            # These errors have a message of their own.
-            raise
-        except Exception as error:
-            # Any other error comes from bytes that make no sense. The checksum tells a damaged file from a mistake in
-            # the reader.
-            if self._expected is not None and checksum_of_file(self._path) != self._expected:
-                raise _changed_error(self._path) from error
-            raise CheckpointError(f"{self._path} cannot be read: {type(error).__name__}: {error}") from error
-        if self._check == "file" and checksum != self._expected:
-            raise _changed_error(self._path)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from zeroengine.checkpoint.engine_state import EngineTensors
-from zeroengine.checkpoint.entries import StateEntries, StateEntry, without_prefix
+from zeroengine.checkpoint.entries import StateEntries, StateEntry
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
-from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.listed import listed
@@ -64,41 +64,40 @@ def save(
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
         arguments["names"] = patterns = sorted_patterns(names, call)
-        state = read_model_state(tensors.module, tensors.units, tensors.gatherer)
-        chosen = choose_names(state, tensors.units, patterns, trainable_only=trainable_only, call=call)
-        saved_names = tensors.saved_names(state)
+        saved_names = tensors.saved_names()
+        chosen = choose_names(saved_names.state, tensors.units, patterns, trainable_only=trainable_only, call=call)
     # Ranks with other arguments would compute other positions and overwrite each other's values.
     check_same(call, all_arguments)
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
-        target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
         entries, own_tied = _chosen_entries(tensors, saved_names, chosen)
         own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
         plan = plan_for_files(tensors.module, own_specs)
-        specs = {name: own_specs[own_name] for name, own_name in plan.old_names.items()}
-        specs |= {name: spec for converted in plan.groups for name, spec in converted.targets.items()}
         stored_names = {own_name: name for name, own_name in plan.old_names.items()}
         tied = {plan.rename(alias): stored_names[name] for alias, name in own_tied.items() if name in stored_names}
-        layout = plan_files({name: spec.cast(target_dtype) for name, spec in specs.items()}, tied, max_bytes)
+        layout = plan_files(plan.new_specs(own_specs), tied, dtype_name, max_bytes)
         writer = SafetensorsWriter(output.writing, layout)
+        problem = f"{output.path} was not written"
     try:
         # Rank 0 makes the files before any rank writes into them, and renames the folder after all have.
-        with group.collective_errors("to save weights"), _naming_folder(output):
+        with group.collective_errors("to save weights"), as_checkpoint_errors(problem):
             if group.rank == 0:
                 output.check(force=True)
                 output.begin(layout.nbytes)
                 writer.create()
         # The block above ends on all ranks before any of them opens a file that rank 0 makes.
         total = sum(entry.nbytes for entry in entries.values())
-        with group.collective_errors("to save weights"), _naming_folder(output):
+        with group.collective_errors("to save weights"), as_checkpoint_errors(problem):
             # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
             # node's writes on every file system.
             with writer.synced(), progress("saving", total, group.rank == 0) as report:
                 # An error of one rank is raised after the exchanges in the first call, so that no rank waits in one.
                 _write_groups(tensors, writer, entries, plan.groups, report)
-                _write_entries(writer, {name: entries[own] for name, own in plan.old_names.items()}, report)
-        with group.collective_errors("to save weights"), _naming_folder(output):
+                for name, own_name in plan.old_names.items():
+                    for box, tensor in entries[own_name].pieces:
+                        _write_box(writer, name, box, tensor, report)
+        with group.collective_errors("to save weights"), as_checkpoint_errors(problem):
             if group.rank == 0:
                 output.commit()
     except BaseException:
@@ -113,14 +112,14 @@ def _chosen_entries(
     tensors: EngineTensors, names: SavedNames, chosen: Collection[str]
 ) -> tuple[StateEntries, dict[str, str]]:
     """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
-    stored = without_prefix(tensors.model_entries(once=True))
+    stored = tensors.model_entries(once=True)
     entries: StateEntries = {}
     tied: dict[str, str] = {}
     for own, keys in names.keys.items():
         if wanted := [key for key in keys if key in chosen]:
             entries[wanted[0]] = stored[own]
             tied |= dict.fromkeys(wanted[1:], wanted[0])
-    computed = without_prefix(tensors.computed_entries(names, once=True))
+    computed = tensors.computed_entries(names, once=True)
     entries |= {key: entry for key, entry in computed.items() if key in chosen}
     others = [key for key in names.computed if key in chosen and key not in computed]
     if others and tensors.group.rank == 0:
@@ -130,12 +129,6 @@ def _chosen_entries(
             listed(others, NUM_SHOWN),
         )
     return entries, tied
-
-
-def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Report) -> None:
-    for name, entry in entries.items():
-        for box, tensor in entry.pieces:
-            _write_box(writer, name, box, tensor, report)
 
 
 def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Tensor, report: Report) -> None:
@@ -160,21 +153,16 @@ def _write_groups(
     names = [name for group in groups for name in group.sources]
     if not names:
         return
-    own_runs = {name: [(box.start, box.numel) for box, _ in entries[name].pieces] for name in names}
-    runs_of_ranks = tensors.group.all_gather_object(own_runs)
     buffer = torch.empty(CHUNK * max(entries[name].dtype.itemsize for name in names), dtype=torch.uint8)
     buffer = buffer.to(tensors.group.device)
     errors: list[Exception] = []
     turn = 0
     for group in groups:
         for part in range(group.num_parts):
-            boxes = group.boxes(part)
             writer_rank, turn = turn % tensors.group.world_size, turn + 1
-            received: list[torch.Tensor] = []
-            for name, box in boxes:
-                runs = [runs_of_rank[name] for runs_of_rank in runs_of_ranks]
-                values = _receive_box(tensors, entries[name], box, runs, writer_rank, buffer, errors)
-                received += [] if values is None else [values]
+            received = [
+                _gather_box(tensors, entries[name], box, writer_rank, buffer, errors) for name, box in group.boxes(part)
+            ]
             if tensors.group.rank == writer_rank and not errors:
                 with _postponed(errors):
                     for name, (box, values) in group.convert(part, received).items():
@@ -183,47 +171,36 @@ def _write_groups(
         raise errors[0]
 
 
-def _receive_box(
-    tensors: EngineTensors,
-    entry: StateEntry,
-    box: Box,
-    runs_of_ranks: Sequence[Sequence[tuple[int, int]]],
-    receiver: int,
-    buffer: torch.Tensor,
-    errors: list[Exception],
-) -> torch.Tensor | None:
+def _gather_box(
+    tensors: EngineTensors, entry: StateEntry, box: Box, receiver: int, buffer: torch.Tensor, errors: list[Exception]
+) -> torch.Tensor:
     """Give one rank all values of a box of a tensor. A collective.
 
     Args:
         tensors: The engine's tensors.
         entry: The tensor, each element on one rank.
         box: The box, whose elements are contiguous in the flattened tensor.
-        runs_of_ranks: Of each rank's boxes, the first element within the flattened tensor and the number of elements.
         receiver: The rank that returns the values.
         buffer: The memory that values travel through, of the bytes of a chunk.
         errors: Takes errors of this rank.
 
     Returns:
-        The values, on the CPU; None on the other ranks.
+        The values, on the CPU; without elements on the other ranks.
     """
-    rank = tensors.group.rank
-    whole = torch.empty(box.numel, dtype=entry.dtype, device="cpu") if rank == receiver else None
-    for owner, runs in enumerate(runs_of_ranks):
-        for index, (start, numel) in enumerate(runs):
-            stop = min(start + numel, box.start + box.numel)
-            for first in range(max(start, box.start), stop, CHUNK):
-                last = min(first + CHUNK, stop)
-                values = buffer[: (last - first) * entry.dtype.itemsize].view(entry.dtype)
-                if rank == owner:
-                    with _postponed(errors):
-                        chunk = entry.pieces[index][1].reshape(-1)[first - start : last - start]
-                        populate(chunk)
-                        values.copy_(chunk)
-                # Bytes are broadcast, because not every backend knows every dtype.
-                tensors.group.broadcast(values.view(torch.uint8), owner)
-                if whole is not None:
-                    whole[first - box.start : last - box.start].copy_(values)
-    return None if whole is None else whole.view(box.sizes)
+    is_receiver = tensors.group.rank == receiver
+    whole = torch.empty(box.numel if is_receiver else 0, dtype=entry.dtype, device="cpu")
+    for first in range(box.start, box.start + box.numel, CHUNK):
+        stop = min(first + CHUNK, box.start + box.numel)
+        values = buffer[: (stop - first) * entry.dtype.itemsize].view(entry.dtype).zero_()
+        with _postponed(errors):
+            for part, own_values in entry.parts(first, stop):
+                populate(own_values)
+                values[part.start - first :][: part.numel].view(part.sizes).copy_(own_values)
+        # Each byte comes from one rank, and is 0 on the others.
+        tensors.group.all_reduce(values.view(torch.uint8))
+        if is_receiver:
+            whole[first - box.start : stop - box.start].copy_(values)
+    return whole.view(box.sizes) if is_receiver else whole
 
 
 @contextlib.contextmanager
@@ -233,11 +210,3 @@ def _postponed(errors: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         errors.append(error)
-
-
-@contextlib.contextmanager
-def _naming_folder(output: OutputFolder) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{output.path} was not written: {error.strerror or error}") from error

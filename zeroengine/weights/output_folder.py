@@ -6,10 +6,11 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from zeroengine.checkpoint.directory import sync_path
+from zeroengine.checkpoint.failures import as_checkpoint_errors
+from zeroengine.checkpoint.folder_lock import try_lock
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 
@@ -45,12 +46,12 @@ class OutputFolder:
         self._replaced = self.path.with_name(f".{self.path.name}.replaced")
         self._lock: int | None = None
 
-    def check(self, *, force: bool, apart_from: Iterable[Path] = ()) -> None:
+    def check(self, *, force: bool, apart_from: Path | None = None) -> None:
         """Check that the folder can be written.
 
         Args:
             force: Replace the weights in it.
-            apart_from: Directories that must be neither within it nor around it.
+            apart_from: A directory that must be neither within it nor around it.
 
         Raises:
             CheckpointError: It cannot be written, or exists already and is not to be replaced.
@@ -60,9 +61,9 @@ class OutputFolder:
         # A mount point cannot be renamed.
         if os.path.ismount(self.path):
             raise CheckpointError(f"{self.path} is a mount point: name a folder in it")
-        for other in apart_from:
+        if apart_from is not None:
             # Replacing a folder around the checkpoint would move the checkpoint away while it is read.
-            other = Path(os.path.realpath(other))
+            other = Path(os.path.realpath(apart_from))
             if self.path == other or self.path in other.parents or other in self.path.parents:
                 raise CheckpointError(
                     f"{self.path} and the checkpoint {other} are one in the other: name a folder apart"
@@ -78,17 +79,13 @@ class OutputFolder:
         Raises:
             CheckpointError: Another process is writing it, or the disk has fewer than `nbytes` bytes free.
         """
-        try:
+        with as_checkpoint_errors(f"{self.path} cannot be written"):
             self.writing.mkdir(parents=True, exist_ok=True)
             # The lock is on the directory itself, so it needs no file, and it ends with the process.
             self._lock = os.open(self.writing, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(self._lock, fcntl.LOCK_EX):
             self._unlock()
-            raise CheckpointError(f"another process is writing {self.path}") from None
+            raise CheckpointError(f"another process is writing {self.path}")
         # A writer that died may have left files. The lock shows that no other process is writing them.
         for entry in self.writing.iterdir():
             entry.unlink()

@@ -8,7 +8,7 @@ import pickle
 import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
-from zeroengine.weights.chunked_reads import read_at
-from zeroengine.weights.huggingface_format import DTYPE_NAMES, TensorSpec
+from zeroengine.weights.huggingface_format import TensorSpec
 
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Scripts often keep the weights under one of these names among other things.
 WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
@@ -47,6 +45,10 @@ class WeightSource:
     tensors: dict[str, TensorSpec]
     read: Callable[[str, Box], torch.Tensor] = field(repr=False)
     others: dict[str, Any] | None = None
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Return a copy of a tensor, on the CPU."""
+        return self.read(name, Box.whole(self.tensors[name].shape)).to("cpu", copy=True)
 
 
 def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
@@ -187,73 +189,45 @@ def _of_file(path: Path) -> WeightSource:
 
 
 def _safetensors(path: Path) -> WeightSource:
-    """Return the tensors of a file, which is read and not mapped: a failing disk under a mapped file is a SIGBUS."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="pt"):
-            # Opening it checks its header, and that the file is as long as the header says.
-            pass
-        file = open(path, "rb", buffering=0)
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        specs = {name: TensorSpec(tuple(info["shape"]), DTYPES[info["dtype"]]) for name, info in header.items()}
-    except KeyError as error:
-        raise CheckpointError(f"{path} has tensors of dtype {error}: weights are not read from it") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-
-    def read(name: str, box: Box) -> torch.Tensor:
-        dtype = specs[name].dtype
-        values = torch.empty(box.numel, dtype=dtype, device="cpu")
-        # The values follow the eight bytes of the length and the header.
-        position = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
-        try:
-            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), position)  # type: ignore[arg-type]
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        return values.view(box.sizes)
-
-    return WeightSource(str(path), specs, read)
+    with as_checkpoint_errors(f"{path} cannot be read, or is damaged"), safe_open(path, framework="pt") as file:
+        # The tensors are views of the mapped file, so that only the boxes that are read take memory.
+        source = _mapped_source({name: file.get_tensor(name) for name in file.keys()}, path)
+    # This kind of file holds tensors alone.
+    return replace(source, others=None)
 
 
 def _pickled(path: Path) -> WeightSource:
-    try:
-        # The file is mapped, so that only the boxes that are read take memory. `weights_only` refuses pickles that
-        # could run code.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        kind = f"{match[1]}, which is no tensor" if match is not None else "more than tensors"
-        raise CheckpointError(
-            f"{path} holds {kind}: loading it could run code, so it is refused. Where you trust it, load it yourself, "
-            "and save its state dict again, best as .safetensors."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read, or is damaged: {error.strerror or error}") from error
-    except Exception as error:
-        if "mmap can only be used" in str(error):
+    with as_checkpoint_errors(f"{path} cannot be read, or is damaged"):
+        try:
+            # The file is mapped, so that only the boxes that are read take memory. `weights_only` refuses pickles that
+            # could run code.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            match = re.search(r"GLOBAL (\S+)", str(error))
+            kind = f"{match[1]}, which is no tensor" if match is not None else "more than tensors"
             raise CheckpointError(
-                f"{path} is not what torch.save has written since torch 1.6, or is damaged. An older one converts by "
-                "torch.save(torch.load(file, weights_only=True), file)."
+                f"{path} holds {kind}: loading it could run code, so it is refused. Where you trust it, load it "
+                "yourself, and save its state dict again, best as .safetensors."
             ) from error
-        raise CheckpointError(f"{path} cannot be read, or is damaged: {str(error).splitlines()[0]}") from error
     # A dict without tensors may be a wrapper around the weights.
     if isinstance(state, Mapping) and not any(isinstance(value, torch.Tensor) for value in state.values()):
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
+    return _mapped_source(state, path)
+
+
+def _mapped_source(state: Mapping[str, Any], path: Path) -> WeightSource:
+    """Return the tensors of a mapped file."""
     source = of_state_dict(state, str(path))
-    return WeightSource(
-        source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path), source.others
-    )
 
+    def read(name: str, box: Box) -> torch.Tensor:
+        values = source.read(name, box)
+        # A failing disk would be a SIGBUS when the values are used.
+        with as_checkpoint_errors(f"{path} cannot be read"):
+            populate_pages(values)
+        return values
 
-def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return part of a mapped file once it is in memory: a failing disk would be a SIGBUS when it is used."""
-    try:
-        populate_pages(tensor)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    return tensor
+    return replace(source, read=read)

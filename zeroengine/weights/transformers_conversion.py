@@ -21,7 +21,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +54,11 @@ class ConversionPlan:
     old_names: dict[str, str]
     groups: list[TensorGroup]
     rename: Callable[[str], str]
+
+    def new_specs(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Return the shapes and dtypes of the new layout, from those of the old one."""
+        renamed = {name: specs[old_name] for name, old_name in self.old_names.items()}
+        return renamed | {name: spec for group in self.groups for name, spec in group.targets.items()}
 
 
 class TensorGroup:
@@ -122,7 +127,7 @@ class TensorGroup:
         """Return what a part is computed from: boxes of tensors by name, in the order that `convert` takes values."""
         if self._has_rows_of_sources:
             return [(name, _row(spec.shape, part)) for name, spec in self._specs.items()]
-        return [(name, _whole(self._specs[name].shape)) for names in self._names_of(part).values() for name in names]
+        return [(name, Box.whole(self._specs[name].shape)) for names in self._names_of(part).values() for name in names]
 
     def convert(self, part: int, values: Iterable[torch.Tensor]) -> dict[str, BoxValues]:
         """Return a part of the group, as values of boxes of the tensors in `targets`.
@@ -135,7 +140,7 @@ class TensorGroup:
             results = self._run(self._names_of(part), values).values()
         # The conversion numbers the rows that it splits from 0, and lists those of each target together.
         names = list(self.targets)[part :: self.num_parts] if self._has_rows_of_sources else list(self.targets)
-        box_of = functools.partial(_row, index=part) if self._has_rows_of_targets else _whole
+        box_of = functools.partial(_row, index=part) if self._has_rows_of_targets else Box.whole
         return {name: (box_of(self.targets[name].shape), value) for name, value in zip(names, results, strict=True)}
 
     def parts_of(self, box: Box) -> range:
@@ -161,10 +166,6 @@ def _keep_rows(operations: Sequence[Any]) -> bool:
     """Return whether operations treat every index of the first dimension alike and apart."""
     library = _library("core_model_loading")
     return all(isinstance(op, (library.Concatenate, library.Chunk)) and op.dim > 0 for op in operations)
-
-
-def _whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape), 0)
 
 
 def _row(shape: Sequence[int], index: int) -> Box:
@@ -319,9 +320,7 @@ def as_model_names(source: WeightSource, module: nn.Module, own_names: Collectio
         raise CheckpointError(f"{source.where} is another model's: {error}") from error
     if plan is None:
         return source
-    tensors = {name: source.tensors[old] for name, old in plan.old_names.items()}
-    tensors |= {name: spec for group in plan.groups for name, spec in group.targets.items()}
-    return WeightSource(source.where, tensors, _ConvertedReads(source, plan).read, source.others)
+    return replace(source, tensors=plan.new_specs(source.tensors), read=_ConvertedReads(source, plan).read)
 
 
 class _ConvertedReads:
