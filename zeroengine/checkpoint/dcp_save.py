@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +41,10 @@ from zeroengine.checkpoint.compact_items import CompactTransforms
 from zeroengine.checkpoint.dcp_metadata import METADATA, ByteRange, digest_of_items
 from zeroengine.checkpoint.entries import StateEntries
 from zeroengine.checkpoint.manifest import FileRecord
-from zeroengine.disk.mapped_memory import populate
+from zeroengine.disk.mapped_memory import populate, populate_pages
 from zeroengine.disk.sequential_files import DirectFile, SyncedFile, create
 from zeroengine.partition.boxes import Box
 from zeroengine.utils.progress import Report
-
-ReadPiece = Callable[[str, Box, torch.Tensor], None]
 
 
 def save_files(
@@ -56,7 +54,6 @@ def save_files(
     aliases: Mapping[str, str],
     group: dist.ProcessGroup | None,
     report: Report,
-    read_piece: ReadPiece | None = None,
 ) -> dict[str, FileRecord]:
     """Write every rank's entries and objects into the new directory `path`. A collective.
 
@@ -67,7 +64,6 @@ def save_files(
         aliases: Further names, and the entries that they stand for.
         group: The ranks that write; None where this process alone does.
         report: Takes the number of bytes written since its last call.
-        read_piece: Fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
         What the manifest records of the files that this rank wrote, by name.
@@ -75,7 +71,7 @@ def save_files(
     writer = _DcpWriter(path, aliases, report)
     # DCP copies the next items ahead by default, and would hold several pieces in memory.
     writer.per_thread_copy_ahead = 0
-    planner = _SavePlanner(entries, objects, read_piece)
+    planner = _SavePlanner(entries, objects)
     # Without a process group DCP warns about its own argument, which is passed on purpose.
     if group is None:
         with warnings.catch_warnings():
@@ -131,9 +127,7 @@ class _HashingFileSystem(FileSystem):
                 yield hashed
             except Exception as error:
                 # torch.save raises an error of its own after a failed write. The failed write is the reason.
-                if hashed.error is not None and error is not hashed.error:
-                    raise hashed.error from error
-                raise
+                raise hashed.error or error  # noqa: B904
         # A file that failed gets no checksum, so it cannot appear in a manifest.
         self.checksums[Path(path).name] = hashed.hash.hexdigest()
 
@@ -161,13 +155,11 @@ class _DcpWriter(FileSystemWriter):
         results = super().write_data(plan, planner)
         self._hashing.known_bytes = 0
         written = {result.index: result.storage_data for result in results.value()}
-        for i, result in enumerate(results.value()):
-            if (first := self._compact.repeated.get(result.index)) is not None:
-                results.value()[i] = replace(result, storage_data=written[first])
         # Where an item lies is known only after it was written, since its size depends on torch.save.
         items: defaultdict[str, list[ByteRange]] = defaultdict(list)
-        for result in results.value():
-            info = result.storage_data
+        for i, result in enumerate(results.value()):
+            info = written[self._compact.repeated.get(result.index, result.index)]
+            results.value()[i] = replace(result, storage_data=info)
             items[info.relative_path].append(ByteRange(info.offset, info.length))
         for name, ranges in items.items():
             # The digest is computed from the written file, so it also shows that the file can be read back.
@@ -225,10 +217,10 @@ def _with_shared_objects(metadata: Metadata, results: list[WriteResult]) -> list
 class _SavePlanner(DefaultSavePlanner):
     """Plans the items of this rank's entries and objects, and gives their values. See "Memory while saving"."""
 
-    def __init__(self, entries: StateEntries, objects: Mapping[str, Any], read_piece: ReadPiece | None) -> None:
+    def __init__(self, entries: StateEntries, objects: Mapping[str, Any]) -> None:
         # Names are flat already, and DCP would otherwise split them at the dots.
         super().__init__(flatten_state_dict=False)
-        self._entries, self._objects, self._read_piece = entries, objects, read_piece
+        self._entries, self._objects = entries, objects
         self._pieces: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
         # This is the memory of the last piece that was copied.
         self._copy_memory: mmap.mmap | None = None
@@ -257,15 +249,11 @@ class _SavePlanner(DefaultSavePlanner):
         populate(tensor)
         # A piece without gaps is written where it lies. Copying it would take memory and time for nothing.
         if tensor.is_cpu and tensor.is_contiguous():
+            # It may also be in another mapped file, such as one that is imported.
+            populate_pages(tensor)
             return _with_own_storage(tensor)
         copy = self._allocate(tensor.dtype, box)
-        # A state on disk is represented by a meta tensor and is read only now, so at most one piece is in memory.
-        if tensor.is_meta:
-            assert self._read_piece is not None
-            self._read_piece(index.fqn, box, copy)
-        else:
-            copy.copy_(tensor.detach())
-        return copy
+        return copy.copy_(tensor.detach())
 
     def _allocate(self, dtype: torch.dtype, box: Box) -> torch.Tensor:
         """Return memory for a piece, and give back that of the piece before, which has been written."""

@@ -142,12 +142,9 @@ def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, fo
     Raises:
         CheckpointError: It cannot be made, or holds files that would be lost.
     """
-    out, source = (
-        Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)),
-        Path(source).expanduser(),
-    )
+    out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
     # Links are resolved, so that one folder cannot pass as two.
-    out_path, source_path = Path(os.path.realpath(out)), Path(os.path.realpath(source))
+    out_path, source_path = Path(os.path.realpath(out)), Path(os.path.realpath(source.expanduser()))
     if out_path == source_path or out_path in source_path.parents or source_path in out_path.parents:
         raise CheckpointError(f"{out} and {source} are one in the other: name a folder apart")
     if out.exists() and not out.is_dir():

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroengine.checkpoint.dcp_save import ReadPiece, save_files
+from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.deepspeed.checkpoint_files import check_out, files_of, find_checkpoint
 from zeroengine.checkpoint.deepspeed.converted_state import ConvertedState
 from zeroengine.checkpoint.deepspeed.optimizer_states import NOT_DEEPSPEED
@@ -65,16 +65,15 @@ def import_checkpoint(
     out = check_out(out, directory, force=force)
     with as_checkpoint_errors(f"{source} {NOT_DEEPSPEED}"):
         state = ConvertedState(files)
-        entries = {name: tensor.entry() for name, tensor in state.tensors.items()}
-        snapshot = Snapshot(entries, state.objects(), state.aliases, state.about())
+        snapshot = Snapshot(state.tensors, state.objects(), state.aliases, state.about())
     # DeepSpeed allows any text as a tag, and zeroengine only names of folders that are safe.
     tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
-    manifest = _write(snapshot, out, tag, lambda name, box, into: state.tensors[name].read(box, into))
-    num_tensors = sum(name.startswith(MODEL) for name in entries)
+    manifest = _write(snapshot, out, tag)
+    num_tensors = sum(name.startswith(MODEL) for name in state.tensors)
     return ImportResult(out / tag, source, manifest, num_tensors, len(snapshot.aliases), state.notes)
 
 
-def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Manifest:
+def _write(snapshot: Snapshot, out: Path, tag: str) -> Manifest:
     # `force` may replace a checkpoint of zeroengine, and never anything else of the user's.
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
@@ -85,7 +84,7 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Ma
         directory.open()
         writing = directory.begin(tag, snapshot.nbytes)
         with progress(f"importing {tag}", snapshot.nbytes) as report:
-            files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read_piece)
+            files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report)
         manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
         directory.commit(writing, manifest, None)
         return manifest

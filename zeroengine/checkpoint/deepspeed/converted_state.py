@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -23,13 +22,11 @@ from zeroengine.checkpoint.deepspeed.optimizer_states import (
     states_of_parameter,
 )
 from zeroengine.checkpoint.deepspeed.pickled_files import load_pickled_file
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry, pieces_of_run
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.snapshot import storable, versions
-from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
-from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 
 # DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
@@ -53,57 +50,32 @@ OPTIMIZER_BY_KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class ScatteredTensor:
-    """A tensor, and the runs of its elements as they lie in the files.
+def _entry(shape: tuple[int, ...], runs: Sequence[tuple[int, torch.Tensor]]) -> StateEntry:
+    """Return a tensor in pieces of `PIECE` bytes at most.
 
-    Attributes:
+    Args:
+        shape: Its shape.
         runs: The index of each run's first element within the flattened tensor, and its elements (1-D), in order.
     """
+    entry = StateEntry(shape, runs[0][1].dtype)
+    for first, run in runs:
+        for values in run.split(PIECE // run.dtype.itemsize):
+            entry.pieces += pieces_of_run(shape, first, values)
+            first += values.numel()
+    return entry
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    runs: list[tuple[int, torch.Tensor]]
 
-    @classmethod
-    def from_slices(
-        cls, shape: tuple[int, ...], slices: Sequence[ParameterSlice], vectors: Sequence[torch.Tensor]
-    ) -> ScatteredTensor:
-        """Return the tensor whose elements are `slices` of `vectors`."""
-        spans = [slice_.span for slice_ in slices]
-        runs = [
-            (span.param_offset, vector[span.shard_offset : span.shard_offset + span.numel])
-            for span, vector in zip(spans, vectors, strict=True)
-        ]
-        return cls(shape, vectors[0].dtype, runs)
+def _entry_of_slices(
+    shape: tuple[int, ...], slices: Sequence[ParameterSlice], vectors: Sequence[torch.Tensor]
+) -> StateEntry:
+    """Return the tensor whose elements are `slices` of `vectors`."""
+    both = zip(slices, vectors, strict=True)
+    return _entry(shape, [(part.first, vector[part.offset :][: part.numel]) for part, vector in both])
 
-    @classmethod
-    def from_tensor(cls, value: torch.Tensor) -> ScatteredTensor:
-        """Return a tensor that lies in one file."""
-        return cls(tuple(value.shape), value.dtype, [(0, value.detach().flatten())])
 
-    def entry(self) -> StateEntry:
-        """Return the entry without values, in pieces of `PIECE` bytes at most, and of whole rows where these fit."""
-        numel, row, most = math.prod(self.shape), math.prod(self.shape[1:]), PIECE // self.dtype.itemsize
-        # Pieces of whole rows give one box each. Other cuts would give up to three.
-        step = most // row * row if 0 < row <= most else most
-        starts = range(0, numel, step)
-        boxes = [box for first in starts for box in boxes_of_run(self.shape, first, min(first + step, numel))]
-        # Meta tensors stand for the values, which are read only when a piece is written.
-        pieces = [(box, torch.empty(box.sizes, dtype=self.dtype, device="meta")) for box in boxes]
-        return StateEntry(self.shape, self.dtype, pieces)
-
-    def read(self, box: Box, into: torch.Tensor) -> None:
-        """Copy a box of the tensor from the files."""
-        start, stop = box.start, box.start + box.numel
-        for first, run in self.runs:
-            # Both bounds are relative to the run. A run outside of the box gives an empty part.
-            part = run[max(start - first, 0) : max(stop - first, 0)]
-            if part.numel():
-                offset = max(first - start, 0)
-                # The files are mapped, and reading a page that the disk cannot deliver would be SIGBUS.
-                populate_pages(part)
-                into.view(-1)[offset : offset + part.numel()] = part
+def _entry_of_tensor(value: torch.Tensor) -> StateEntry:
+    """Return a tensor that lies in one file."""
+    return _entry(tuple(value.shape), [(0, value.detach().flatten())])
 
 
 class ConvertedState:
@@ -145,14 +117,14 @@ class ConvertedState:
 
     # -- Tensors ----------------------------------------------------------------------------------
 
-    def _collect_tensors(self) -> dict[str, ScatteredTensor]:
+    def _collect_tensors(self) -> dict[str, StateEntry]:
         """Return every tensor, tied ones once."""
-        tensors: dict[str, ScatteredTensor] = {}
+        tensors: dict[str, StateEntry] = {}
         shapes = {name: tuple(shape) for named in self._model["param_shapes"] for name, shape in named.items()}
         for name, shape in shapes.items():
             places = self._places[name]
             values = [self._states[place.rank].weights[place.vector] for place in places]
-            tensors[_model_name(name)] = ScatteredTensor.from_slices(shape, places, values)
+            tensors[_model_name(name)] = _entry_of_slices(shape, places, values)
         # Trained parameters come first, so that a 16-bit copy in the model's state dict does not replace the fp32
         # weights.
         for name, tensor in (*self._frozen(), *self._buffers()):
@@ -167,14 +139,14 @@ class ConvertedState:
             with as_checkpoint_errors(f"{self._path} {NOT_DEEPSPEED}", prefix=f"{self._path} "):
                 state = states_of_parameter(self._states, name, self._places[name])
             for key, values in state.items():
-                tensor = ScatteredTensor.from_tensor(values[0])
+                tensor = _entry_of_tensor(values[0])
                 # A step count is one number for the parameter, although each rank has a copy of it.
                 if values[0].dim():
-                    tensor = ScatteredTensor.from_slices(shape, self._places[name], values)
+                    tensor = _entry_of_slices(shape, self._places[name], values)
                 tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = tensor
         return tensors
 
-    def _frozen(self) -> Iterator[tuple[str, ScatteredTensor]]:
+    def _frozen(self) -> Iterator[tuple[str, StateEntry]]:
         """Yield the parameters that no optimizer holds, as they are: there is no fp32 copy of them."""
         shapes = self._model.get("frozen_param_shapes")
         # At stage 1 the frozen parameters are those of the model's state dict that nothing else explains.
@@ -182,22 +154,21 @@ class ConvertedState:
             explained = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
             for name, value in self._model["module"].items():
                 if name not in explained and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-                    yield name, ScatteredTensor.from_tensor(value)
+                    yield name, _entry_of_tensor(value)
         for name, shape in (shapes or {}).items():
             # A parameter without elements has nothing to store.
             if math.prod(shape) == 0:
                 continue
             fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
             # At stage 2 there is one fragment with all elements.
-            spans = cut(math.prod(shape), 0, len(fragments))
-            places = [ParameterSlice(rank, 0, span) for rank, span in spans]
-            if any(fragments[place.rank].numel() < place.span.numel for place in places):
+            places = list(cut(math.prod(shape), 0, 0, len(fragments)))
+            if any(fragments[place.rank].numel() < place.numel for place in places):
                 raise CheckpointError(f"{self._path} lacks part of the frozen parameter {name}")
             if not all(fragment.is_floating_point() for fragment in fragments):
                 raise CheckpointError(f"{self._path} holds the frozen parameter {name} quantized: not supported")
-            yield name, ScatteredTensor.from_slices(tuple(shape), places, [fragments[place.rank] for place in places])
+            yield name, _entry_of_slices(tuple(shape), places, [fragments[place.rank] for place in places])
 
-    def _buffers(self) -> Iterator[tuple[str, ScatteredTensor]]:
+    def _buffers(self) -> Iterator[tuple[str, StateEntry]]:
         first_names: dict[Any, str] = {}
         for name in self._model["buffer_names"]:
             value = self._model["module"].get(name)
@@ -207,7 +178,7 @@ class ConvertedState:
             memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
             first_name = first_names.setdefault(memory, name) if value.numel() else name
             if first_name == name:
-                yield name, ScatteredTensor.from_tensor(value)
+                yield name, _entry_of_tensor(value)
             else:
                 self.aliases[_model_name(name)] = _model_name(first_name)
 

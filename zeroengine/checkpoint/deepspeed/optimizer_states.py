@@ -23,7 +23,6 @@ from zeroengine.checkpoint.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.checkpoint.deepspeed.pickled_files import InertObject, load_pickled_file
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
-from zeroengine.partition.layout import ShardSpan
 
 # The end of a message about a file with unexpected content.
 NOT_DEEPSPEED = "is not what DeepSpeed writes at ZeRO stages 1 to 3"
@@ -31,11 +30,18 @@ NOT_DEEPSPEED = "is not what DeepSpeed writes at ZeRO stages 1 to 3"
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Some elements of a parameter, and the vector of a rank in which they lie."""
+    """Some elements of a parameter, and where they lie in a vector of a rank.
+
+    Attributes:
+        first: The index of the first of them within the flattened parameter.
+        offset: Its index within the vector.
+    """
 
     rank: int
     vector: int
-    span: ShardSpan
+    first: int
+    offset: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -180,18 +186,18 @@ def locate_parameters(
         for (name, shape), gap in zip(shapes_by_name.items(), gaps, strict=True):
             numel = math.prod(shape)
             if states[0].stage == 3:
-                spans = cut(numel, position, len(states))
+                slices = cut(numel, vector, position, len(states))
                 # Each parameter takes as much space in every rank's vector, padding included.
                 position += -(-numel // len(states))
             else:
-                spans = _cut_row(numel, position, length)
+                slices = _cut_row(numel, vector, position, length)
                 position += numel + gap
-            slices_by_name[name] = [ParameterSlice(rank, vector, span) for rank, span in spans]
+            slices_by_name[name] = list(slices)
             for slice_ in slices_by_name[name]:
                 # Checking before the import begins turns a missing file into an error without a partial output.
                 weights = states[slice_.rank].weights if slice_.rank < len(states) else []
                 num_held = weights[vector].numel() if weights else 0
-                needed = slice_.span.shard_offset + slice_.span.numel
+                needed = slice_.offset + slice_.numel
                 if num_held < needed:
                     raise CheckpointError(
                         f"lacks part of {name}: vector {vector} of rank {slice_.rank} has {num_held} elements and "
@@ -200,24 +206,24 @@ def locate_parameters(
     return slices_by_name
 
 
-def _cut_row(numel: int, start: int, length: int) -> Iterator[tuple[int, ShardSpan]]:
-    """Yield each rank that has part of a parameter, and its span, as stages 1 and 2 cut a row at each `length`."""
+def _cut_row(numel: int, vector: int, start: int, length: int) -> Iterator[ParameterSlice]:
+    """Yield the slice of each rank that has part of a parameter, as stages 1 and 2 cut a row at each `length`."""
     position, stop = start, start + numel
     while position < stop:
         # A parameter may begin in one rank's vector and end in the next one's.
         rank, offset = divmod(position, length)
         size = min(stop - position, length - offset)
-        yield rank, ShardSpan(0, position - start, offset, size)
+        yield ParameterSlice(rank, vector, position - start, offset, size)
         position += size
 
 
-def cut(numel: int, position: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
-    """Yield each rank that has part of a parameter, and its span, as stage 3 cuts it at `position` of its vector."""
+def cut(numel: int, vector: int, position: int, world_size: int) -> Iterator[ParameterSlice]:
+    """Yield the slice of each rank that has part of a parameter, as stage 3 cuts it at `position` of its vector."""
     part = -(-numel // world_size)
     for rank in range(world_size):
         first, stop = rank * part, min((rank + 1) * part, numel)
         if first < stop:
-            yield rank, ShardSpan(0, first, position, stop - first)
+            yield ParameterSlice(rank, vector, first, position, stop - first)
 
 
 # -- The optimizer's state ------------------------------------------------------------------------

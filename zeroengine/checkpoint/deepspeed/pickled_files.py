@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import progress
 from zeroengine.utils.safe_pickle import AllowList, pickle_module
@@ -119,7 +120,7 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointError: The file is damaged, or it holds anything else.
     """
-    try:
+    with as_checkpoint_errors(f"{path} cannot be read, or is damaged", prefix=f"{path}: "):
         with open(path, "rb") as file:
             # Files without this signature are of torch before 1.6, or of a DeepSpeed configuration that asks for the
             # old format.
@@ -132,31 +133,21 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
         return torch.load(
             path, map_location="cpu", pickle_module=pickle_module(DEEPSPEED_ALLOW_LIST), weights_only=False, mmap=is_zip
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} is cut short or damaged: {reason}") from error
 
 
 def _check_archive(path: str | os.PathLike[str]) -> None:
     """Compare the checksum of each entry, which torch does not do.
 
     Raises:
-        CheckpointError: A checksum differs, the archive would unpack to more bytes than it has, or it is a program.
+        CheckpointError: A checksum differs, the archive is compressed, or it is a program.
     """
     with zipfile.ZipFile(path) as archive:
-        entries, size = archive.infolist(), os.path.getsize(path)
+        entries = archive.infolist()
         # torch.load would run a TorchScript program instead of reading values.
         if any(info.filename.endswith("constants.pkl") for info in entries):
             raise CheckpointError("it is a TorchScript program: it is refused")
         if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
             raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
-        # Entries that overlap could make a small file unpack to any number of bytes.
-        if sum(info.file_size for info in entries) > size:
-            raise CheckpointError("it is said to hold more bytes than it has: it is refused")
         # A checksum of 0 means that torch was configured to write none.
         checked = [info for info in entries if info.CRC]
         with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
