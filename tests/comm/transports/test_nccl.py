@@ -105,6 +105,8 @@ def test_a_sum_is_added_once_in_the_dtype_of_what_is_kept() -> None:
 def stalls() -> tuple[str, float]:
     """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
     transport = open_nccl(Group(None, CPU), 2.0, registered=False)
+    # The short timeout also holds for the gather in which rank 1 takes part: by then all ranks are here.
+    dist.barrier(transport.gather.group)
     rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
     transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait_stream()
     message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])
