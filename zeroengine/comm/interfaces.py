@@ -67,6 +67,10 @@ from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
 ChannelName = Literal["gather", "reduce"]
+# The ranks of an operation; None: all ranks, in order.
+Ranks = tuple[int, ...] | None
+# What numbers the slices of an operation, see ``partition.degrees.shard_index``; None: a slice for each rank, in order.
+Levels = tuple[int, ...] | None
 
 
 class Buffer(Protocol):
@@ -175,9 +179,7 @@ class Channel(Protocol):
     ``label`` names the operation's unit for people, and is compared between the ranks.
     """
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Gather the shards of some ranks: ``full[i * n:(i + 1) * n]`` becomes the ``shard`` of ``ranks[i]``.
 
         Args:
@@ -190,12 +192,7 @@ class Channel(Protocol):
         """
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Sum this rank's slice of every rank's ``full`` into ``shard``.
 
@@ -209,12 +206,7 @@ class Channel(Protocol):
         """
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Give each rank its slice of ``sent``: ``received[i * n:(i + 1) * n]`` becomes what ``ranks[i]`` sends here.
 
@@ -251,7 +243,7 @@ class PackedSums(Protocol):
         label: str,
         packing: Packing,
         accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        levels: Levels = None,
     ) -> Work:
         """Sum this rank's slice of every rank's ``full`` into ``target``, as ``Channel.reduce_scatter``. Inexact.
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from zeroengine.comm.comms_log import CommsLog, OperationTotals
-from zeroengine.comm.interfaces import Channel, PackedSums, Transport
+from zeroengine.comm.interfaces import Channel, Levels, PackedSums, Ranks, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.process_finalizer import finalize
@@ -71,30 +71,18 @@ class _LoggedChannel:
     def __init__(self, channel: Channel, recorder: _Recorder) -> None:
         self._channel, self._recorder = channel, recorder
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         return self.issue("all_gather", label, full, lambda: self._channel.all_gather(full, shard, label, ranks))
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         return self.issue(
             "reduce_scatter", label, full, lambda: self._channel.reduce_scatter(shard, full, label, accumulate, levels)
         )
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         exchange = self._channel.all_to_all
         return self.issue("all_to_all", label, received, lambda: exchange(received, sent, label, ranks, levels))
@@ -129,7 +117,7 @@ class _LoggedSums:
         label: str,
         packing: Packing,
         accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        levels: Levels = None,
     ) -> Work:
         reduce = self._sums.reduce_packed
         kind = "all_reduce" if target.numel() == full.numel() else "reduce_scatter"

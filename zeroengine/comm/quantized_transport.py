@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.interfaces import ChannelName, Levels, Ranks, Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
@@ -96,9 +96,7 @@ class QuantizedGather:
         """Bytes of memory that it keeps."""
         return self._memory.nbytes
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Gather what the packets of the ranks' shards hold. ``shard`` is not a part of ``full``, and does not change.
 
         As ``Channel.all_gather``. ``shard`` may have any memory, and may be written on the current stream at once.
@@ -224,30 +222,18 @@ class QuantizedReduce:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Gather exactly."""
         return self._channel.all_gather(full, shard, label, ranks)
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Exchange exactly."""
         return self._channel.all_to_all(received, sent, label, ranks, levels)
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Exchange packets of slices, and add them when the result is awaited."""
         if not (is_quantizable(full.dtype) and is_quantizable(shard.dtype)):
@@ -289,12 +275,7 @@ class QuantizedReduce:
     # -- hops -------------------------------------------------------------------------------------
 
     def _reduce_hops(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool,
-        levels: tuple[int, ...] | None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool, levels: Levels
     ) -> Hops:
         rank, world_size = self._rank, self._world_size
         levels = (world_size,) if levels is None else levels
@@ -340,13 +321,7 @@ class QuantizedReduce:
         self.packing.add(target, gathered, num_slices=len(ranks), accumulate=accumulate)
 
     def _exchange(
-        self,
-        values: torch.Tensor,
-        num_slices: int,
-        label: str,
-        ranks: tuple[int, ...] | None,
-        levels: tuple[int, ...] | None,
-        is_own: bool,
+        self, values: torch.Tensor, num_slices: int, label: str, ranks: Ranks, levels: Levels, is_own: bool
     ) -> tuple[torch.Tensor, Work]:
         """Pack slices and issue their exchange.
 

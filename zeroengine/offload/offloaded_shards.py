@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.interfaces import Ranks, Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
@@ -82,7 +82,7 @@ class OffloadedShards:
         full: torch.Tensor,
         shard: torch.Tensor,
         label: str,
-        ranks: tuple[int, ...] | None = None,
+        ranks: Ranks = None,
         quantized: QuantizedGather | None = None,
     ) -> Work:
         """Start to gather the ranks' shards into ``full``. As ``Channel.all_gather``.

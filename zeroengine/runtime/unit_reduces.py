@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.interfaces import Levels, Transport
 from zeroengine.comm.quantized_transport import QuantizedReduce
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
@@ -167,7 +167,7 @@ class UnitReduces:
         buffer: GradientBuffer,
         target: torch.Tensor,
         flat: torch.Tensor,
-        levels: tuple[int, ...] | None,
+        levels: Levels,
         label: str,
         accumulate: bool,
     ) -> Work:

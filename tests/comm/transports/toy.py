@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, Transport, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, Ranks, ResizableBuffer, Transport, refill
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
@@ -32,21 +32,14 @@ class ToyChannel:
             dist.all_gather([piece.view(torch.uint8) for piece in arrived], sent.view(torch.uint8), group=self._group)
         return list(arrived)
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         arrived = self._send_to_all(shard.clone(), label)
         for target, rank in zip(full.chunk(len(ranks or arrived)), ranks or range(self._size), strict=True):
             target.copy_(arrived[rank])
         return Completed()
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         index = self._rank if levels is None else shard_index(self._rank, levels)
         arrived = self._send_to_all(full, label)
@@ -55,12 +48,7 @@ class ToyChannel:
         return Completed()
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         arrived, ranks = self._send_to_all(sent, label), ranks or tuple(range(self._size))
         targets = received.chunk(len(ranks))

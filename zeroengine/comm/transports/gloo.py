@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, PagedBuffer, Ranks, refill
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
@@ -121,9 +121,7 @@ class GlooChannel:
         self._spare = SparePool()
         self._writers = SumWriters()
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Send this rank's shard to every peer, and receive theirs in place."""
         ranks = ranks or self._all_ranks
         slices = dict(zip(ranks, full.chunk(len(ranks)), strict=True))
@@ -133,12 +131,7 @@ class GlooChannel:
         return self.exchange("gather", label, dict.fromkeys(ranks, shard), slices)
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Send every peer its slice; add the received slices when the work is awaited."""
         slices = list(full.chunk(full.numel() // shard.numel()))
@@ -160,22 +153,13 @@ class GlooChannel:
         return work
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Send every peer its slice."""
         return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, ranks, levels))
 
     def slices_to_exchange(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        ranks: tuple[int, ...] | None,
-        levels: tuple[int, ...] | None,
+        self, received: torch.Tensor, sent: torch.Tensor, ranks: Ranks, levels: Levels
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Return what an all-to-all sends to each rank, and where it receives. This rank's own slice is copied."""
         ranks = ranks or self._all_ranks

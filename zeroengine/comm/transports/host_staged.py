@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, refill
+from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, Levels, Ranks, ResizableBuffer, Transport, refill
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
@@ -28,9 +28,7 @@ class HostStagedChannel:
         # Gathers that write to other memory than the shard that they sent.
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Gather in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(on_host, _copy_to_host(shard), label, ranks)
@@ -42,12 +40,7 @@ class HostStagedChannel:
         return work
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
         # A sum that is accumulated stays in fp32, so that only the total is rounded.
@@ -64,12 +57,7 @@ class HostStagedChannel:
         return work
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Exchange in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(received, received.dtype)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, Ranks, ResizableBuffer, refill
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.watchdog import Watchdog
@@ -167,9 +167,7 @@ class NCCLChannel:
             self._peers[ranks] = Peers(group, None if ranks == ascending else torch.tensor(places, device=self._device))
         return self._peers[ranks]
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Launch an all-gather. Shards that do not lie in the order of their ranks go through a temporary buffer."""
         self.record(f"gather {label}")
         ranks = ranks or self._all_ranks
@@ -189,12 +187,7 @@ class NCCLChannel:
         return Then(self.issue(lambda: _all_gather(arrived, shard, group=group, async_op=True)), put_in_order)
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Launch a reduce-scatter. A sum that must be cast or accumulated goes through a temporary buffer."""
         if levels is not None and levels != (len(self._all_ranks),):
@@ -254,12 +247,7 @@ class NCCLChannel:
         return written
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Launch an all-to-all."""
         assert levels is None, "a sum goes level by level"

@@ -28,6 +28,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
+from zeroengine.comm.interfaces import Levels, Ranks
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -121,9 +122,7 @@ class SharedMemoryChannel:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Post the shard; map or read those of the peers once they have posted them."""
         nbytes, base = shard.nbytes, full.data_ptr()
         pieces = [Piece(rank, 0, base + i * nbytes, nbytes) for i, rank in enumerate(ranks or self._all_ranks)]
@@ -178,12 +177,7 @@ class SharedMemoryChannel:
         return self._issue(work)
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Post ``full``; add all ranks' slices once they have posted theirs."""
         memory = self._memory
@@ -199,12 +193,7 @@ class SharedMemoryChannel:
         return self._issue(work)
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
         memory = self._memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, ResizableBuffer, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, PagedBuffer, Ranks, ResizableBuffer, refill
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Completed, Work
@@ -14,21 +14,14 @@ from zeroengine.utils.work import Completed, Work
 class SingleProcessChannel:
     """See ``interfaces.Channel``. Every operation is complete when it returns."""
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Copy the shard, unless it is the full buffer."""
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Completed()
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Copy or add the only slice."""
         # The only slice is the whole sum. Both operations cast it to the shard's dtype.
@@ -39,12 +32,7 @@ class SingleProcessChannel:
         return Completed()
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Copy the only slice."""
         received.copy_(sent)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zeroengine.comm.host_layout import HostLayout
+from zeroengine.comm.interfaces import Levels, Ranks
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
@@ -57,9 +58,7 @@ class TwoLevelChannel:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: tuple[int, ...] | None = None
-    ) -> Work:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
         """Send the shard to the counterparts; share it, and what comes from them, with the ranks of this host."""
         layout, size = self._layout, self._layout.ranks_per_host
         ranks = ranks or tuple(range(layout.world_size))
@@ -101,24 +100,14 @@ class TwoLevelChannel:
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
     def reduce_scatter(
-        self,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
         """Add slices within the host, then between hosts."""
         levels = (self._layout.world_size,) if levels is None else levels
         return self._reduce(shard, full, label, accumulate, levels)
 
     def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: tuple[int, ...] | None = None,
-        levels: tuple[int, ...] | None = None,
+        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         """Send every rank its slice directly, also the ranks of this host."""
         what = self._begin("exchange", label)
@@ -137,7 +126,7 @@ class TwoLevelChannel:
         label: str,
         packing: Packing,
         accumulate: bool = False,
-        levels: tuple[int, ...] | None = None,
+        levels: Levels = None,
     ) -> Work:
         """Add slices exactly within the host, then between hosts what packets of these sums hold."""
         levels = (self._layout.world_size,) if levels is None else levels
