@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.parametrization import in_turn
 from zeroengine import ops
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import adam
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -239,26 +238,21 @@ def test_torch_gives_pieces_the_bits_of_the_whole_buffer(
     assert_same_bits(whole, pieces)
 
 
-def test_an_error_names_the_wrong_tensor() -> None:
-    def call(**changes: Any) -> None:
-        names = ("param", "grad", "exp_avg", "exp_avg_sq")
-        ops.adam_step(**{**dict.fromkeys(names, torch.zeros(4)), **HYPER, **changes})
-
-    for changes, message in [
-        (dict(grad=torch.zeros(4, dtype=torch.float64)), "grad has dtype torch.float64; it must be torch.float32 or"),
-        (dict(param=torch.zeros(4, dtype=torch.bfloat16)), "param has dtype torch.bfloat16"),
-        (dict(low_precision_param=torch.zeros(4)), "low_precision_param has dtype torch.float32"),
-        (dict(exp_avg=torch.zeros(5)), "exp_avg has 5 elements on cpu, but param has 4"),
-        (dict(exp_avg_sq=torch.zeros(8)[::2]), "pass a 1-D contiguous tensor"),
-        (dict(grad=torch.zeros(2, 2)), "pass a 1-D contiguous tensor"),
-        (dict(step=0), "count steps from 1"),
-        (
-            dict(exp_avg=torch.zeros(4, dtype=torch.float16)),
-            "exp_avg has dtype torch.float16; it must be torch.float32",
-        ),
-        (dict(exp_avg=torch.zeros(4, dtype=torch.bfloat16)), "exp_avg_sq torch.float32; keep both in one"),
-        (dict(seed=-1), "seed is -1; it must be from 0"),
-        (dict(offset=2**63), "offset is 9223372036854775808; it must be from 0"),
-    ]:
-        with pytest.raises(ZeroEngineError, match=message):
-            call(**changes)
+def test_wrong_arguments_are_refused() -> None:
+    correct = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), torch.zeros(4)) | HYPER
+    ops.adam_step(**correct)
+    for changes in (
+        dict(grad=torch.zeros(4, dtype=torch.float64)),
+        dict(param=torch.zeros(4, dtype=torch.bfloat16)),
+        dict(low_precision_param=torch.zeros(4)),
+        dict(exp_avg=torch.zeros(5)),
+        dict(exp_avg_sq=torch.zeros(8)[::2]),
+        dict(grad=torch.zeros(2, 2)),
+        dict(exp_avg=torch.zeros(4, dtype=torch.float16)),
+        dict(exp_avg=torch.zeros(4, dtype=torch.bfloat16)),
+        dict(step=0),
+        dict(seed=-1),
+        dict(offset=2**63),
+    ):
+        with pytest.raises(AssertionError):
+            ops.adam_step(**correct | changes)

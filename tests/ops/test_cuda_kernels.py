@@ -24,7 +24,6 @@ from tests.emulated import build_kernels
 from tests.ops import cuda
 from tests.ops.test_adam import COPIES, DTYPES, MOMENTS, State
 from zeroengine import ops
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import AdamSegment, AdamTable, SegmentList, _cuda_library
 
 pytestmark = pytest.mark.gpu
@@ -259,22 +258,22 @@ def test_groups_follow_the_schedule(gpu: Gpu) -> None:
 
 
 def test_wrong_tables_are_refused() -> None:
-    for segments, message in [
-        ([AdamSegment(0, 5, 0, 0), AdamSegment(4, 9, 0, 0)], "segment 4:9 of buffer 0 begins before 5"),
-        ([AdamSegment(5, 4, 0, 0)], "or ends early"),
-        ([AdamSegment(0, 5, 1, 0)], "of group 1 and slot 0; there are 1 groups and 1 slots"),
-    ]:
-        with pytest.raises(ZeroEngineError, match=message):
-            AdamTable([SegmentList(segments)], 1, 1, "cpu")
-    table = AdamTable([SegmentList([AdamSegment(0, 5, 0, 0)])], 1, 1, "cpu")
-    with pytest.raises(ZeroEngineError, match=r"factor is torch\.float32 of shape"):
+    for segments in (
+        [AdamSegment(0, 5, 0, 0), AdamSegment(4, 9, 0, 0)],
+        [AdamSegment(5, 4, 0, 0)],
+        [AdamSegment(0, 5, 1, 0)],
+        [AdamSegment(0, 5, 0, 1)],
+    ):
+        with pytest.raises(AssertionError):
+            AdamTable([SegmentList(segments)], 1, 1, torch.device("cpu"))
+    table = AdamTable([SegmentList([AdamSegment(0, 5, 0, 0)])], 1, 1, torch.device("cpu"))
+    with pytest.raises(AssertionError):
         table.prepare(torch.ones(3))
-    with pytest.raises(ZeroEngineError, match="2 groups, but the table has 1"):
+    with pytest.raises(AssertionError):
         table.set_groups(GROUPS[:2])
-    with pytest.raises(ZeroEngineError, match="buffer 0 has 4 elements, but its segments end at 5"):
-        table.update(0, *(torch.zeros(4) for _ in range(4)))
-    with pytest.raises(ZeroEngineError, match="update: exp_avg has 4 elements"):
-        table.update(0, torch.zeros(5), torch.zeros(5), torch.zeros(4), torch.zeros(5))
+    for numel in (4, 5):
+        with pytest.raises(AssertionError):
+            table.update(0, torch.zeros(numel), torch.zeros(numel), torch.zeros(4), torch.zeros(4))
 
 
 # -- norm and factor ------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ def random(n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def check_norm(gpu: Gpu, tensors: Sequence[Tensor], skew: int = 0) -> float:
     exact = math.fsum(x.double().square().sum().item() for x in tensors)
     with gpu.serving():
-        got = ops.squared_norms([gpu.put(x, skew) for x in tensors], gpu.device)
+        got = ops.squared_norms([gpu.put(x, skew) for x in tensors])
     assert got.dtype is torch.float64 and got.dim() == 0
     assert abs(got.item() - exact) <= 1e-13 * exact
     return float(got.item())
@@ -305,7 +304,6 @@ def test_the_norm_matches_float64_and_does_not_depend_on_alignment(gpu: Gpu, dty
 def test_the_norm_of_many_tensors_matches_float64(gpu: Gpu) -> None:
     tensors = [random(n * 97 % 5000 * (n % 3 > 0), DTYPES[n % 3], n) for n in range(200)]
     check_norm(gpu, tensors)
-    check_norm(gpu, [])
     check_norm(gpu, [torch.empty(0)] * 3)
 
 
@@ -366,10 +364,8 @@ def test_the_factor_unscales_clips_and_reports_overflow(gpu: Gpu, where: str) ->
 
         for total in (0.0, 1e-300, 0.3, 7.0, 1e40, math.inf, math.nan):
             for limit in (0.0, 1e-9, 0.5, 1e9):
-                for scale in (None, 1.0, 3.0, 65536.0):
-                    its = None if scale is None else tensor(scale)
-                    got = ops.gradient_factor(tensor(total), divisor=6.0, limit=limit, loss_scale=its).tolist()
-                    divisor = 6.0 * (scale or 1.0)
+                for divisor in (6.0, 18.0, 6.0 * 65536.0):
+                    got = ops.gradient_factor(tensor(total), divisor=divisor, limit=limit).tolist()
                     want = [engines_factor(total, divisor, limit), math.sqrt(total) / divisor]
                     assert got[:2] == pytest.approx(want, rel=0, abs=0, nan_ok=True)
                     assert got[2] == (not math.isfinite(total))
@@ -377,10 +373,9 @@ def test_the_factor_unscales_clips_and_reports_overflow(gpu: Gpu, where: str) ->
 
 
 def test_a_wrong_norm_is_refused() -> None:
-    with pytest.raises(ZeroEngineError, match=r"squared_norm is torch\.float32"):
-        ops.gradient_factor(torch.ones(()))
-    with pytest.raises(ZeroEngineError, match=r"loss_scale is torch.float64 of shape \(1,\)"):
-        ops.gradient_factor(torch.ones((), dtype=torch.float64), loss_scale=torch.ones(1, dtype=torch.float64))
+    for norm in (torch.ones(()), torch.ones(1, dtype=torch.float64)):
+        with pytest.raises(AssertionError):
+            ops.gradient_factor(norm)
 
 
 # -- casts ----------------------------------------------------------------------------------------------------
@@ -430,14 +425,14 @@ def test_a_source_may_have_any_strides(gpu: Gpu) -> None:
 
 def test_sources_and_targets_that_do_not_pair_up_are_refused() -> None:
     a = torch.zeros(4)
-    for sources, targets, message in [
-        ([a], [], "1 sources and 0 targets"),
-        ([a], [torch.zeros(5)], "pair 0 has 4 elements"),
-        ([a], [torch.zeros(8)[::2]], "pass a contiguous target"),
-        ([a.double()], [a], "casts torch.float64 to torch.float32"),
-        ([a, a], [a.clone(), a.half()], "but target 0 is torch.float32"),
+    for sources, targets in [
+        ([a], []),
+        ([a], [torch.zeros(5)]),
+        ([a], [torch.zeros(8)[::2]]),
+        ([a.double()], [a]),
+        ([a, a], [a.clone(), a.half()]),
     ]:
-        with pytest.raises(ZeroEngineError, match=message):
+        with pytest.raises((AssertionError, ValueError)):
             ops.cast_copy(sources, targets)
 
 

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroengine import ops
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,7 +75,7 @@ def test_torch_computes_the_norm_where_there_is_no_library(monkeypatch: pytest.M
 
 def test_a_tensor_that_is_not_contiguous_is_refused_and_any_other_shape_is_taken() -> None:
     assert ops.squared_norm(torch.ones(3, 4)).item() == 12
-    with pytest.raises(ZeroEngineError, match=r"torch\.float64"):
+    with pytest.raises(AssertionError):
         ops.squared_norm(torch.ones(3, dtype=torch.float64))
-    with pytest.raises(ZeroEngineError, match="contiguous"):
+    with pytest.raises(AssertionError):
         ops.squared_norm(torch.ones(4)[::2])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import AdamArgs, Signatures, open_library
+from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, AdamArgs, Signatures, open_library
 
 ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cuda.so")
@@ -66,6 +66,8 @@ _SIGNATURES: Signatures = {
     "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
     "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),
     "ze_cuda_cast": (c_int, [*_ON_STREAM, POINTER(CudaCopy), c_int64, c_int, c_float, c_int]),
+    "ze_cuda_quantize": (c_int, [*_ON_STREAM, *QUANTIZE]),
+    "ze_cuda_dequantize_sum": (c_int, [*_ON_STREAM, *DEQUANTIZE]),
     "ze_cuda_write": (c_int, [*_ON_STREAM, c_void_p, c_void_p, c_int64]),
 }
 

@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class AdamArgs(ctypes.Structure):
     )
 
 
+# The arguments of the functions of packets, which the CUDA library has as well.
+QUANTIZE: list[Any] = [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_float]
+DEQUANTIZE: list[Any] = [c_void_p, c_int, c_int, c_int64, c_int64, c_int64, c_int, c_void_p]
 _SIGNATURES: Signatures = {
     "ze_abi_version": (c_int, []),
     "ze_cpu_isa": (c_char_p, []),
@@ -51,6 +54,8 @@ _SIGNATURES: Signatures = {
         [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int, c_int64, POINTER(AdamArgs), c_int],
     ),
     "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
+    "ze_quantize": (c_int, [*QUANTIZE, c_int]),
+    "ze_dequantize_sum": (c_int, [*DEQUANTIZE, c_int]),
     "ze_accumulate": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int]),
     "ze_cast": (c_int, [c_void_p, c_void_p, c_int, c_int64]),
     "ze_advise_huge": (c_int, [c_void_p, c_size_t]),

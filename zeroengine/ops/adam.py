@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library, _fallback
 from zeroengine.ops._library import DTYPE_CODES, AdamArgs, library
 
@@ -31,39 +30,16 @@ class AdamArrays(NamedTuple):
     exp_avg_sq: Tensor
     low_precision_param: Tensor | None
 
-    def check(self, where: str) -> None:
-        """Check that the tensors fit Adam's kernels and each other.
-
-        Raises:
-            ZeroEngineError: One does not. The message begins with `where`.
-        """
-        param, exp_avg, exp_avg_sq = self.param, self.exp_avg, self.exp_avg_sq
+    def check(self) -> None:
+        """Check that the tensors fit one another and the kernels, which take no more than addresses and a length."""
         for name, x in self._asdict().items():
-            if x is None:
-                continue
-            if x.dtype not in _DTYPES[name]:
-                choices = " or ".join(map(str, _DTYPES[name]))
-                raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {choices}")
-            # The kernels take only an address and a length, so strides must leave no gaps.
-            if x.dim() != 1 or not x.is_contiguous():
-                raise ZeroEngineError(
-                    f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
-                )
-            if x.numel() != param.numel() or x.device != param.device:
-                raise ZeroEngineError(
-                    f"{where}: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
-                    f"on {param.device}; pass tensors of one length on one device"
-                )
-        if exp_avg.dtype != exp_avg_sq.dtype:
-            raise ZeroEngineError(
-                f"{where}: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
-            )
+            if x is not None:
+                assert x.dtype in _DTYPES[name] and x.dim() == 1 and x.is_contiguous(), (name, x.dtype, x.stride())
+                assert (x.numel(), x.device) == (self.param.numel(), self.param.device), (name, x.shape, x.device)
+        assert self.exp_avg.dtype is self.exp_avg_sq.dtype
 
     def pointers(self) -> tuple[int | None, ...]:
-        """Return the arrays as the C interfaces take them: addresses, and the codes of dtypes that vary.
-
-        Call `check` first.
-        """
+        """Return the arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
         param, grad, exp_avg, exp_avg_sq, low_precision_param = self
         moments = (exp_avg.data_ptr(), exp_avg_sq.data_ptr(), DTYPE_CODES[exp_avg.dtype])
         low: tuple[int | None, int] = (None, 0)
@@ -117,18 +93,11 @@ def adam_step(
         seed: The seed of the random bits that round bfloat16 moments, 0 to 2**63 - 1. Pass a new one at each step.
         offset: The index of element 0 among those that share the seed, not negative. The bits are a pure function of
             seed and index, so a piece that begins at element i of a buffer takes offset i.
-
-    Raises:
-        ZeroEngineError: A tensor has another shape, dtype, device or stride, or step, seed or offset is out of range.
     """
     arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
-    arrays.check("adam_step")
-    if step < 1:
-        raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
-    # The library takes both as 64-bit numbers, and adds an element's index to the offset.
-    for name, value in (("seed", seed), ("offset", offset)):
-        if not 0 <= value < 1 << 63:
-            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
+    arrays.check()
+    # The library takes seed and offset as 64-bit numbers, and adds an element's index to the offset.
+    assert step >= 1 and 0 <= seed < 1 << 63 and 0 <= offset < 1 << 63, (step, seed, offset)
     reload_written = reload_written and low_precision_param is not None
     args = AdamArgs(
         lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize, reload_written

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library
 from zeroengine.ops._cuda_library import CudaCopy
 from zeroengine.ops._library import DTYPE_CODES
@@ -26,14 +25,12 @@ def cast_copy(
             one another or a source.
         scale: Multiplies every source.
         accumulate: Whether to add to the targets instead.
-
-    Raises:
-        ZeroEngineError: The tensors do not pair up like this, or are on different devices.
     """
-    if len(sources) != len(targets):
-        raise ZeroEngineError(f"cast_copy: {len(sources)} sources and {len(targets)} targets; pass a target for each")
-    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        _check(i, source, target, targets[0])
+    for source, target in zip(sources, targets, strict=True):
+        assert {source.dtype, target.dtype} <= DTYPE_CODES.keys(), (source.dtype, target.dtype)
+        assert source.numel() == target.numel() and target.is_contiguous(), (source.shape, target.shape)
+        # One launch writes one dtype on one device. Sources may differ in dtype.
+        assert target.dtype is targets[0].dtype and source.device == target.device == targets[0].device
     if not sources:
         return
     device = targets[0].device
@@ -55,21 +52,3 @@ def cast_copy(
         if scale != 1:
             source = source.float() * torch.tensor(scale, dtype=torch.float32, device="cpu")
         target.copy_(target.float() + source.float() if accumulate else source)
-
-
-def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
-    if source.dtype not in DTYPE_CODES or target.dtype not in DTYPE_CODES:
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} casts {source.dtype} to {target.dtype}; pass {', '.join(map(str, DTYPE_CODES))}"
-        )
-    if source.numel() != target.numel() or not target.is_contiguous():
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} has {source.numel()} elements and a target of shape {tuple(target.shape)} and "
-            f"strides {target.stride()}; pass a contiguous target of as many"
-        )
-    # One launch writes one dtype on one device. Sources may differ in dtype.
-    if target.dtype != first.dtype or {source.device, target.device} != {first.device}:
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} goes from {source.device} to {target.dtype} on {target.device}, but target 0 is "
-            f"{first.dtype} on {first.device}; pass targets of one dtype, all on one device"
-        )

@@ -7,49 +7,32 @@ import math
 import torch
 from torch import Tensor
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library
 
 
-def gradient_factor(
-    squared_norm: Tensor,
-    *,
-    divisor: float = 1.0,
-    limit: float = 0.0,
-    loss_scale: Tensor | None = None,
-    skip: bool = True,
-) -> Tensor:
+def gradient_factor(squared_norm: Tensor, *, divisor: float = 1.0, limit: float = 0.0, skip: bool = True) -> Tensor:
     """Unscale, clip and test for overflow on the norm's device. With the CUDA library the host does not wait.
 
     Args:
         squared_norm: The squared norm of the summed gradient, before any division. 0-d float64.
-        divisor: Divides the gradient: the number of summed ranks and micro-steps.
+        divisor: Divides the gradient: the number of summed ranks and micro-steps, times the loss scale.
         limit: The largest norm, as in `torch.nn.utils.clip_grad_norm_`; 0 for no clipping.
-        loss_scale: 0-d float64 on the same device. Divides the gradient as well.
         skip: Whether a norm that is not finite is an overflow.
 
     Returns:
         Three float64 values on the same device: the factor of the gradient, the norm of the divided gradient before
         clipping, and 1 on overflow, else 0.
-
-    Raises:
-        ZeroEngineError: A tensor has another shape, dtype or device.
     """
-    for name, x in (("squared_norm", squared_norm), ("loss_scale", loss_scale)):
-        if x is not None and (x.dtype is not torch.float64 or x.dim() or x.device != squared_norm.device):
-            raise ZeroEngineError(
-                f"gradient_factor: {name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; pass a 0-d float64 "
-                f"tensor on {squared_norm.device}"
-            )
+    assert squared_norm.dtype is torch.float64 and not squared_norm.dim(), (squared_norm.dtype, squared_norm.shape)
     device = squared_norm.device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         result = torch.empty(3, dtype=torch.float64, device=device)
-        scale = None if loss_scale is None else loss_scale.data_ptr()
-        arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
+        # The library could divide by a loss scale on the device as well.
+        arguments = (squared_norm.data_ptr(), None, divisor, limit, skip, result.data_ptr())
         _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
         return result
     # Python computes this, because torch's square root may be off by a bit. Without the library this waits for the GPU.
-    total, divisor = squared_norm.item(), divisor if loss_scale is None else divisor * loss_scale.item()
+    total = squared_norm.item()
     grad_norm = math.sqrt(total) / divisor
     # ``clip_grad_norm_`` adds the same 1e-6.
     clip = limit / (grad_norm + 1e-6) if limit > 0 else 1.0

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library, _fallback
 from zeroengine.ops._cuda_library import CudaArray
 from zeroengine.ops._library import DTYPE_CODES, library
@@ -24,38 +23,22 @@ def squared_norm(x: Tensor) -> Tensor:
 
     Returns:
         A 0-d float64 tensor on x's device.
-
-    Raises:
-        ZeroEngineError: `x` has another dtype, or is not contiguous.
     """
     return squared_norms([x])
 
 
-def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of `squared_norm` over several tensors of one device. On CUDA this does not wait.
 
     Args:
-        tensors: As `squared_norm` takes them, all on one device.
-        device: The device of the result if there are no tensors.
+        tensors: At least one, as `squared_norm` takes them, all on one device.
 
     Returns:
         A 0-d float64 tensor on their device.
-
-    Raises:
-        ZeroEngineError: As `squared_norm`, or the tensors are on different devices.
     """
     for x in tensors:
-        if x.dtype not in DTYPE_CODES or not x.is_contiguous():
-            raise ZeroEngineError(
-                f"squared norm: got {x.dtype} with shape {tuple(x.shape)} and strides {x.stride()}; "
-                f"pass a contiguous tensor of {', '.join(map(str, DTYPE_CODES))}"
-            )
-        if x.device != tensors[0].device:
-            raise ZeroEngineError(
-                f"squared_norms: tensors are on {tensors[0].device} and on {x.device}; pass those of one device"
-            )
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        assert x.dtype in DTYPE_CODES and x.is_contiguous(), (x.dtype, x.stride())
+        assert x.device == tensors[0].device, (x.device, tensors[0].device)
     if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
         return _on_cuda(cuda, tensors)
     # The sum is in the order of the tensors, which fixes its bits.

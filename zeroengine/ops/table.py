@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library
 from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
 from zeroengine.ops.adam import AdamArrays, adam_step
@@ -63,28 +62,19 @@ class AdamTable:
         buffers: The segments of each buffer.
         num_groups: The number of rows of ``groups``.
         num_slots: The number of step counts.
-        device: The device of the buffers.
+        device: The device of the buffers, with its index.
 
     Attributes:
         groups: float64, a row for each group: lr, beta1, beta2, eps, weight_decay, decoupled, maximize. Written by
             ``set_groups``, or by the caller in stream order.
         steps: int64, a step count for each slot.
-
-    Raises:
-        ZeroEngineError: Segments overlap, descend, or refer to a group or slot that does not exist.
     """
 
-    def __init__(
-        self, buffers: Sequence[SegmentList], num_groups: int, num_slots: int, device: torch.device | str
-    ) -> None:
-        self.device = torch.device(device)
-        # "cuda" means the current device, which may be another one at a later call.
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self._cuda = _cuda_library.cuda_library(self.device)
+    def __init__(self, buffers: Sequence[SegmentList], num_groups: int, num_slots: int, device: torch.device) -> None:
+        self.device, self._cuda = device, _cuda_library.cuda_library(device)
         self._segment_lists = tuple(buffers)
-        for i, segment_list in enumerate(self._segment_lists):
-            _check(i, segment_list, num_groups, num_slots)
+        for segment_list in self._segment_lists:
+            _check(segment_list, num_groups, num_slots)
         self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
         self.steps = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         # The rows that ``set_groups`` wrote last.
@@ -116,8 +106,7 @@ class AdamTable:
         Args:
             groups: With torch's keys, and ``decoupled``. A learning rate may be a tensor on the device.
         """
-        if len(groups) != len(self.groups):
-            raise ZeroEngineError(f"set_groups: {len(groups)} groups, but the table has {len(self.groups)}")
+        assert len(groups) == len(self.groups)
         # A captured schedule writes the rate on the device. Reading it here would make the host wait.
         rates = {i: g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], Tensor) and not g["lr"].is_cpu}
         rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
@@ -144,18 +133,10 @@ class AdamTable:
             factor: The result of `gradient_factor`.
             used: float64, a value for each slot. A slot with 0 counts no step and updates nothing. None: every slot
                 is used.
-
-        Raises:
-            ZeroEngineError: A tensor has another shape, dtype or device.
         """
-        for name, x, numel in (("factor", factor, len(FACTOR_FIELDS)), ("used", used, len(self.steps))):
-            if x is None:
-                continue
-            if x.dtype is not torch.float64 or x.shape != (numel,) or not x.is_contiguous() or x.device != self.device:
-                raise ZeroEngineError(
-                    f"prepare: {name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; pass a contiguous float64 "
-                    f"tensor of shape ({numel},) on {self.device}"
-                )
+        for x, numel in ((factor, len(FACTOR_FIELDS)), (used, len(self.steps))):
+            if x is not None:
+                assert (x.dtype, x.shape, x.device) == (torch.float64, (numel,), self.device) and x.is_contiguous()
         if self._cuda is None:
             self._prepare_on_host(factor, used)
             return
@@ -198,17 +179,11 @@ class AdamTable:
         Args:
             buffer: The buffer's index.
             param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written: As in `adam_step`.
-
-        Raises:
-            ZeroEngineError: A tensor has another shape, dtype, device or stride, or is too short for the segments.
         """
         arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
-        arrays.check("update")
+        arrays.check()
         segments = self._segment_lists[buffer].segments
-        if segments and segments[-1].stop > param.numel():
-            raise ZeroEngineError(
-                f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {segments[-1].stop}"
-            )
+        assert not segments or segments[-1].stop <= param.numel(), (segments[-1], param.numel())
         if self._cuda is None:
             self._update_on_host(self._segment_lists[buffer], arrays, reload_written)
             return
@@ -253,21 +228,10 @@ def _row(group: Mapping[str, Any], lr: float) -> list[float]:
     return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags]
 
 
-def _check(i: int, segment_list: SegmentList, num_groups: int, num_slots: int) -> None:
-    last, seed, offset = 0, segment_list.seed, segment_list.offset
+def _check(segment_list: SegmentList, num_groups: int, num_slots: int) -> None:
+    last = 0
     for s in segment_list.segments:
         # Overlapping segments would be updated twice, by several blocks at once on a GPU.
-        if not last <= s.start <= s.stop:
-            raise ZeroEngineError(
-                f"AdamTable: segment {s.start}:{s.stop} of buffer {i} begins before {last}, or ends early"
-            )
-        if not (0 <= s.group < num_groups and 0 <= s.slot < num_slots):
-            raise ZeroEngineError(
-                f"AdamTable: segment {s.start}:{s.stop} of buffer {i} is of group {s.group} and slot {s.slot}; there "
-                f"are {num_groups} groups and {num_slots} slots"
-            )
+        assert last <= s.start <= s.stop and 0 <= s.group < num_groups and 0 <= s.slot < num_slots, s
         last = s.stop
-    if not 0 <= seed < 1 << 62 or not 0 <= offset < 1 << 62:
-        raise ZeroEngineError(
-            f"AdamTable: buffer {i} has seed {seed} and offset {offset}; they must be from 0 to 2**62 - 1"
-        )
+    assert 0 <= segment_list.seed < 1 << 62 and 0 <= segment_list.offset < 1 << 62
