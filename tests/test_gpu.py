@@ -304,41 +304,6 @@ def test_every_stage_trains_alike_over_nccl_and_waits_for_nothing(name: str) -> 
         assert ranks[0][0] == pytest.approx(found[0][0][0], rel=1e-5 if name == "fp32" else 2e-2)
 
 
-@several
-def test_registered_memory_changes_no_number_over_nccl() -> None:
-    more = PRECISIONS["bf16"] | {"gradient_accumulation_steps": 2}
-    for stage in range(4):
-        plain, registered = (
-            run_ranks(2, trained, stage, more | {"comm": {"register_buffers": chosen}}) for chosen in (False, True)
-        )
-        assert registered[0] == registered[1]
-        assert registered[0][0] == pytest.approx(plain[0][0], rel=2e-2)
-
-
-def registering() -> list[float]:
-    """NCCL with one rank."""
-    dist.init_process_group("nccl")
-    transport = open_nccl(Group(None, torch.device("cuda", 0)), 60.0, True)
-    shard = transport.empty(1 << 20, torch.float32, "gather").fill_(3.0)
-    found = []
-    for buffer in [transport.buffer(1 << 20, torch.float32) for _ in range(6)]:
-        transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
-        found.append(buffer.tensor.double().mean().item())
-        buffer.free()
-        buffer.allocate()
-    kept, bucket = (transport.empty(1 << 20, torch.float32, "reduce").fill_(value) for value in (0.0, 3.0))
-    for _ in range(2):
-        transport.reduce.reduce_scatter(kept, bucket, "unit", accumulate=True).wait_stream()
-    found.append(kept.double().mean().item())
-    transport.close()
-    return found
-
-
-@a_real_one
-def test_nccl_takes_registered_memory() -> None:
-    assert run_ranks(1, registering)[0] == [3.0] * 6 + [6.0]
-
-
 def sharing() -> str:
     torch.cuda.set_device(0)
     with pytest.raises(zeroengine.ZeroEngineError) as error:
@@ -382,8 +347,8 @@ def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: b
 def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
-    transport = open_nccl(Group(None, torch.device("cuda", 0)), 1.0, registered=False)
-    full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
+    transport = open_nccl(Group(None, torch.device("cuda", 0)), 1.0)
+    full, shard = (transport.empty(2, torch.float32) for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait_stream()
         torch.cuda.synchronize()

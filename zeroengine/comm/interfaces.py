@@ -30,7 +30,7 @@ a second stream that uses a unit behind the first.
   name, so that different operations stall and the watchdog reports them. NCCL compares a checksum of all operations so
   far in ``all_reduce_scalars`` and ``check_order``, and its watchdog notices collectives that do not end.
 - Memory. Tensors that an operation sends (``shard`` of a gather, ``full`` of a reduce) must come from
-  ``Transport.empty`` for that channel. It may receive into any memory. ``Transport.buffer`` makes full buffers.
+  ``Transport.empty``. It may receive into any memory. ``Transport.buffer`` makes full buffers.
 
 [Note: How to add a transport]
 1. Write ``transports/<name>.py`` with a class that inherits ``TransportTraits`` and has the attributes and methods of
@@ -53,8 +53,7 @@ a second stream that uses a unit behind the first.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -66,7 +65,6 @@ from zeroengine.utils.huge_pages import map_in_huge_pages, private_mapping
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
-ChannelName = Literal["gather", "reduce"]
 # The ranks of an operation; None: all ranks, in order.
 Ranks = tuple[int, ...] | None
 # What numbers the slices of an operation, see ``partition.degrees.shard_index``; None: a slice for each rank, in order.
@@ -95,21 +93,15 @@ class Buffer(Protocol):
         """Return the bytes of memory that it holds now."""
 
 
-def refill(tensor: torch.Tensor, channel: ChannelName | None = None) -> None:
-    """Give torch's own memory to a tensor whose storage was emptied: ``Transport.refill`` of most transports."""
-    tensor.untyped_storage().resize_(tensor.nbytes)
-
-
 class ResizableBuffer:
     """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above.
 
     Args:
         tensor: The buffer, 1-D, with memory.
-        fill: Called with ``tensor`` to give it memory again.
     """
 
-    def __init__(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], None] = refill) -> None:
-        self.tensor, self._fill = tensor, fill
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
         # The stream that the memory was allocated on.
         self._stream = self._current_stream()
 
@@ -119,7 +111,7 @@ class ResizableBuffer:
     def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
         if self.tensor.untyped_storage().size() == 0:
-            self._fill(self.tensor)
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
             self._stream = self._current_stream()
 
     def free(self) -> None:
@@ -184,7 +176,7 @@ class Channel(Protocol):
 
         Args:
             full: 1-D, of ``len(ranks) * n`` elements.
-            shard: 1-D, of n elements, from ``Transport.empty`` for this channel. It may be this rank's slice of
+            shard: 1-D, of n elements, from ``Transport.empty``. It may be this rank's slice of
                 ``full``, and must not change until ``Transport.all_reduce_scalars`` has next returned.
             label: The unit's name.
             ranks: The ranks that exchange their shards, this one among them. Each of them passes the same, and all
@@ -199,7 +191,7 @@ class Channel(Protocol):
         Args:
             shard: 1-D, of n elements. It may be this rank's slice of ``full``.
             full: 1-D, ``world_size * n`` elements, or less if several ranks have the same slice. From
-                ``Transport.empty`` for this channel. It may be written again once it is ``reusable``.
+                ``Transport.empty``. It may be written again once it is ``reusable``.
             label: The unit's name.
             accumulate: Whether the sum is added to ``shard``, rather than written over it.
             levels: What numbers the slices, see ``partition.degrees.shard_index``. None: rank r has slice r.
@@ -212,7 +204,7 @@ class Channel(Protocol):
 
         Args:
             received: 1-D, of ``len(ranks) * n`` elements.
-            sent: 1-D, of slices of n elements, from ``Transport.empty`` for this channel. It may be written again once
+            sent: 1-D, of slices of n elements, from ``Transport.empty``. It may be written again once
                 it is ``reusable``.
             label: The unit's name.
             ranks: The ranks that exchange, ascending, this one among them, as for ``all_gather``. None: all ranks.
@@ -288,22 +280,13 @@ class Transport(TransportTraits, Protocol):
             group: All ranks.
         """
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Return uninitialized memory, 1-D, that operations of ``channel`` may send from.
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
+        """Return uninitialized memory, 1-D, that operations may send from.
 
         Args:
             numel: Elements.
             dtype: Their dtype.
-            channel: The channel that moves the memory.
             sent: Whether operations send from it. Otherwise they only receive into it.
-        """
-
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Give a tensor whose storage was emptied memory again.
-
-        Args:
-            tensor: The tensor.
-            channel: The channel that moves it, for memory such as ``empty`` gives. None: torch's own memory.
         """
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:

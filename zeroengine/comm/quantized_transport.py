@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import ChannelName, Levels, Ranks, Transport
+from zeroengine.comm.interfaces import Channel, Levels, Ranks, Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
@@ -49,9 +49,8 @@ class SendMemory:
     Where the transport ``keeps_memory`` the packets' memory is used again. Elsewhere it is temporary.
     """
 
-    def __init__(self, transport: Transport, name: ChannelName) -> None:
-        self._transport, self._name = transport, name
-        self._channel = transport.gather if name == "gather" else transport.reduce
+    def __init__(self, transport: Transport, channel: Channel) -> None:
+        self._transport, self._channel = transport, channel
         self._reuses = transport.keeps_memory
         # The memory with the last operation that sent it.
         self._sent: list[tuple[torch.Tensor, Work]] = []
@@ -66,7 +65,7 @@ class SendMemory:
         fitting = [entry for entry in self._sent if entry[0].numel() == nbytes]
         free = buffer_to_reuse(fitting, lambda entry, timeout_s: self._channel.reusable(entry[1], timeout_s))
         if free is None:
-            return self._transport.empty(nbytes, torch.uint8, self._name)
+            return self._transport.empty(nbytes, torch.uint8)
         self._sent = [entry for entry in self._sent if entry is not free]
         return free[0]
 
@@ -89,7 +88,7 @@ class QuantizedGather:
     """Gathers of parameters for use, as integers of 8 bits. Takes the place of ``Channel.all_gather``."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._memory = transport, SendMemory(transport, "gather")
+        self._transport, self._memory = transport, SendMemory(transport, transport.gather)
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +209,7 @@ class QuantizedReduce:
         self._transport, self._channel = transport, transport.reduce
         self.packing = Packing(bits, feedback)
         self._rank, self._world_size = transport.rank, transport.world_size
-        self._memory = SendMemory(transport, "reduce")
+        self._memory = SendMemory(transport, transport.reduce)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: QuantizedSum | None = None
         self._writers = SumWriters()

@@ -133,6 +133,7 @@ _ROWS = {
         _no_effect("aio.single_submit", "requests are submitted as the queue has room", off=_NULL_ONLY),
         _no_effect("aio.overlap_events", "requests are always under way together", off=_NULL_ONLY),
         _no_effect("aio.use_gds", "states go through CPU memory"),
+        _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own", takes="any"),
         _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
             keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
                  "synchronize_checkpoint_boundary profile", switch=""),

@@ -275,8 +275,6 @@ def _default_notices(
         yield notice
     if may_be_deepspeeds and "gradient_clipping" not in tree:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
-    if config.comm.register_buffers == "symmetric":
-        yield 'comm.register_buffers "symmetric" means true: symmetric memory is not supported any more.'
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
     if config.aio.backend == "libaio":

@@ -67,9 +67,6 @@ class Comm(Section):
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it is available, and
     Gloo between machines. Shared memory lies in huge pages (2 MiB) on Linux 6.1 and later, unless
     `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `deny`."""
-    register_buffers: Literal[False, True, "symmetric"] = False
-    """On NCCL: take the memory of collectives from registered pools, so that NCCL needs no copies of its own.
-    "symmetric" is an older value that means true."""
 
 
 def _finite_or_never(value: Any) -> Any:

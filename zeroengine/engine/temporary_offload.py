@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from zeroengine.comm.group import check_same
-from zeroengine.comm.interfaces import ChannelName
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ReleasedParameterError
 from zeroengine.offload import state_offloader
@@ -62,11 +61,8 @@ def offload(
 
 def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
-    # Memory that a channel of the transport allocated must come from that channel again, which may register it.
-    channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.partition.units}
-    channels |= {id(unit_grads.flat_grads): unit_grads.channel for unit_grads in parts.passes.reducer.gradients}
     parameters_were_away = parts.loop.state_offloader.holds("parameters")
-    parts.loop.state_offloader.reload(lambda tensor: parts.ranks.transport.refill(tensor, channels.get(id(tensor))))
+    parts.loop.state_offloader.reload()
     if parameters_were_away:
         for unit in parts.partition.units:
             if unit.secondary is not None:

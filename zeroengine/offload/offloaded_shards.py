@@ -148,7 +148,7 @@ class OffloadedShards:
         free = buffer_to_reuse(fitting, self._is_reusable, enough=max(1, self._num_buffers - num_others))
         if free is None:
             # Collectives send from the transport's memory, which is not aligned for direct I/O.
-            memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
+            memory = self._transport.empty(size + ALIGNMENT, torch.uint8)
             offset = -memory.data_ptr() % ALIGNMENT
             free = _SendBuffer(memory[offset : offset + size])
         else:

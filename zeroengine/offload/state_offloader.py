@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -120,16 +120,12 @@ class StateOffloader:
                     # The copy left the mapped pages in memory.
                     disk.evict(values)
 
-    def reload(self, allocate: Callable[[torch.Tensor], None]) -> None:
-        """Bring all states back.
-
-        Args:
-            allocate: Gives a tensor its memory again.
-        """
+    def reload(self) -> None:
+        """Bring all states back."""
         while self._offloaded:
             _, pairs = self._offloaded.popitem()
             for tensor, values in pairs:
-                allocate(tensor)
+                tensor.untyped_storage().resize_(tensor.nbytes)
                 # The advice for huge pages went with the old memory.
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)

@@ -107,11 +107,11 @@ class ReplicaMean:
         # The elements of fp32 that fit into a buffer.
         self._capacity = chunk_capacity(numel, self._num_replicas)
         nbytes = self._capacity * torch.float32.itemsize
-        self._buffers = [between.empty(nbytes, torch.uint8, "reduce") for _ in range(NUM_BUFFERS)]
+        self._buffers = [between.empty(nbytes, torch.uint8) for _ in range(NUM_BUFFERS)]
         # The last sum of each buffer.
         self._works: list[Work | None] = [None] * NUM_BUFFERS
         # What the ranks with copies gather from. Without copies there is nothing to gather.
-        self._sent = transport.empty(nbytes, torch.uint8, "reduce") if has_copies else self._buffers[0][:0]
+        self._sent = transport.empty(nbytes, torch.uint8) if has_copies else self._buffers[0][:0]
         self.nbytes = (NUM_BUFFERS + has_copies) * nbytes
 
     def run(self, regions: Sequence[Region], label: str, update: Update | None = None) -> None:

@@ -263,7 +263,7 @@ def _trial(group: Group) -> Trial:
 
 def _gather_seconds(transport: Transport, shard_numel: int, device: torch.device) -> float:
     """Return the seconds of a gather into a buffer that is released between uses, and of its first read."""
-    shard = transport.empty(shard_numel, torch.float32, "gather").zero_()
+    shard = transport.empty(shard_numel, torch.float32).zero_()
     full = transport.buffer(shard_numel * transport.world_size, torch.float32)
     private = torch.zeros(shard_numel * transport.world_size, device=device)
 
@@ -284,8 +284,8 @@ def _gather_seconds(transport: Transport, shard_numel: int, device: torch.device
 
 def _reduce_seconds(transport: Transport, shard_numel: int, device: torch.device) -> float:
     """Return the seconds of a reduce-scatter."""
-    full = transport.empty(shard_numel * transport.world_size, torch.float32, "reduce").zero_()
-    shard = transport.empty(shard_numel, torch.float32, "reduce", sent=False)
+    full = transport.empty(shard_numel * transport.world_size, torch.float32).zero_()
+    shard = transport.empty(shard_numel, torch.float32, sent=False)
 
     def reduce() -> None:
         transport.reduce.reduce_scatter(shard, full, "measure").wait_stream()

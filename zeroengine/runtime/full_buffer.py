@@ -49,7 +49,7 @@ class FullBuffer:
         if is_releasable:
             self._allocate_buffer()
         else:
-            self._set_tensor(transport.empty(layout.numel, dtype, "gather"))
+            self._set_tensor(transport.empty(layout.numel, dtype))
             ops.advise_huge_pages(self.tensor)
         self.tensor.zero_()
         self._placeholders = [placeholder_of(view) for view in self.views]

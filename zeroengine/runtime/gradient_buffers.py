@@ -101,7 +101,7 @@ class GradientBufferPool:
         fitting.sort(key=lambda buffer: buffer.launch_number)
         buffer = buffer_to_reuse(fitting, self._reusable)
         if buffer is None:
-            buffer = GradientBuffer(self._transport.empty(need, unit_grads.format.reduce_dtype, "reduce"))
+            buffer = GradientBuffer(self._transport.empty(need, unit_grads.format.reduce_dtype))
             self._buffers.append(buffer)
         layout = PaddingLayout.of_unit(unit.layout)
         if buffer.layout != layout:

@@ -27,8 +27,7 @@ class SecondaryShard:
 
     def __init__(self, numel: int, dtype: torch.dtype, ranks: tuple[int, ...], transport: Transport) -> None:
         self.ranks, self._first = ranks, transport.rank % len(ranks) * (numel // len(ranks))
-        self._transport = transport
-        self.tensor = transport.empty(numel // len(ranks), dtype, "gather")
+        self.tensor = transport.empty(numel // len(ranks), dtype)
         self.is_current = False
 
     def fill(self, full_buffer: torch.Tensor) -> None:
@@ -45,4 +44,4 @@ class SecondaryShard:
     def refill(self) -> None:
         """Give it memory again after ``free``. The next gather fills it."""
         if not self.tensor.untyped_storage().nbytes():
-            self._transport.refill(self.tensor, "gather")
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)

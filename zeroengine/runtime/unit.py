@@ -111,7 +111,7 @@ class Unit:
         if self.is_releasable:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
-                shard = transport.empty(numel, self.dtype, "gather")
+                shard = transport.empty(numel, self.dtype)
                 if degrees.secondary:
                     again = degrees.secondary_owners(self.rank)
                     self.secondary = SecondaryShard(self.numel, self.dtype, again, transport)

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.interfaces import Transport
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_offload_gradients
 from zeroengine.partition.degrees import Degrees
@@ -132,7 +132,6 @@ class UnitGradients:
 
     Attributes:
         format: The dtypes, and what follows from them.
-        channel: The channel whose memory holds ``flat_grads``. None: ``flat_grads`` takes part in no collective.
         flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout if they are not sharded.
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
         expected_counts: The number of gradients that each parameter got in the previous backward.
@@ -157,13 +156,11 @@ class UnitGradients:
         )
         is_sharded = self.format.is_sharded
         self.store = store if self.format.is_offloaded else None
-        self.channel: ChannelName | None = None
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
             self.flat_grads = self.store.empty(numel, dtype)
         elif dtype is self.format.reduce_dtype:
-            self.channel = "reduce"
-            self.flat_grads = transport.empty(numel, dtype, self.channel, sent=not is_sharded)
+            self.flat_grads = transport.empty(numel, dtype, sent=not is_sharded)
         else:
             self.flat_grads = torch.empty(numel, dtype=dtype, device=unit.full_buffer.tensor.device)
         self.param_views = [] if is_sharded else param_views(layout, self.flat_grads)

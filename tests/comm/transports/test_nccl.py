@@ -26,7 +26,7 @@ def native() -> NCCLTransport:
 
 
 def gather(transport: Transport, label: str) -> None:
-    full = transport.empty(2 * transport.world_size, torch.float32, "gather")
+    full = transport.empty(2 * transport.world_size, torch.float32)
     transport.gather.all_gather(full, torch.full((2,), float(transport.rank)), label).wait_stream()
     assert full.tolist() == [0, 0, 1, 1]
 
@@ -91,7 +91,7 @@ def test_reusable_without_a_timeout_does_not_wait_for_a_bucket() -> None:
 
 def accumulates() -> tuple[list[float], bool]:
     transport = native()
-    shard, full = torch.ones(2), transport.empty(4, torch.bfloat16, "reduce").fill_(1 + transport.rank)
+    shard, full = torch.ones(2), transport.empty(4, torch.bfloat16).fill_(1 + transport.rank)
     work = transport.reduce.reduce_scatter(shard, full, "blocks.0", accumulate=True)
     work.wait_stream()
     work.wait_stream()
@@ -104,11 +104,11 @@ def test_a_sum_is_added_once_in_the_dtype_of_what_is_kept() -> None:
 
 def stalls() -> tuple[str, float]:
     """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
-    transport = open_nccl(Group(None, CPU), 2.0, registered=False)
+    transport = open_nccl(Group(None, CPU), 2.0)
     # The short timeout also holds for the gather in which rank 1 takes part: by then all ranks are here.
     dist.barrier(transport.gather.group)
     rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
-    transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait_stream()
+    transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.4").wait_stream()
     message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])
     while rank != 1 and not message and time.monotonic() < began + 30:
         try:
@@ -116,7 +116,7 @@ def stalls() -> tuple[str, float]:
                 transport.reduce.all_reduce(torch.ones(6), label)
             else:
                 time.sleep(0.2)
-                transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.3")
+                transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.3")
         except DivergenceError as error:
             message = str(error)
     seconds = time.monotonic() - began

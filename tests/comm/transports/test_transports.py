@@ -20,7 +20,7 @@ from tests.distributed.ranks import RankFailed, run_ranks
 from tests.nccl_over_gloo import replace_reduce_scatter
 from zeroengine import ops
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.choose import open_nccl, open_transport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
@@ -40,7 +40,7 @@ def transport_of(kind: str, timeout: float = 60.0) -> Transport:
     dist.init_process_group("gloo")
     if kind == "nccl":
         replace_reduce_scatter(pytest.MonkeyPatch())  # for the rest of this process
-        return open_nccl(Group(None, CPU), timeout, False)
+        return open_nccl(Group(None, CPU), timeout)
     if kind == "two-level":
         imagine_hosts(2)
         return open_transport(Group(None, CPU), "auto", timeout)
@@ -119,16 +119,16 @@ class Script:
         if expected is not None:
             assert agree(self.transport, result, expected, sent)
 
-    def sent(self, numel: int, dtype: torch.dtype, channel: ChannelName) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def sent(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         everyone = [values(self.number, rank, numel, dtype) for rank in range(self.size)]
-        return self.transport.empty(numel, dtype, channel).copy_(everyone[self.rank]), everyone
+        return self.transport.empty(numel, dtype).copy_(everyone[self.rank]), everyone
 
     def mine(self, everyone: list[torch.Tensor]) -> torch.Tensor:
         return summed([piece.chunk(self.size)[self.rank] for piece in everyone], self.per_host)
 
     def gather(self, numel: int, dtype: torch.dtype) -> None:
-        shard, everyone = self.sent(numel, dtype, "gather")
-        full = self.transport.empty(numel * self.size, dtype, "gather")
+        shard, everyone = self.sent(numel, dtype)
+        full = self.transport.empty(numel * self.size, dtype)
         if self.shared.random() < 0.5:  # the shard is this rank's part of the result
             full.chunk(self.size)[self.rank].copy_(shard)
             shard = full.chunk(self.size)[self.rank]
@@ -136,7 +136,7 @@ class Script:
         self.open.append((work, full, torch.cat(everyone), dtype))
 
     def scatter(self, numel: int, dtype: torch.dtype) -> None:
-        full, everyone = self.sent(numel * self.size, dtype, "reduce")
+        full, everyone = self.sent(numel * self.size, dtype)
         in_place = self.shared.random() < 0.5
         shard = full.chunk(self.size)[self.rank] if in_place else torch.empty(numel, dtype=dtype)
         work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}")
@@ -148,7 +148,7 @@ class Script:
         shard, parts = torch.full((numel,), 7.0, dtype=kept), []
         for second in (False, True):
             self.number += 1
-            full, everyone = self.sent(numel * self.size, dtype, "reduce")
+            full, everyone = self.sent(numel * self.size, dtype)
             parts.append([piece.chunk(self.size)[self.rank] for piece in everyone])
             work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}", accumulate=second)
             expected = None
@@ -163,7 +163,7 @@ class Script:
         if self.transport.reduces_by_levels:
             levels = None
         num_slices = 1 if levels == () else self.size
-        sent, everyone = self.sent(numel * num_slices, dtype, "reduce")
+        sent, everyone = self.sent(numel * num_slices, dtype)
         received = torch.empty(numel * self.size, dtype=dtype)
         work = self.transport.reduce.all_to_all(received, sent, f"unit {self.number}", levels=levels)
         index = 0 if num_slices == 1 else self.rank
@@ -171,7 +171,7 @@ class Script:
         self.open.append((work, received, expected, dtype))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
-        full, everyone = self.sent(numel * self.size, dtype, "reduce")
+        full, everyone = self.sent(numel * self.size, dtype)
         work = self.transport.reduce.all_reduce(full, f"unit {self.number}")
         # All-reduces are awaited in one order on all ranks, but a rank may have issued more by then than its peers.
         late = self.own.random() < 0.5
@@ -207,7 +207,7 @@ def reuse_memory(kind: str) -> int:
     """One buffer sent over and over, as soon as it may be written again."""
     transport = transport_of(kind)
     numel, size = 30_000, transport.world_size
-    full = transport.empty(numel * size, torch.float32, "reduce")
+    full = transport.empty(numel * size, torch.float32)
     shards = [torch.empty(numel) for _ in range(40)]
     works, waits = [], 0
     for step, shard in enumerate(shards):
@@ -235,7 +235,7 @@ def gather_again(kind: str) -> None:
         numel = max(transport.shard_align_bytes // dtype.itemsize, 1) * 3
         buffer = transport.buffer(numel * transport.world_size, dtype)
         views = buffer.tensor.split(numel)
-        shard = transport.empty(numel, dtype, "gather")
+        shard = transport.empty(numel, dtype)
         assert buffer.nbytes() == buffer.tensor.nbytes
         buffer.free()
         for step in range(3):
@@ -295,8 +295,8 @@ def map_huge_pages() -> None:
     nbytes = 5 * HUGE // 2 + mmap.PAGESIZE  # a shard begins and ends in the middle of a huge page
     buffer = transport.buffer(nbytes * transport.world_size, torch.uint8)
     # Something small may lie before it in the file.
-    transport.empty(100, torch.uint8, "reduce")
-    shard = transport.empty(nbytes, torch.uint8, "gather").fill_(transport.rank)
+    transport.empty(100, torch.uint8)
+    shard = transport.empty(nbytes, torch.uint8).fill_(transport.rank)
     buffer.allocate()
     transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
     for rank, view in enumerate(buffer.tensor.split(nbytes)):
@@ -317,7 +317,7 @@ def test_shards_of_all_ranks_are_mapped_in_huge_pages() -> None:
 def many_operations() -> None:
     """More than a ring of records holds, with names that are long."""
     transport = transport_of("shm")
-    shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(600)]
+    shards = [transport.empty(8, torch.float32).fill_(step) for step in range(600)]
     fulls = [torch.empty(8 * transport.world_size) for _ in shards]
     works = [
         transport.gather.all_gather(f, s, f"{'x' * 150} {i}")
@@ -337,7 +337,7 @@ def run_ahead(folder: Path) -> None:
     """Rank 1 issues one operation and does nothing for a while. Rank 0 issues as many as it may, and one more."""
     transport = transport_of("shm")
     count = MAX_POSTED + 1
-    shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(count)]
+    shards = [transport.empty(8, torch.float32).fill_(step) for step in range(count)]
     fulls = [torch.empty(8 * transport.world_size) for _ in shards]
 
     def gather(step: int) -> Work:
@@ -396,7 +396,7 @@ def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_a
 def test_a_single_rank_moves_nothing() -> None:
     transport = SingleProcessTransport(CPU)
     shard = torch.arange(5.0)
-    full = transport.empty(5, torch.float32, "reduce")
+    full = transport.empty(5, torch.float32)
     transport.gather.all_gather(full, shard, "unit").wait_stream()
     assert torch.equal(full, shard)
     transport.reduce.reduce_scatter(full, shard, "unit", accumulate=True).wait_stream()

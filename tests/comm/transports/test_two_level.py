@@ -61,12 +61,12 @@ def bytes_between_hosts(ranks_per_host: int) -> dict[str, int]:
     first = transport.rank // ranks_per_host * ranks_per_host
     node = tuple(range(first, first + ranks_per_host))
     with sent_to_other_hosts(transport, ranks_per_host) as sent:
-        shard = transport.empty(numel, torch.float32, "gather").fill_(transport.rank)
+        shard = transport.empty(numel, torch.float32).fill_(transport.rank)
         whole, part = torch.empty(numel * world_size), torch.empty(numel * ranks_per_host)
         transport.gather.all_gather(whole, shard, "gather").wait_host()
         assert whole.view(world_size, -1)[:, 0].tolist() == list(range(world_size))
         transport.gather.all_gather(part, shard, "gather of the host", node).wait_host()
-        full = transport.empty(numel * world_size, torch.float32, "reduce").fill_(1)
+        full = transport.empty(numel * world_size, torch.float32).fill_(1)
         total = torch.empty(numel)
         transport.reduce.reduce_scatter(total, full, "reduce").wait_host()
         assert total.eq(world_size).all()
@@ -96,10 +96,10 @@ def test_each_byte_goes_to_another_host_once_per_host(num_hosts: int, ranks_per_
 def reduce_with_unfit_degrees() -> tuple[str, float]:
     transport = open_on_hosts(3)
     transport.open_groups((Degrees(2, 2, 2),), Group(None, CPU))
-    full = transport.empty(20, torch.float32, "reduce").copy_(torch.arange(20.0) * (transport.rank + 1))
+    full = transport.empty(20, torch.float32).copy_(torch.arange(20.0) * (transport.rank + 1))
     half = torch.empty(10)
     transport.reduce.reduce_scatter(half, full, "unit", levels=(2,)).wait_host()
-    shard = transport.empty(10, torch.float32, "gather").copy_(half)
+    shard = transport.empty(10, torch.float32).copy_(half)
     whole = transport.buffer(20, torch.float32)
     first = transport.rank // 2 * 2
     transport.gather.all_gather(whole.tensor, shard, "unit", (first, first + 1)).wait_host()
@@ -139,7 +139,7 @@ def packed_sums(ranks_per_host: int, bits: int) -> list[PackedSum]:
     bound = sum(half_steps(host, bits) for host in hosts)
     total = torch.stack(hosts).sum(0)
     bound = 1.1 * bound + half_steps(total, bits) * (len(hosts) > 2) + 1e-6
-    full = transport.empty(numel, torch.float32, "reduce").copy_(gradients[transport.rank])
+    full = transport.empty(numel, torch.float32).copy_(gradients[transport.rank])
     found = []
     for levels in ((world_size,), (ranks_per_host,), ()):
         index = shard_index(transport.rank, levels)
@@ -179,7 +179,7 @@ def repeated_sums() -> tuple[float, float]:
     """The error of the mean of eight sums of the same gradients, with error feedback over that without."""
     transport = open_on_hosts(2)
     assert transport.packed_sums is not None
-    full = transport.empty(4 * 4096, torch.float32, "reduce")
+    full = transport.empty(4 * 4096, torch.float32)
     full.copy_(torch.randn(full.numel(), generator=torch.Generator().manual_seed(transport.rank)))
     exact, errors = torch.empty(4096), []
     transport.reduce.reduce_scatter(exact, full, "exact").wait_host()
@@ -217,7 +217,7 @@ def until_error(what: str) -> str:
     """Rank 3 ends, stops or runs another unit at its last gather. The others learn of it from their timeouts alone."""
     transport = open_on_hosts(2)
     store = dist.distributed_c10d._get_default_store()
-    shard = transport.empty(1024, torch.float32, "gather").zero_()
+    shard = transport.empty(1024, torch.float32).zero_()
     full, scalars = torch.empty(4096), torch.zeros(1, dtype=torch.float64)
     message = ""
     # Nothing fails in these steps, and a busy machine may take its time for them.
@@ -273,7 +273,7 @@ def test_errors_name_ranks_of_all_hosts_and_units(what: str, within_host: str, b
 def send_without_waiting() -> list[int]:
     """The exchanges of the first rank of a host after its own reduce, its peer's, and a call of ``progress``."""
     transport = open_on_hosts(2)
-    full = transport.empty(4000, torch.float32, "reduce").fill_(1)
+    full = transport.empty(4000, torch.float32).fill_(1)
     counts = []
     with mock.patch.object(GlooChannel, "exchange", autospec=True, side_effect=GlooChannel.exchange) as exchange:
         works = []

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, Ranks, ResizableBuffer, Transport, refill
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
@@ -71,7 +71,6 @@ class ToyTransport(TransportTraits):
     name = "toy"
     packed_sums = None
     shard_align_bytes = 64
-    refill = staticmethod(refill)
 
     @classmethod
     def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
@@ -86,11 +85,11 @@ class ToyTransport(TransportTraits):
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         pass
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+        return ResizableBuffer(self.empty(numel, dtype))
 
     def staging_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.reduce.memory.values() if memory.dtype is not torch.float64)
@@ -108,7 +107,7 @@ class ToyTransport(TransportTraits):
 def add_toy_transport(patch: pytest.MonkeyPatch) -> None:
     """List, choose and open the transport in ``transports.choose``, and nowhere else, until ``patch`` is undone."""
 
-    def open_transport(group: Group, kind: str, timeout: float, registered: bool = False) -> Transport:
+    def open_transport(group: Group, kind: str, timeout: float) -> Transport:
         return ToyTransport(group.new_group(group.backend, timeout), group.start_watchdog(timeout))
 
     patch.setitem(choose.TRANSPORTS, ToyTransport.name, ToyTransport)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout, layout_of
-from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
-from zeroengine.comm.transports.nccl import FakeTransport, NCCLTransport, RegisteredPool
+from zeroengine.comm.transports.nccl import FakeTransport, NCCLTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport
@@ -62,22 +61,21 @@ def _between_cpus(kind: str, hosts: Sequence[Sequence[int]]) -> type[TransportTr
     return TwoLevelTransport if layout_of(hosts, 0) else GlooTransport
 
 
-def open_transport(group: Group, kind: str, timeout: float, registered: bool = False) -> Transport:
+def open_transport(group: Group, kind: str, timeout: float) -> Transport:
     """Open the fastest transport that all ranks of ``group`` can use. A collective.
 
     Args:
         group: The ranks.
         kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
         timeout: Seconds after which a stalled operation is an error.
-        registered: Whether NCCL is to register the memory that it moves.
 
     Raises:
-        ZeroEngineError: ``shm`` (on CPUs) or registration was asked for and some rank cannot use it.
+        ZeroEngineError: ``shm`` was asked for on CPUs, and some rank cannot use it.
     """
     if group.world_size == 1:
         return SingleProcessTransport(group.device)
     if group.backend in ("nccl", "fake"):
-        return open_nccl(group, timeout, registered)
+        return open_nccl(group, timeout)
     if group.backend != "gloo":
         raise ZeroEngineError(
             f"torch.distributed runs with the backend {group.backend!r} for {group.device.type} tensors, and "
@@ -112,8 +110,6 @@ def open_between_replicas(group: Group, kind: str, timeout: float) -> Transport:
 
 def unused_keys(comm: Comm, transport: Transport, device: torch.device) -> Iterator[str]:
     """Yield a sentence for each key of ``comm`` that has no effect on this transport."""
-    if comm.register_buffers and not transport.registers_memory:
-        yield "comm.register_buffers has no effect: nothing moves by NCCL here"
     if comm.transport == "shm" and device.type != "cpu":
         yield 'comm.transport "shm" has no effect: it is for ranks that compute on CPUs'
 
@@ -142,7 +138,7 @@ def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | st
     return memory if reason is None else reason
 
 
-def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:
+def open_nccl(group: Group, timeout: float) -> NCCLTransport:
     """Open the transport over NCCL, or over the backend that tests use in its place. See ``open_transport``."""
     if group.backend == "fake":
         return FakeTransport(group.process_group, group.process_group, group.device, None)
@@ -150,11 +146,4 @@ def open_nccl(group: Group, timeout: float, registered: bool) -> NCCLTransport:
     # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a gather
     # behind the reduce of another unit.
     gather, reduce = group.new_group(group.backend, nccl_timeout), group.new_group(group.backend, nccl_timeout)
-    pools: dict[ChannelName, RegisteredPool] = {}
-    if registered:
-        for channel_group in (gather, reduce):
-            # Memory is registered with a communicator, which NCCL makes at the first collective.
-            dist.all_reduce(torch.zeros((), device=group.device), group=channel_group)
-        with group.collective_errors("to register memory with NCCL"):
-            pools = {"gather": RegisteredPool(gather, group.device), "reduce": RegisteredPool(reduce, group.device)}
-    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), pools, nccl_timeout)
+    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), nccl_timeout)

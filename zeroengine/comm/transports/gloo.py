@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, PagedBuffer, Ranks, refill
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
@@ -261,7 +261,6 @@ class GlooTransport(TransportTraits):
     name = "gloo"
     overlaps = True
     packed_sums = None
-    refill = staticmethod(refill)
 
     @classmethod
     def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
@@ -280,7 +279,7 @@ class GlooTransport(TransportTraits):
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         """Return at once: ranks exchange with one another directly."""
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory: Gloo can send from any memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 

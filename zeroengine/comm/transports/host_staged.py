@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, Levels, Ranks, ResizableBuffer, Transport, refill
+from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer, Transport
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
@@ -94,7 +94,6 @@ class HostStagedTransport(TransportTraits):
 
     overlaps = True
     packed_sums = None
-    refill = staticmethod(refill)
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
@@ -106,13 +105,13 @@ class HostStagedTransport(TransportTraits):
         """Prepare the transport in host memory."""
         self._inner.open_groups(degrees, group)
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory on the device."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of torch's own memory on the device."""
-        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+        return ResizableBuffer(self.empty(numel, dtype))
 
     def staging_bytes(self) -> int:
         """Return the bytes of the transport in host memory."""

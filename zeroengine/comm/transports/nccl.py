@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, Ranks, ResizableBuffer, refill
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.watchdog import Watchdog
-from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.errors import DivergenceError
 from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -52,51 +51,6 @@ class Collective:
         return self._work is None or self._work.is_completed()
 
 
-class RegisteredPool:
-    """A pool of torch's allocator whose memory is registered with the communicator of ``group``.
-
-    NCCL sends from registered memory and receives into it without copies of its own. See "User Buffer Registration" in
-    its documentation. The memory that a collective sends from and receives into must be registered with its
-    communicator on all ranks or on none. So each channel has a pool of its own, which no other communicator uses.
-
-    Freed memory returns to the pool, so in the long run the same segments serve every unit. torch registers each
-    segment when the pool allocates it.
-
-    Raises:
-        ZeroEngineError: This torch or its NCCL cannot register memory.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._device = device
-        try:
-            backend: Any = group._get_backend(device)
-            self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
-            backend.register_mem_pool(self._pool)
-        # A torch or an NCCL without registration raises these. Out-of-memory errors are raised as they are.
-        except (AttributeError, RuntimeError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ZeroEngineError(
-                f"comm.register_buffers: torch {torch.__version__} and its NCCL cannot register memory ({reason}): "
-                "write false"
-            ) from error
-        self._backend: Any = backend
-        self._registered = True
-
-    def allocations(self) -> AbstractContextManager[None]:
-        """Return a context in which torch's allocations on the device are memory of the pool."""
-        return torch.cuda.use_mem_pool(self._pool, self._device)
-
-    def close(self) -> None:
-        """Wait for the device, and take the memory back from NCCL."""
-        if self._registered:
-            self._registered = False
-            # Collectives may still use the memory.
-            torch.cuda.synchronize(self._device)
-            self._backend.deregister_mem_pool(self._pool)
-
-
 class Peers(NamedTuple):
     """What an operation among some of the ranks uses.
 
@@ -111,16 +65,10 @@ class Peers(NamedTuple):
 
 
 class NCCLChannel:
-    """See ``interfaces.Channel``. Its memory comes from ``pool`` if there is one, else from torch's own allocator."""
+    """See ``interfaces.Channel``."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        watchdog: Watchdog | None,
-        pool: RegisteredPool | None = None,
-    ) -> None:
-        self.group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog | None) -> None:
+        self.group, self._device, self._watchdog = group, device, watchdog
         self._rank, self._all_ranks = group.rank(), tuple(range(group.size()))
         # The communicators of parts of the ranks, by the ranks in ascending order.
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -134,20 +82,6 @@ class NCCLChannel:
         # A checksum of every operation so far, which the ranks compare at each step.
         self.order = 0
         self.last = "nothing yet"
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialized memory, 1-D, to send from and to receive into."""
-        with self._allocations():
-            return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def refill(self, tensor: torch.Tensor) -> None:
-        """Give such memory to a tensor whose storage was emptied."""
-        # The storage keeps its identity, so all views of it are valid again, although its address may change.
-        with self._allocations():
-            refill(tensor)
-
-    def _allocations(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pool is None else self._pool.allocations()
 
     def add_group(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         """Let operations among ``ranks`` use a communicator. Close it with this transport."""
@@ -178,7 +112,7 @@ class NCCLChannel:
         group, places = self._peers_of(ranks)
         if places is None:
             return self.issue(lambda: _all_gather(full, shard, group=group, async_op=True))
-        arrived = self.empty(full.numel(), full.dtype)
+        arrived = torch.empty_like(full)
 
         def put_in_order() -> None:
             torch.index_select(arrived.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
@@ -194,7 +128,7 @@ class NCCLChannel:
             return self._reduce_by_levels(shard, full, label, accumulate, levels)
         # NCCL can neither cast the sum nor add it to its target.
         direct = not accumulate and shard.dtype is full.dtype
-        target = shard if direct else self.empty(shard.numel(), full.dtype)
+        target = shard if direct else full.new_empty(shard.numel())
         self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
         if direct:
@@ -211,7 +145,7 @@ class NCCLChannel:
         summed, below, work = full, 1, None
         for level in levels:
             ranks = ranks_of_level(rank, below, level)
-            target = self.empty(summed.numel() * below // level, full.dtype)
+            target = full.new_empty(summed.numel() * below // level)
             reduce = partial(_reduce_scatter, target, summed, group=self._peers_of(ranks).group, async_op=True)
             work, summed, below = self._issue_after(work, reduce), target, level
         if below < world_size:
@@ -285,7 +219,7 @@ class NCCLChannel:
 
 
 class NCCLTransport(TransportTraits):
-    """See ``interfaces.Transport``. Collectives use memory of ``pools`` if there are any, else torch's own.
+    """See ``interfaces.Transport``.
 
     ``all_reduce_scalars`` also sums the checksums of the ranks' orders. They are compared later, by ``check_order`` or
     in the next ``all_reduce_scalars``, so that the host does not wait for the device.
@@ -297,7 +231,6 @@ class NCCLTransport(TransportTraits):
     packed_sums = None
     reduces_by_levels = True
     sums_in_place = False
-    registers_memory = True
 
     def __init__(
         self,
@@ -305,14 +238,13 @@ class NCCLTransport(TransportTraits):
         reduce: dist.ProcessGroup,
         device: torch.device,
         watchdog: Watchdog | None,
-        pools: Mapping[ChannelName, RegisteredPool] | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._pools, self._timeout = pools or {}, timeout
+        self._timeout = timeout
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
-        self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
-        self.reduce = NCCLChannel(reduce, device, watchdog, self._pools.get("reduce"))
+        self.gather = NCCLChannel(gather, device, watchdog)
+        self.reduce = NCCLChannel(reduce, device, watchdog)
         # The orders that were summed but not yet compared: the sums over ranks of the two channels' checksums, this
         # rank's checksums, and its last operations for people.
         self._orders: tuple[HostCopy, list[float], str] | None = None
@@ -327,18 +259,13 @@ class NCCLTransport(TransportTraits):
                 if 1 < len(ranks) < self.world_size:
                     channel.add_group(ranks, group.new_group(group.backend, self._timeout, ranks))
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Return memory of the channel's registered pool, or torch's own."""
-        return (self.gather if channel == "gather" else self.reduce).empty(numel, dtype)
-
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Give memory of the channel's registered pool, or torch's own."""
-        fill = {"gather": self.gather.refill, "reduce": self.reduce.refill, None: refill}[channel]
-        fill(tensor)
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
+        """Return torch's own memory."""
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        """Return a buffer of the gather channel's memory."""
-        return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
+        """Return a buffer of torch's own memory."""
+        return ResizableBuffer(self.empty(numel, dtype))
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
@@ -367,9 +294,7 @@ class NCCLTransport(TransportTraits):
         self._orders = None
 
     def close(self) -> None:
-        """Deregister the pools, and end the watchdog and the communicators."""
-        for pool in self._pools.values():
-            pool.close()
+        """End the watchdog and the communicators."""
         # Without a watchdog, as with the fake backend, the groups belong to the caller.
         if self._watchdog is not None:
             self._watchdog.close()
@@ -385,4 +310,3 @@ class FakeTransport(NCCLTransport):
     name = "fake"
     has_peers = False
     runs_on_streams = False
-    registers_memory = False

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
+from zeroengine.comm.interfaces import Buffer, PagedBuffer
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import CHANNELS, SharedMemory
@@ -41,7 +41,6 @@ class SharedMemoryTransport(TransportTraits):
     shares_pages = True
     # Whole pages can be mapped.
     shard_align_bytes = mmap.PAGESIZE
-    refill = staticmethod(refill)
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class SharedMemoryTransport(TransportTraits):
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         """Return at once: ranks exchange with one another directly."""
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return memory of this rank's file if operations send from it, else torch's own."""
         return self._memory.empty(numel, dtype) if sent else torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -80,7 +79,7 @@ class SharedMemoryTransport(TransportTraits):
         """See ``interfaces.Transport``, and "Lifetimes" above."""
         # Two vectors alternate, because a rank is at most one such operation ahead of the slowest reader.
         if not self._scalars or self._scalars[0].numel() < values.numel():
-            self._scalars = [self.empty(values.numel(), torch.float64, "reduce") for _ in range(2)]
+            self._scalars = [self.empty(values.numel(), torch.float64) for _ in range(2)]
         self._scalars.reverse()
         sent = self._scalars[0][: values.numel()].copy_(values)
         for channel in self._channels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, ChannelName, Levels, PagedBuffer, Ranks, ResizableBuffer, refill
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Completed, Work
@@ -55,7 +55,6 @@ class SingleProcessTransport(TransportTraits):
     rank = 0
     world_size = 1
     packed_sums = None
-    refill = staticmethod(refill)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +63,7 @@ class SingleProcessTransport(TransportTraits):
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
         """Return at once: ranks exchange with one another directly."""
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
@@ -72,7 +71,7 @@ class SingleProcessTransport(TransportTraits):
         """Return a buffer of pages, which a disk can read into, or of device memory."""
         if self._device.type == "cpu":
             return PagedBuffer(numel, dtype)
-        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+        return ResizableBuffer(self.empty(numel, dtype))
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the values."""

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, PackedSums, PagedBuffer, refill
+from zeroengine.comm.interfaces import Buffer, Channel, PackedSums, PagedBuffer
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.gloo import GlooChannel, GlooTransport
@@ -65,7 +65,6 @@ class TwoLevelTransport(TransportTraits):
     adds_by_host = True
     keeps_memory = True
     shard_align_bytes = SharedMemoryTransport.shard_align_bytes
-    refill = staticmethod(refill)
 
     @classmethod
     def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
@@ -115,9 +114,9 @@ class TwoLevelTransport(TransportTraits):
                 *(self._layout.ranks_per_host, self._layout.ranks_per_host),
             )
 
-    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return memory of this rank's file if operations send from it, else torch's own."""
-        return self._local.empty(numel, dtype, channel, sent=sent)
+        return self._local.empty(numel, dtype, sent=sent)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer that shards of this host are mapped into, or one that all are copied into."""

@@ -36,8 +36,8 @@ def main() -> None:
 
 def measure(transport: Transport, nbytes: int) -> str:
     """Return the speeds of all-gather and reduce-scatter, in bytes of the full buffer per second."""
-    shard = transport.empty(nbytes // 4 // transport.world_size, torch.float32, "gather").fill_(1.0)
-    full = transport.empty(shard.numel() * transport.world_size, torch.float32, "reduce").fill_(1.0)
+    shard = transport.empty(nbytes // 4 // transport.world_size, torch.float32).fill_(1.0)
+    full = transport.empty(shard.numel() * transport.world_size, torch.float32).fill_(1.0)
     gather_s = fastest(transport, lambda: transport.gather.all_gather(full, shard, "probe").wait_stream())
     reduce_s = fastest(transport, lambda: transport.reduce.reduce_scatter(shard, full, "probe").wait_stream())
     return f"gather {full.nbytes / gather_s / 1e9:.2f} GB/s, reduce {full.nbytes / reduce_s / 1e9:.2f} GB/s"
