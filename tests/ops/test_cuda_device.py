@@ -39,15 +39,14 @@ class Step:
 
     def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.state = moved(State(N, torch.bfloat16, torch.bfloat16, dtype), device)
-        self.table = AdamTable([BUFFER], len(GROUPS), 2, device)
+        self.table = AdamTable([BUFFER], len(GROUPS), 2, self.state.param.device)
         self.table.set_groups(GROUPS)
-        self.loss_scale = torch.tensor(8.0, dtype=torch.float64, device=device)
         self.used = torch.ones(2, dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
         s = self.state
         norm = ops.squared_norms([s.grad])
-        factor = ops.gradient_factor(norm, divisor=2.0, limit=1.0, loss_scale=self.loss_scale)
+        factor = ops.gradient_factor(norm, divisor=16.0, limit=1.0)
         self.table.prepare(factor, self.used)
         self.table.update(0, s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
         return factor
@@ -67,13 +66,13 @@ def test_a_step_does_not_make_the_host_wait() -> None:
             step.table.set_groups([{**group, "lr": lr} for group in GROUPS])
             step.run()
             bucket = torch.empty(N, device="cuda")
-            ops.cast_copy([step.state.grad], [bucket], scale=0.5)
+            ops.cast_copy([step.state.grad], [bucket])
     assert step.table.steps.tolist() == [3, 3]
 
 
 def test_a_graph_replays_the_step_with_the_present_values() -> None:
-    """Learning rate, step counts, gradient, loss scale and overflow change between replays; bits are those of a run
-    without a graph."""
+    """Learning rate, step counts, gradient and overflow change between replays; bits are those of a run without a
+    graph."""
     plain, captured = Step("cuda"), Step("cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -87,7 +86,6 @@ def test_a_graph_replays_the_step_with_the_present_values() -> None:
     for seed, bad, lr in [(1, False, 0.1), (2, True, 0.2), (3, False, 0.3), (4, False, 0.3)]:
         for step in (plain, captured):
             step.feed(seed, bad, lr)
-            step.loss_scale.fill_(2.0**seed)
         want = plain.run()
         graph.replay()
         assert torch.equal(factor.nan_to_num(), want.nan_to_num()) and factor[2].item() == bad

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zeroengine.ops import _cuda_library
@@ -12,10 +11,8 @@ from zeroengine.ops._cuda_library import CudaCopy
 from zeroengine.ops._library import DTYPE_CODES
 
 
-def cast_copy(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], *, scale: float = 1.0, accumulate: bool = False
-) -> None:
-    """Set each target to its source times `scale`, computed in float32 and rounded once, to nearest even.
+def cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], *, accumulate: bool = False) -> None:
+    """Set each target to its source, computed in float32 and rounded once, to nearest even.
 
     On CUDA every 64 tensors take one launch, and the host does not wait.
 
@@ -23,7 +20,6 @@ def cast_copy(
         sources: float32, bfloat16 or float16, of any strides.
         targets: One for each source, of as many elements, contiguous, all in one of these dtypes. They must not overlap
             one another or a source.
-        scale: Multiplies every source.
         accumulate: Whether to add to the targets instead.
     """
     for source, target in zip(sources, targets, strict=True):
@@ -43,12 +39,9 @@ def cast_copy(
                 for source, target in zip(contiguous_sources, targets, strict=True)
             )
         )
-        arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], scale, accumulate)
+        arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], 1.0, accumulate)
         return _cuda_library.call(cuda, "ze_cuda_cast", device, *arguments)
     for source, target in zip(sources, targets, strict=True):
         # A source may have another shape with as many elements.
         source = source.reshape(target.shape)
-        # As in the kernel, the scale is rounded to fp32 first.
-        if scale != 1:
-            source = source.float() * torch.tensor(scale, dtype=torch.float32, device="cpu")
         target.copy_(target.float() + source.float() if accumulate else source)
