@@ -79,14 +79,8 @@ def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
 
 
 def release_mapped(tensor: Tensor) -> None:
-    """Evict the pages of a mapped tensor, or of a view of one, from this process. The data stays in the file.
-
-    Raises:
-        OffloadError: The tensor is not registered.
-    """
-    mapping = _mapping_by_address.get(tensor.untyped_storage().data_ptr())
-    if mapping is None:
-        raise OffloadError("release_mapped: this tensor is not one of SwapFile.mapped; pass what that returned")
+    """Evict the pages of a registered tensor, or of a view of one, from this process. The data stays in the file."""
+    mapping = _mapping_by_address[tensor.untyped_storage().data_ptr()]
     # Python's ``madvise`` takes offsets within the mapping.
     offset = tensor.data_ptr() - address_of(mapping)
     start, stop = offset // mmap.PAGESIZE * mmap.PAGESIZE, offset + _extent_bytes(tensor)

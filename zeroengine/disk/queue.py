@@ -205,21 +205,14 @@ class DiskQueue:
         timeline: The times of finished transfers that began while this was a list; None keeps no times.
 
     Raises:
-        OffloadError: A number is out of range, or the backend is unknown or does not work on this machine.
+        OffloadError: The backend does not work on this machine.
     """
 
     def __init__(
         self, depth: int = DEFAULT_DEPTH, block_bytes: int = DEFAULT_BLOCK_BYTES, backend: str = "auto"
     ) -> None:
-        if not 1 <= depth <= MAX_DEPTH:
-            raise OffloadError(f"queue_depth is {depth}; write a number from 1 to {MAX_DEPTH}, such as {DEFAULT_DEPTH}")
-        if not ALIGNMENT <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % ALIGNMENT:
-            raise OffloadError(
-                f"block_size is {block_bytes}; write a multiple of {ALIGNMENT} up to {MAX_BLOCK_BYTES}, such as "
-                f"{DEFAULT_BLOCK_BYTES}"
-            )
-        if backend not in _aio.BACKENDS:
-            raise OffloadError(f"backend is {backend!r}; write one of {', '.join(_aio.BACKENDS)}")
+        # The configuration has checked what users write.
+        assert 1 <= depth <= MAX_DEPTH and ALIGNMENT <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % ALIGNMENT
         library, queue = _aio.library(), ctypes.c_void_p()
         # "auto" is resolved by the library, which tries each backend on this kernel.
         status = library.ze_aio_open(_aio.BACKENDS[backend], depth, block_bytes, ctypes.byref(queue))
@@ -249,7 +242,7 @@ class DiskQueue:
             into: A contiguous CPU tensor of any shape and dtype.
 
         Raises:
-            OffloadError: The offset or the tensor is wrong, the file is too short or closed, or the queue is closed.
+            OffloadError: The file or the queue is closed.
         """
         return self._start(False, file, offset_bytes, into)
 
@@ -276,18 +269,9 @@ class DiskQueue:
 
     def _start(self, write: bool, file: DiskFile, offset: int, tensor: Tensor) -> Transfer:
         _check_process(self._process)
-        if offset < 0 or offset % ALIGNMENT:
-            raise OffloadError(f"offset {offset} in {file.path}: write a multiple of {ALIGNMENT} that is not negative")
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise OffloadError(
-                f"a tensor on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()} for "
-                f"{file.path}: pass a contiguous one on the CPU"
-            )
         nbytes, descriptors = tensor.nbytes, file.descriptors
-        if offset + nbytes > file.nbytes:
-            raise OffloadError(
-                f"{nbytes:,} bytes at offset {offset:,} of {file.path}, which has {file.nbytes:,}: make it larger"
-            )
+        assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.stride())
+        assert offset % ALIGNMENT == 0 and 0 <= offset <= file.nbytes - nbytes, (file.path, offset, nbytes, file.nbytes)
         # A whole last page keeps the transfer within O_DIRECT.
         moved_bytes = min(round_up_to_block(nbytes) if owns_last_page(tensor) else nbytes, file.nbytes - offset)
         # The lock keeps the queue from being closed by another thread between the check and the submission.
