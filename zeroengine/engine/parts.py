@@ -22,7 +22,7 @@ from zeroengine.engine.restoration import Restoration
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies
 from zeroengine.offload.placement import Placement, place_states
-from zeroengine.optim.backends.interface import UpdateBackend
+from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.choice import choose_backend
 from zeroengine.optim.loss_scaler import LossScaler
@@ -32,6 +32,7 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import Nesterov, OuterStep
 from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
@@ -346,19 +347,21 @@ def build_states(
             OptimizerShard(index, unit_grads, store)
             for index, (unit_grads, store) in enumerate(zip(gradients, placement.optimizer_stores, strict=True))
         )
+        reduction = StepReduction(shards, passes.reducer, ranks.transport, passes.outside_writes, timer)
+        backend = partition.backend(
+            BackendParts(
+                base_optimizer,
+                shards,
+                reduction,
+                passes.outside_writes,
+                passes.gatherer.publish_update,
+                FLOATS[config.optimizer_state_dtype],
+                placement.pipeline,
+                timer,
+            )
+        )
         optimizer = ShardedOptimizer(
-            base_optimizer,
-            partition.backend,
-            shards,
-            passes.reducer,
-            ranks.transport,
-            after_update=passes.gatherer.publish_update,
-            step=calls.step,
-            zero_grad=calls.zero_grad,
-            writes=passes.outside_writes,
-            timer=timer,
-            moments_dtype=FLOATS[config.optimizer_state_dtype],
-            pipeline=placement.pipeline,
+            base_optimizer, backend, shards, reduction, step=calls.step, zero_grad=calls.zero_grad
         )
         schedule = make_scheduler(setup.lr_scheduler, optimizer, config)
         outer_step = _outer_step(setup, ranks, shards, timer)

@@ -77,7 +77,8 @@ class StepRunner:
             0-d float64 on the device that the gradients are on.
         """
         self.await_result()
-        return self._states.optimizer.backend.norm(self._passes.reducer.divisor(), self._label())
+        optimizer, divisor = self._states.optimizer, self._passes.reducer.divisor()
+        return optimizer.reduction.norm(divisor, self._label(), waits=not optimizer.backend.is_async)
 
     def run_step(self) -> bool | StepResult:
         """Take a step, whose gradients are reduced.

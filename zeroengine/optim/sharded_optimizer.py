@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Medium
-from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.state_offloader import resident_bytes
-from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanState, UpdateBackend
+from zeroengine.optim.backends.interface import ShardState, SpanState, UpdateBackend
 from zeroengine.optim.caller_optimizer import (
     PartitionedStateDict,
     check_step_call,
@@ -24,10 +21,8 @@ from zeroengine.optim.caller_optimizer import (
 )
 from zeroengine.optim.factory import add_param_group
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.step_reduction import GradientReducer, StepReduction
+from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.unit import Unit
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,65 +33,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         base_optimizer: The caller's optimizer. Its class says how to update.
-        backend: The class of the backend that updates so. See ``choose_backend``.
+        backend: Computes norms and runs the updates.
         shards: The optimizer shard of every trainable unit, in the order of registration.
-        reducer: Owns the gradients.
-        transport: Sums the norm over the ranks.
-        after_update: Called with a unit right after the update of its shard: this rank's part of the unit's
-            parameters has new values.
+        reduction: Sums norms and flags over the ranks.
         step: Called by ``step()``. Ends the step of the engine.
         zero_grad: Called by ``zero_grad()``. Drops the gradients since the last step.
-        writes: Knows which parameters were written from outside.
-        moments_dtype: The dtype of Adam's moments; bf16 is rounded stochastically.
-        pipeline: Brings offloaded states to the update.
-        timer: Times the norm and the updates.
 
     Attributes:
-        shards: See above.
-        backend: Computes norms and runs the updates.
-        reduction: Sums norms and flags over the ranks.
+        shards, backend, reduction: See above.
         base_optimizer_name: The class of the caller's optimizer.
     """
 
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
-        backend: type[UpdateBackend],
+        backend: UpdateBackend,
         shards: Sequence[OptimizerShard],
-        reducer: GradientReducer,
-        transport: Transport,
+        reduction: StepReduction,
         *,
-        after_update: Callable[[Unit], None],
         step: Callable[[], None],
         zero_grad: Callable[[], None],
-        writes: OutsideWrites,
-        timer: Timer,
-        moments_dtype: torch.dtype = torch.float32,
-        pipeline: Pipeline | None = None,
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
-        self.shards = shards
+        self.backend, self.shards, self.reduction = backend, shards, reduction
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
         self._constructed = True
         # The two optimizers share these objects, so that schedulers and users of either one change both.
         self.param_groups = base_optimizer.param_groups
-        self.reduction = StepReduction(self.shards, reducer, transport, writes, timer)
-        parts = BackendParts(
-            optimizer=self,
-            base_optimizer=base_optimizer,
-            group_of_param={p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
-            shards=self.shards,
-            reduction=self.reduction,
-            writes=writes,
-            after_update=after_update,
-            moments_dtype=moments_dtype,
-            pipeline=pipeline,
-            timer=timer,
-        )
-        self.backend = backend(parts)
         # Only from here on attributes that this object lacks are those of the caller's optimizer.
         self._base_optimizer = base_optimizer
 

@@ -10,7 +10,7 @@ order in which accumulation adds micro-steps and ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.monitor.timer import Timer
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.small_transfers import to_device
@@ -144,8 +145,37 @@ class StepReduction:
         self._reducer.check_frozen()
         return sums[:first_checksum]
 
-    def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the norm of the gradients over ``divisor``, 0-d float64 on their device. A collective."""
+    def step_on_host(
+        self, settings: StepSettings, update: Callable[[float, Sequence[Sequence[bool]]], None]
+    ) -> StepResult:
+        """Wait for the norm, then update unless the gradient overflowed. A collective.
+
+        Args:
+            settings: The settings of the step.
+            update: Updates every shard. It takes the factor of the gradient, and for each unit and parameter whether
+                there is a gradient.
+        """
+        squared_norm, has_grad = self.reduce_on_host(settings.label)
+        factor = settings.factor(torch.tensor(squared_norm, dtype=torch.float64, device="cpu"))
+        result = GradientFactor(*factor.tolist())
+        # All ranks have the same sum and so the same answer: either all of them update or none does.
+        if not result.overflow:
+            update(result.factor, has_grad)
+        return StepResult(lambda: (result.grad_norm, not result.overflow))
+
+    def norm(self, divisor: float, label: str, *, waits: bool) -> torch.Tensor:
+        """Return the norm of the gradients over ``divisor``, before clipping. A collective.
+
+        Args:
+            divisor: Divides the summed gradient.
+            label: Names the collective.
+            waits: Whether the host waits for it, as in the backends that are not asynchronous.
+
+        Returns:
+            0-d float64 on the gradients' device.
+        """
+        if not waits:
+            return ops.gradient_factor(self.reduce_on_device(label).squared_norm, divisor=divisor)[1]
         # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
         norm = math.sqrt(self.reduce_on_host(label)[0]) / divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.device)

@@ -10,17 +10,12 @@ import torch
 
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys, UpdateRequest
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 
 T = TypeVar("T")
-
-
-def runs_fused_adam(request: UpdateRequest) -> bool:
-    """Return whether the fused Adam kernels update as the optimizer does."""
-    return has_adam_rule(request.optimizer) and request.master_dtypes <= {torch.float32}
 
 
 def has_adam_rule(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,11 +19,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from zeroengine import ops
 from zeroengine.errors import DivergenceError
 from zeroengine.ops import AdamSegment, AdamTable, SegmentList
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state, runs_fused_adam
-from zeroengine.optim.backends.interface import BackendParts, UpdateRequest
+from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state
+from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -36,19 +35,7 @@ HAS_GRAD_OFFSET = len(GradientFactor._fields)
 class AsyncAdam:
     """See ``UpdateBackend``. Gives the same bits as ``BlockingAdam``."""
 
-    supports_offload: ClassVar[bool] = False
-    supports_bf16_moments: ClassVar[bool] = True
     is_async: ClassVar[bool] = True
-
-    @classmethod
-    def serves(cls, request: UpdateRequest) -> bool:
-        """Return whether the fused kernels update as the optimizer does, on a device that holds every state."""
-        if not (request.master_dtypes and request.on_device and runs_fused_adam(request)):
-            return False
-        # Tests choose this backend on the CPU, too.
-        if request.async_step is not None:
-            return request.async_step
-        return request.device.type == "cuda" and ops.cuda_library(request.device) is not None
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
@@ -65,10 +52,6 @@ class AsyncAdam:
         # The result of the last step and the values copied to the host, until its counts are up to date.
         self._pending: tuple[StepResult, HostCopy] | None = None
 
-    def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """See ``UpdateBackend``."""
-        return ops.gradient_factor(self._parts.reduction.reduce_on_device(label).squared_norm, divisor=divisor)[1]
-
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
         # The last step's result must be known first, because this step continues its counts.
@@ -78,7 +61,7 @@ class AsyncAdam:
             # Something set step counts on the host, such as a checkpoint.
             self._table.steps.copy_(to_device(counts, self._device, torch.int64))
             self._device_counts = counts
-        self._table.set_groups([self._hyperparameters(group) for group in self._parts.optimizer.param_groups])
+        self._table.set_groups([self._hyperparameters(group) for group in self._parts.base_optimizer.param_groups])
         sums = self._parts.reduction.reduce_on_device(settings.label)
         factor = settings.factor(sums.squared_norm)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.

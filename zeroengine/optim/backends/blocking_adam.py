@@ -19,9 +19,8 @@ import torch
 from zeroengine import ops
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state, runs_fused_adam
-from zeroengine.optim.backends.host_step import step_on_host
-from zeroengine.optim.backends.interface import BackendParts, UpdateRequest
+from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state
+from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.optim.step_result import StepResult, StepSettings
@@ -38,14 +37,7 @@ MAX_WRITEBACKS = 3
 class BlockingAdam:
     """See ``UpdateBackend``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
 
-    supports_offload: ClassVar[bool] = True
-    supports_bf16_moments: ClassVar[bool] = True
     is_async: ClassVar[bool] = False
-
-    @classmethod
-    def serves(cls, request: UpdateRequest) -> bool:
-        """Return whether the fused kernels update as the optimizer does."""
-        return runs_fused_adam(request)
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
@@ -59,13 +51,9 @@ class BlockingAdam:
             for unit in (shard.unit for shard in parts.shards)
         ]
 
-    def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """See ``UpdateBackend``."""
-        return self._parts.reduction.norm_on_host(divisor, label)
-
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
-        return step_on_host(self._parts.reduction, settings, self._update)
+        return self._parts.reduction.step_on_host(settings, self._update)
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateBackend``."""
@@ -184,7 +172,7 @@ class BlockingAdam:
         last_step = max(self.state.steps[shard.index], default=0)
         for segment in segments:
             step = last_step - segment.steps_behind
-            group = self._parts.optimizer.param_groups[segment.group]
+            group = self._parts.base_optimizer.param_groups[segment.group]
             first = max(segment.start, start)
             elements = slice(first - start, min(segment.stop, stop) - start)
             master, gradient, exp_avg, exp_avg_sq, *low_precision = (tensor[elements] for tensor in tensors)

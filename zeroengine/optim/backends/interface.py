@@ -1,6 +1,6 @@
 """The protocol of an update backend, which updates the shards for the sharded optimizer.
 
-There are three backends, and the first one that serves an optimizer runs it (`BACKENDS` in `optim/choice.py`):
+There are three backends, of which `choose_backend` in `optim/choice.py` takes one:
 
     AsyncAdam        Adam and AdamW, issued without waiting for the norm; every state is on the device
     BlockingAdam     Adam and AdamW, after the host knows the norm; states may be offloaded
@@ -23,19 +23,18 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    against the formula in float64.
 3. The state. Write a class like `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
-4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `serves` returns whether the
-   `step` of the request's optimizer is that of `optim.lion.Lion`, as `runs_fused_adam` does for Adam (the factory may
-   have made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a function that calls
-   `lion_step` for each segment of each shard, and `after_update` after each shard. Set `supports_offload` to False, or
-   bring offloaded states to the kernel with `Pipeline` as `BlockingAdam` does.
-5. The choice. Put the class before `TorchOptimizer` in `BACKENDS` of `optim/choice.py`. Norm, clipping, loss scaling,
-   checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the
-   bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`, `_moved_element_bytes`), and
-   two messages in `optim/choice.py` that name Adam alone.
+4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `step` is one call of
+   `StepReduction.step_on_host` with a function that calls `lion_step` for each segment of each shard, and
+   `after_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as in `BlockingAdam`.
+5. The choice. Return the class from `choose_backend` where every master is fp32 and the `step` of the optimizer is that
+   of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass). Norm, clipping,
+   loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With offload, change
+   the bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`, `_moved_element_bytes`),
+   and two messages in `optim/choice.py` that name Adam alone.
    The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
    and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
-   With `supports_offload`, `StatePlanner._serves_offload` in `plan/search/automatic.py` and `OFFLOADED_OPTIMIZERS` in
+   With offload, `StatePlanner._serves_offload` in `plan/search/automatic.py` and `OFFLOADED_OPTIMIZERS` in
    `plan/api.py` say which optimizers may be offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`:
    the predicted states are those of `engine.memory()`, to the byte.
 """
@@ -44,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -101,34 +101,12 @@ class ShardState(Protocol):
 
 
 @dataclass(frozen=True)
-class UpdateRequest:
-    """What a backend is asked to update. It is known before any parameter is partitioned.
-
-    Attributes:
-        optimizer: The caller's optimizer, whose class says how to update.
-        master_dtypes: The dtypes of the masters, which are none if everything is frozen.
-        on_device: Whether parameters, gradients, masters and optimizer state are all on the device.
-        device: The device that the model computes on.
-        moments_dtype: The dtype of Adam's moments.
-        async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
-    """
-
-    optimizer: torch.optim.Optimizer
-    master_dtypes: frozenset[torch.dtype]
-    on_device: bool
-    device: torch.device
-    moments_dtype: torch.dtype = torch.float32
-    async_step: bool | None = None
-
-
-@dataclass(frozen=True)
 class BackendParts:
     """The parts that a backend works with.
 
     Attributes:
-        optimizer: Holds the hyperparameters in its ``param_groups``, which may change between steps.
-        base_optimizer: The caller's optimizer, whose class says how to update.
-        group_of_param: The index of each parameter's group.
+        base_optimizer: The caller's optimizer. Its class says how to update, and its ``param_groups`` hold the
+            hyperparameters, which may change between steps.
         shards: The optimizer shard of every trainable unit, in the order of registration.
         reduction: Sums norms and flags over the ranks.
         writes: Knows which parameters were written from outside.
@@ -138,9 +116,7 @@ class BackendParts:
         timer: Times the updates.
     """
 
-    optimizer: torch.optim.Optimizer
     base_optimizer: torch.optim.Optimizer
-    group_of_param: Mapping[torch.Tensor, int]
     shards: Sequence[OptimizerShard]
     reduction: StepReduction
     writes: OutsideWrites
@@ -149,23 +125,20 @@ class BackendParts:
     pipeline: Pipeline | None
     timer: Timer
 
+    @cached_property
+    def group_of_param(self) -> Mapping[torch.Tensor, int]:
+        """The index of each parameter's group."""
+        return {p: i for i, group in enumerate(self.base_optimizer.param_groups) for p in group["params"]}
+
 
 class UpdateBackend(Protocol):
     """Updates this rank's shards from their gradients, and keeps their optimizer state.
 
     Attributes:
-        supports_offload: Whether parameters and states may live outside the device's memory.
-        supports_bf16_moments: Whether the state may be kept in bf16.
         is_async: Whether ``step`` returns before its result is known.
     """
 
-    supports_offload: ClassVar[bool]
-    supports_bf16_moments: ClassVar[bool]
     is_async: ClassVar[bool]
-
-    @classmethod
-    def serves(cls, request: UpdateRequest) -> bool:
-        """Return whether this backend updates as ``request.optimizer`` does."""
 
     def __init__(self, parts: BackendParts) -> None:
         """Allocate the state of every shard."""
@@ -173,17 +146,6 @@ class UpdateBackend(Protocol):
     @property
     def state(self) -> ShardState:
         """The optimizer's state by spans. Call ``await_step_counts`` before reading or setting its numbers."""
-
-    def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the gradient norm that ``step`` would compute, before clipping. A collective.
-
-        Args:
-            divisor: Divides the summed gradient.
-            label: Names the collective.
-
-        Returns:
-            0-d float64 on the gradients' device.
-        """
 
     def step(self, settings: StepSettings) -> StepResult:
         """Compute the norm, clip, and update every shard, calling ``after_update`` after each one. A collective.

@@ -36,7 +36,7 @@ class OptimizerOverShards:
     """
 
     def __init__(self, parts: BackendParts) -> None:
-        self._caller, self._groups = parts.base_optimizer, parts.optimizer.param_groups
+        self._caller, self._groups = parts.base_optimizer, parts.base_optimizer.param_groups
         self.optimizer = copy_without_parameters(parts.base_optimizer)
         self.params: list[dict[int, ShardParameter]] = [{} for _ in parts.shards]
         for shard in parts.shards:

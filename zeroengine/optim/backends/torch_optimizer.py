@@ -8,8 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from zeroengine.optim.backends.host_step import step_on_host
-from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys, UpdateRequest
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
@@ -21,15 +20,8 @@ T = TypeVar("T")
 class TorchOptimizer:
     """See ``UpdateBackend`` and ``ShardState``. The state is that of a copy of the caller's optimizer."""
 
-    supports_offload: ClassVar[bool] = False
-    supports_bf16_moments: ClassVar[bool] = False
     is_async: ClassVar[bool] = False
     keys = None
-
-    @classmethod
-    def serves(cls, request: UpdateRequest) -> bool:
-        """Return True: ``check_optimizer`` refuses optimizers that cannot run on shards."""
-        return True
 
     def __init__(self, parts: BackendParts) -> None:
         self._parts = parts
@@ -52,13 +44,9 @@ class TorchOptimizer:
         """See ``UpdateBackend``."""
         return self
 
-    def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """See ``UpdateBackend``."""
-        return self._parts.reduction.norm_on_host(divisor, label)
-
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
-        return step_on_host(self._parts.reduction, settings, self._update)
+        return self._parts.reduction.step_on_host(settings, self._update)
 
     def await_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
