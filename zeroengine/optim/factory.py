@@ -19,6 +19,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.optim.lion import Lion
 from zeroengine.partition.degrees import Degrees
+from zeroengine.utils.listed import listed
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -176,17 +177,17 @@ def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: E
     left_out = {param: name for param, name in names.items() if param.requires_grad and param not in held}
     if not left_out:
         return None
-    listed = ", ".join(list(left_out.values())[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+    shown = listed(list(left_out.values()), 3)
     if len(left_out) == sum(param.requires_grad for param in names):
         raise ZeroEngineError(
-            f"{kind} has none of the trainable parameters ({listed}), so nothing would be trained. Build it from "
+            f"{kind} has none of the trainable parameters ({shown}), so nothing would be trained. Build it from "
             "model.parameters(), or freeze the model with model.requires_grad_(False)."
         )
     for param in left_out:
         param.requires_grad_(False)
         undo.callback(param.requires_grad_)
     return (
-        f"{kind} leaves out trainable parameters, which count as frozen: {listed}. Add them to a group to train them, "
+        f"{kind} leaves out trainable parameters, which count as frozen: {shown}. Add them to a group to train them, "
         "or freeze them with requires_grad_(False)."
     )
 

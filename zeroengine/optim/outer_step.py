@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -44,8 +45,7 @@ class Nesterov:
     momentum: float
 
 
-@dataclass(frozen=True, eq=False)
-class OuterState:
+class OuterState(NamedTuple):
     """What a rank keeps for its piece of a shard between outer steps. 1-D, where masters and moments live.
 
     Attributes:
@@ -127,7 +127,7 @@ class OuterShard:
             nesterov: The hyperparameters.
         """
         assert self.state is not None
-        kept = [as_real(tensor[start:stop]) for tensor in (self.state.anchor, self.state.momentum)]
+        kept = [as_real(tensor[start:stop]) for tensor in self.state]
         for tensor in kept:
             populate(tensor, write=True)
         # Offloaded state is copied to the device of the sum; state on the device is changed in place.
@@ -224,13 +224,9 @@ class OuterStep:
             resident_bytes(tensor)
             for outer in self.shards
             if outer.shard.medium == medium
-            for tensor in _tensors(outer)
+            for tensor in outer.state or ()
         )
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the anchors and momenta that are on the device."""
-        return [tensor for outer in self.shards if outer.shard.store is None for tensor in _tensors(outer)]
-
-
-def _tensors(outer: OuterShard) -> tuple[torch.Tensor, ...]:
-    return () if outer.state is None else (outer.state.anchor, outer.state.momentum)
+        return [tensor for outer in self.shards if outer.shard.store is None for tensor in outer.state or ()]
