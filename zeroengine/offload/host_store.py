@@ -112,32 +112,16 @@ class StagedDiskStore:
 
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
         self._disk, self.copies, self._num_buffers = disk, copies, num_buffers
+        # States are made, found and used in place on the disk.
+        self.empty, self.holds, self.fill, self.evict, self.poison = (
+            *(disk.empty, disk.holds, disk.fill, disk.evict, disk.poison),
+        )
         # In the order in which their last uses began.
         self._buffers: list[_BounceBuffer] = []
         # By the state's address. Buffers keep writes alive until they are awaited.
         self._writes: weakref.WeakValueDictionary[int, _ChainedTransfer] = weakref.WeakValueDictionary()
         # A write's first half waits for the device, and a read's first half for the disk. See the note above.
         self._reader, self._writer = (_TransferThread(f"zeroengine-{name}") for name in ("read", "write"))
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new state on the disk."""
-        return self._disk.empty(numel, dtype)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a state on the disk, or a part of one."""
-        return self._disk.holds(tensor)
-
-    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values`` through the mapping."""
-        self._disk.fill(state, values)
-
-    def evict(self, *states: torch.Tensor) -> None:
-        """Free the memory that mapped states took when they were used."""
-        self._disk.evict(*states)
-
-    def poison(self, error: BaseException) -> None:
-        """Poison the store on the disk."""
-        self._disk.poison(error)
 
     @property
     def nbytes(self) -> int:
