@@ -85,7 +85,7 @@ class SaveOnSignal:
                 with as_checkpoint_errors(f"checkpoint.directory {self._directory}: cannot be made a folder"):
                     Path(self._directory).mkdir(parents=True, exist_ok=True)
         # One rank alone needs no agreement, and the `fake` group has no other processes.
-        is_alone = group.world_size == 1 or group.backend == "fake"
+        is_alone = not group.has_peers
         self._gloo_group = None if is_alone else group.new_group("gloo")
         # The handler is installed last, when everything that it needs exists.
         self._previous_handler = signal.signal(self._signal, self._handle)

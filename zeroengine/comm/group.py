@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
+from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.utils.listed import listed
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.process_groups import all_gather_objects, run_collective
 
@@ -43,6 +45,7 @@ class Group:
         rank: This rank's number within the group.
         world_size: The number of ranks.
         numbers: The engine's number of each rank.
+        has_peers: Whether other ranks answer. Those of torch's ``fake`` backend do not.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Group:
         self._shared_watchdog: Watchdog | None = None
         self._error_of_all_ranks: Exception | None = None
         self.backend = backend_of(group, device.type)
+        self.has_peers = self.world_size > 1 and self.backend != "fake"
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
         # group of some ranks it was made of all ranks before.
         if self.backend == "nccl" and self.world_size > 1 and numbers is None:
@@ -86,8 +90,8 @@ class Group:
         Raises:
             DivergenceError: Another rank has ended or cannot be reached.
         """
-        # The fake backend has no peers, so this rank's value stands for those of all ranks.
-        if self.world_size == 1 or self.backend == "fake":
+        # Without peers this rank's value stands for those of all ranks.
+        if not self.has_peers:
             return [value] * self.world_size
         device = torch.device("cpu") if self.backend == "gloo" else self.device
         try:
@@ -165,11 +169,10 @@ class Group:
 
     def ranks_per_node(self) -> int:
         """Return the number of ranks on each machine; 0 if they differ or are not consecutive. A collective."""
-        hosts = self.all_gather_object(host_name() or socket.gethostname(), "to count the ranks of each machine")
-        size = hosts.count(hosts[0])
-        blocks = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-        names = [block[0] for block in blocks]
-        return size if blocks == [[name] * size for name in names] and len(set(names)) == len(names) else 0
+        names = self.all_gather_object(host_name() or socket.gethostname(), "to count the ranks of each machine")
+        hosts = list(ranks_by_value(dict(enumerate(names))).values())
+        size = len(hosts[0])
+        return size if hosts == HostLayout(self.rank, len(hosts), size).ranks_by_host() else 0
 
     def new_group(
         self, backend: str, timeout: float | None = None, members: Sequence[int] | None = None
@@ -278,9 +281,7 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MAX_SHOWN]))
-    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, MAX_SHOWN)}"
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:

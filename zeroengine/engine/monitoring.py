@@ -115,7 +115,7 @@ class EngineMonitor:
         self._folder = folder
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
-        alone = group.world_size == 1 or group.backend == "fake"
+        alone = not group.has_peers
         own_group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
         outputs = SinkThreads(sinks)
         self._collector = Collector(

@@ -53,7 +53,7 @@ def measure_free_memory(group: Group, nvme_paths: Collection[str]) -> FreeMemory
         own = (host_name() or platform.node(), host, free_device_bytes(group.device), _free_disk_bytes(nvme_paths))
     rows = group.all_gather_object(own, "to measure free memory")
     # The fake backend has no peers, so this process has its machine alone.
-    ranks_of = {row[0]: 1 if group.backend == "fake" else sum(row[0] == other[0] for other in rows) for row in rows}
+    ranks_of = {row[0]: 1 if not group.has_peers else sum(row[0] == other[0] for other in rows) for row in rows}
     hosts = [row[1] // ranks_of[row[0]] for row in rows]
     devices = [host if row[2] is None else row[2] for row, host in zip(rows, hosts, strict=True)]
     return FreeMemory(
