@@ -167,7 +167,7 @@ def resume(folder: Path) -> tuple[int, float]:
     dist.init_process_group("gloo")
     engine = engine_of({"stage": 2, **GRADIENTS, "zeropp_loco_param": {}})
     train(engine, 2)
-    errors = engine._parts.ranks.quantized_reduce.packing.errors  # type: ignore[union-attr]
+    errors = engine._parts.ranks.quantized_reduce.packing._errors.values()  # type: ignore[union-attr]
     kept = sum(int(error.count_nonzero()) for error in errors)
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)

@@ -57,10 +57,8 @@ from typing import Protocol
 
 import torch
 
-from zeroengine.comm.group import Group
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.huge_pages import map_in_huge_pages, private_mapping
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
@@ -228,22 +226,22 @@ class Channel(Protocol):
 class PackedSums(Protocol):
     """Sums over several hosts, of which only what goes to other hosts is packed."""
 
-    def reduce_packed(
+    def reduce_scatter(
         self,
-        target: torch.Tensor,
+        shard: torch.Tensor,
         full: torch.Tensor,
         label: str,
-        packing: Packing,
         accumulate: bool = False,
         levels: Levels = None,
+        packing: Packing | None = None,
     ) -> Work:
-        """Sum this rank's slice of every rank's ``full`` into ``target``, as ``Channel.reduce_scatter``. Inexact.
+        """Sum this rank's slice of every rank's ``full`` into ``shard``, as ``Channel.reduce_scatter``.
 
         Args:
-            target: The ``shard`` of ``Channel.reduce_scatter``; or ``full``, with ``levels`` of ``()``, for the whole
-                sum. float32, bfloat16 or float16, as ``full``.
-            full, label, accumulate, levels: As for ``Channel.reduce_scatter``.
-            packing: Packs the sums of a host, and keeps their errors.
+            shard: As for the channel; or ``full``, with ``levels`` of ``()``, for the whole sum.
+            full, label, accumulate, levels: As for the channel.
+            packing: Packs the sums of a host, and keeps their errors: then the sum is inexact, and ``shard`` and
+                ``full`` are float32, bfloat16 or float16. None: sums travel exactly.
         """
 
 
@@ -261,24 +259,16 @@ class Transport(TransportTraits, Protocol):
     world_size: int
 
     @property
-    def gather(self) -> Channel:
-        """The channel that parameters are gathered on."""
-
-    @property
     def packed_sums(self) -> PackedSums | None:
         """See above."""
 
     @property
+    def gather(self) -> Channel:
+        """The channel that parameters are gathered on."""
+
+    @property
     def reduce(self) -> Channel:
         """The channel that gradients are summed on."""
-
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Prepare operations among some of the ranks. A collective.
-
-        Args:
-            degrees: The degrees that units have, in the same order on every rank.
-            group: All ranks.
-        """
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return uninitialized memory, 1-D, that operations may send from.

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from zeroengine.comm.comms_log import CommsLog, OperationTotals
-from zeroengine.comm.interfaces import Channel, Levels, PackedSums, Ranks, Transport
+from zeroengine.comm.interfaces import Channel, Levels, Ranks, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.process_finalizer import finalize
@@ -47,8 +47,7 @@ class _LoggedTransport:
     def __init__(self, transport: Transport, recorder: _Recorder) -> None:
         self._transport, self._recorder = transport, recorder
         self.gather, self.reduce = (_LoggedChannel(c, recorder) for c in (transport.gather, transport.reduce))
-        sums = transport.packed_sums
-        self.packed_sums = None if sums is None else _LoggedSums(sums, self.reduce)
+        self.packed_sums = None if transport.packed_sums is None else self.reduce
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -66,34 +65,43 @@ class _LoggedTransport:
 
 
 class _LoggedChannel:
-    """See ``interfaces.Channel``."""
+    """See ``interfaces.Channel``, and ``interfaces.PackedSums`` where the channel within has packed sums."""
 
     def __init__(self, channel: Channel, recorder: _Recorder) -> None:
         self._channel, self._recorder = channel, recorder
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
-        return self.issue("all_gather", label, full, lambda: self._channel.all_gather(full, shard, label, ranks))
+        return self._issue("all_gather", label, full, lambda: self._channel.all_gather(full, shard, label, ranks))
 
     def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        accumulate: bool = False,
+        levels: Levels = None,
+        packing: Packing | None = None,
     ) -> Work:
-        return self.issue(
-            "reduce_scatter", label, full, lambda: self._channel.reduce_scatter(shard, full, label, accumulate, levels)
-        )
+        reduce: Callable[..., Work] = self._channel.reduce_scatter
+        arguments = (shard, full, label, accumulate, levels)
+        if packing is None:
+            return self._issue("reduce_scatter", label, full, lambda: reduce(*arguments))
+        kind = "all_reduce" if levels == () else "reduce_scatter"
+        return self._issue(kind, label, full, lambda: reduce(*arguments, packing))
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
         exchange = self._channel.all_to_all
-        return self.issue("all_to_all", label, received, lambda: exchange(received, sent, label, ranks, levels))
+        return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, ranks, levels))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        return self.issue("all_reduce", label, full, lambda: self._channel.all_reduce(full, label))
+        return self._issue("all_reduce", label, full, lambda: self._channel.all_reduce(full, label))
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         return self._channel.reusable(work.work if isinstance(work, _LoggedWork) else work, timeout_s)
 
-    def issue(self, operation: str, unit: str, full: torch.Tensor, run: Callable[[], Work]) -> Work:
+    def _issue(self, operation: str, unit: str, full: torch.Tensor, run: Callable[[], Work]) -> Work:
         """Run a function that issues an operation on ``full``, and log the operation."""
         recorder = self._recorder
         if not recorder.records(operation):
@@ -102,26 +110,6 @@ class _LoggedChannel:
         work = run()
         collective = _Collective(operation, unit, full.nbytes, begin, recorder.mark(), recorder.mark_end(work))
         return _LoggedWork(work, collective, recorder)
-
-
-class _LoggedSums:
-    """See ``interfaces.PackedSums``."""
-
-    def __init__(self, sums: PackedSums, channel: _LoggedChannel) -> None:
-        self._sums, self._channel = sums, channel
-
-    def reduce_packed(
-        self,
-        target: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        packing: Packing,
-        accumulate: bool = False,
-        levels: Levels = None,
-    ) -> Work:
-        reduce = self._sums.reduce_packed
-        kind = "all_reduce" if target.numel() == full.numel() else "reduce_scatter"
-        return self._channel.issue(kind, label, full, lambda: reduce(target, full, label, packing, accumulate, levels))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,10 +41,15 @@ class Packing:
     Args:
         bits: 8 or 4.
         feedback: How the errors are kept. None: they are lost.
+
+    Attributes:
+        packet_bytes: ``ops.packet_bytes`` for these bits.
+        add: ``ops.dequantize_sum`` for these bits.
     """
 
     def __init__(self, bits: int, feedback: ErrorFeedback | None = None) -> None:
-        self.bits, self._feedback = bits, feedback
+        self._bits, self._feedback = bits, feedback
+        self.packet_bytes, self.add = partial(ops.packet_bytes, bits=bits), partial(ops.dequantize_sum, bits=bits)
         # By what is packed: the error, and the number of times that it was packed since the error was zero.
         self._errors: dict[Hashable, torch.Tensor] = {}
         self._counts: dict[Hashable, int] = {}
@@ -53,20 +59,11 @@ class Packing:
         """Bytes of the errors."""
         return sum(error.nbytes for error in self._errors.values())
 
-    @property
-    def errors(self) -> list[torch.Tensor]:
-        """The errors that are kept, each bfloat16, 1-D."""
-        return list(self._errors.values())
-
     def forget_errors(self) -> None:
         """Let every error restart from zero."""
         for error in self._errors.values():
             error.zero_()
         self._counts.clear()
-
-    def packet_bytes(self, numel: int) -> int:
-        """Return the bytes of a packet of ``numel`` elements."""
-        return ops.packet_bytes(numel, self.bits)
 
     def pack(
         self, values: torch.Tensor, packets: torch.Tensor, *, num_slices: int = 1, error_of: Hashable | None = None
@@ -82,7 +79,7 @@ class Packing:
         feedback = self._feedback if error_of is not None else None
         error = None if feedback is None else self._error(error_of, values, feedback)
         decay = 0.0 if feedback is None else feedback.decay
-        ops.quantize(values, packets, bits=self.bits, num_slices=num_slices, error=error, error_decay=decay)
+        ops.quantize(values, packets, bits=self._bits, num_slices=num_slices, error=error, error_decay=decay)
 
     def _error(self, name: Hashable, values: torch.Tensor, feedback: ErrorFeedback) -> torch.Tensor:
         error = self._errors.get(name)
@@ -93,17 +90,3 @@ class Packing:
             error.zero_()
         self._counts[name] = count + 1
         return error
-
-    def add(
-        self,
-        target: torch.Tensor,
-        packets: torch.Tensor,
-        *,
-        num_sources: int = 1,
-        num_slices: int = 1,
-        accumulate: bool = False,
-    ) -> None:
-        """Write the sum of ``num_sources`` packets to each slice of ``target``. See ``ops.dequantize_sum``."""
-        ops.dequantize_sum(
-            target, packets, bits=self.bits, num_slices=num_slices, num_sources=num_sources, accumulate=accumulate
-        )

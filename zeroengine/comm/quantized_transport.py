@@ -207,6 +207,8 @@ class QuantizedReduce:
     ) -> None:
         self._quantizes_all_reduce = all_reduces
         self._transport, self._channel = transport, transport.reduce
+        # These are exact.
+        self.all_gather, self.all_to_all = transport.reduce.all_gather, transport.reduce.all_to_all
         self.packing = Packing(bits, feedback)
         self._rank, self._world_size = transport.rank, transport.world_size
         self._memory = SendMemory(transport, transport.reduce)
@@ -221,16 +223,6 @@ class QuantizedReduce:
 
     # -- operations -------------------------------------------------------------------------------
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
-        """Gather exactly."""
-        return self._channel.all_gather(full, shard, label, ranks)
-
-    def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
-    ) -> Work:
-        """Exchange exactly."""
-        return self._channel.all_to_all(received, sent, label, ranks, levels)
-
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
     ) -> Work:
@@ -238,7 +230,7 @@ class QuantizedReduce:
         if not (is_quantizable(full.dtype) and is_quantizable(shard.dtype)):
             return self._channel.reduce_scatter(shard, full, label, accumulate, levels)
         if (packed_sums := self._transport.packed_sums) is not None:
-            return packed_sums.reduce_packed(shard, full, label, self.packing, accumulate, levels)
+            return packed_sums.reduce_scatter(shard, full, label, accumulate, levels, self.packing)
         before = self._writers.before(shard, accumulate=accumulate)
         work = self._issue(self._reduce_hops(shard, full, label, accumulate, levels), before)
         self._writers.record(shard, work)
@@ -249,7 +241,7 @@ class QuantizedReduce:
         if not is_quantizable(full.dtype):
             return self._channel.all_reduce(full, label)
         if (packed_sums := self._transport.packed_sums) is not None:
-            return packed_sums.reduce_packed(full, full, label, self.packing, levels=())
+            return packed_sums.reduce_scatter(full, full, label, levels=(), packing=self.packing)
         if not self._quantizes_all_reduce:
             return self._channel.all_reduce(full, label)
         everyone = tuple(range(self._world_size))

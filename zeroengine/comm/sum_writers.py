@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from zeroengine.utils.work import Work
+from zeroengine.utils.work import Then, Work
 
 
 class SumWriters:
@@ -20,6 +22,12 @@ class SumWriters:
     def before(self, target: torch.Tensor, *, accumulate: bool) -> Work | None:
         """Return the work that must finish before the next operation writes ``target``; None if it overwrites it."""
         return self._last.get(target.data_ptr()) if accumulate else None
+
+    def write(self, target: torch.Tensor, after: Work, write: Callable[[], object], *, accumulate: bool) -> Then:
+        """Return, and record, a work: ``write`` changes ``target`` after ``after`` and what the sum builds on."""
+        written = Then(after, write, after=self.before(target, accumulate=accumulate))
+        self.record(target, written)
+        return written
 
     def record(self, target: torch.Tensor, work: Work) -> None:
         """Record that ``work`` is the last operation so far that writes ``target``."""

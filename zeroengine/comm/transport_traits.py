@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from zeroengine.comm.group import Group
+from zeroengine.partition.degrees import Degrees
+
 
 class TransportTraits(Protocol):
     """The traits of the class of a transport, which inherits these values and writes those that differ.
@@ -48,6 +51,16 @@ class TransportTraits(Protocol):
             by_host: Whether the ranks of each host add their values first. See ``adds_by_host``.
         """
         return 0
+
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+        """Prepare operations among some of the ranks. A collective.
+
+        Args:
+            degrees: The degrees that units have, in the same order on every rank.
+            group: All ranks.
+        """
+        # Ranks exchange with one another directly.
+        return
 
     def staging_bytes(self) -> int:
         """Return the bytes of memory that operations pass through and that is kept for the next ones."""

@@ -152,7 +152,7 @@ def packed_sums(ranks_per_host: int, bits: int) -> list[PackedSum]:
                 if packing is None:
                     work = transport.reduce.reduce_scatter(target, full, "exact", accumulate=True, levels=levels)
                 else:
-                    work = sums.reduce_packed(target, full, "packed", packing, accumulate=True, levels=levels)
+                    work = sums.reduce_scatter(target, full, "packed", True, levels, packing)
                 work.wait_host()
             sent["exact" if packing is None else "packed"] = sum(counted.values())
         error = ((target - 2.0 - total[own]).abs() / bound[own]).max().item()
@@ -186,7 +186,7 @@ def repeated_sums() -> tuple[float, float]:
     for feedback in (None, ErrorFeedback(decay=0.0, reset_interval=100)):
         packing, total = Packing(4, feedback), torch.zeros(4096)
         for _ in range(8):
-            transport.packed_sums.reduce_packed(total, full, "unit", packing, accumulate=True).wait_host()
+            transport.packed_sums.reduce_scatter(total, full, "unit", accumulate=True, packing=packing).wait_host()
         errors.append((total / 8 - exact).abs().mean().item())
         # A rank keeps the errors of what it packs: the slices of the ranks of its number on each host.
         assert packing.nbytes == (0 if feedback is None else 2 * 2 * 4096)

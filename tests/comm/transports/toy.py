@@ -12,7 +12,7 @@ from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
 from zeroengine.comm.watchdog import Watchdog
-from zeroengine.partition.degrees import Degrees, shard_index
+from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.work import Completed, Work
 
@@ -68,8 +68,8 @@ class ToyChannel:
 class ToyTransport(TransportTraits):
     """See ``interfaces.Transport``."""
 
-    name = "toy"
     packed_sums = None
+    name = "toy"
     shard_align_bytes = 64
 
     @classmethod
@@ -81,9 +81,6 @@ class ToyTransport(TransportTraits):
         self.rank, self.world_size = group.rank(), group.size()
         self._group, self._watchdog = group, watchdog
         self.gather, self.reduce = ToyChannel(group, watchdog), ToyChannel(group, watchdog)
-
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        pass
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)

@@ -17,14 +17,13 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.watchdog import Watchdog
-from zeroengine.partition.degrees import Degrees, shard_index
+from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.process_finalizer import exits_with_error, finalize
 from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.work import Then, Work
@@ -146,11 +145,8 @@ class GlooChannel:
             sum_by_host(shard, pieces, self._hosts, accumulate)
             self._spare.give_back(arrived)
 
-        before = self._writers.before(shard, accumulate=accumulate)
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
-        work = Then(exchange, finish, after=before)
-        self._writers.record(shard, work)
-        return work
+        return self._writers.write(shard, exchange, finish, accumulate=accumulate)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
@@ -259,8 +255,8 @@ class GlooTransport(TransportTraits):
     """See ``interfaces.Transport``, and ``GlooChannel``."""
 
     name = "gloo"
-    overlaps = True
     packed_sums = None
+    overlaps = True
 
     @classmethod
     def staged_numel(cls, world_size: int, slice_numel: int, *, by_host: bool) -> int:
@@ -275,9 +271,6 @@ class GlooTransport(TransportTraits):
         self._watchdog, self._group = watchdog, group
         self.gather = GlooChannel("gather", group, watchdog, limit, hosts)
         self.reduce = GlooChannel("reduce", group, watchdog, limit, hosts)
-
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory: Gloo can send from any memory."""

@@ -7,15 +7,14 @@ bits as the transport that moves the host memory.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer, Transport
+from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer
 from zeroengine.comm.sum_writers import SumWriters
-from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.partition.degrees import Degrees
+from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.utils.work import Then, Work
 
 
@@ -52,9 +51,7 @@ class HostStagedChannel:
                 summed.add_(_copy_to_host(shard))
             shard.copy_(summed)
 
-        work = Then(inner, copy_back, after=self._writers.before(shard, accumulate=accumulate))
-        self._writers.record(shard, work)
-        return work
+        return self._writers.write(shard, inner, copy_back, accumulate=accumulate)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
@@ -89,21 +86,20 @@ class HostStagedChannel:
         return True
 
 
-class HostStagedTransport(TransportTraits):
-    """See ``interfaces.Transport``."""
+class HostStagedTransport:
+    """See ``interfaces.Transport``, whose other attributes are those of the transport in host memory.
 
-    overlaps = True
-    packed_sums = None
+    Args:
+        inner: The transport in host memory.
+        device: The GPU.
+    """
 
-    def __init__(self, inner: Transport, device: torch.device) -> None:
+    def __init__(self, inner: GlooTransport, device: torch.device) -> None:
         self._inner, self._device = inner, device
-        self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
-        self.shard_align_bytes, self.reduces_by_levels = inner.shard_align_bytes, inner.reduces_by_levels
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Prepare the transport in host memory."""
-        self._inner.open_groups(degrees, group)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory on the device."""
@@ -113,29 +109,9 @@ class HostStagedTransport(TransportTraits):
         """Return a buffer of torch's own memory on the device."""
         return ResizableBuffer(self.empty(numel, dtype))
 
-    def staging_bytes(self) -> int:
-        """Return the bytes of the transport in host memory."""
-        return self._inner.staging_bytes()
-
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum in host memory. The host waits for the device."""
         return self._inner.all_reduce_scalars(_copy_to_host(values), label).to(self._device)
-
-    def progress(self) -> None:
-        """Take the steps of the transport in host memory."""
-        self._inner.progress()
-
-    def check_order(self) -> None:
-        """Check the order of the transport in host memory."""
-        self._inner.check_order()
-
-    def fence(self) -> None:
-        """Fence the transport in host memory."""
-        self._inner.fence()
-
-    def close(self) -> None:
-        """Close the transport in host memory."""
-        self._inner.close()
 
 
 def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -176,9 +176,7 @@ class NCCLChannel:
             # The watchdog still holds the work, and so the tensor. This frees its memory now, in stream order.
             target.untyped_storage().resize_(0)
 
-        written = Then(work, take_over, after=self._writers.before(shard, accumulate=accumulate))
-        self._writers.record(shard, written)
-        return written
+        return self._writers.write(shard, work, take_over, accumulate=accumulate)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
@@ -226,9 +224,9 @@ class NCCLTransport(TransportTraits):
     """
 
     name = "nccl"
+    packed_sums = None
     overlaps = True
     runs_on_streams = True
-    packed_sums = None
     reduces_by_levels = True
     sums_in_place = False
 

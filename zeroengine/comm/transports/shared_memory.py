@@ -17,12 +17,10 @@ from collections.abc import Callable
 
 import torch
 
-from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, PagedBuffer
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import CHANNELS, SharedMemory
-from zeroengine.partition.degrees import Degrees
 
 
 class SharedMemoryTransport(TransportTraits):
@@ -61,9 +59,6 @@ class SharedMemoryTransport(TransportTraits):
         ]
         self.gather, self.reduce, *self.of_other_hosts = self._channels
         self._scalars: list[torch.Tensor] = []
-
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return memory of this rank's file if operations send from it, else torch's own."""

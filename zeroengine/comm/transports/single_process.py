@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.work import Completed, Work
 
 
@@ -51,17 +49,14 @@ class SingleProcessTransport(TransportTraits):
     """See ``interfaces.Transport``."""
 
     name = "single"
+    packed_sums = None
     has_peers = False
     rank = 0
     world_size = 1
-    packed_sums = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.gather = self.reduce = SingleProcessChannel()
-
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Return at once: ranks exchange with one another directly."""
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""

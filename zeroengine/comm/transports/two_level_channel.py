@@ -99,13 +99,6 @@ class TwoLevelChannel:
 
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
-    def reduce_scatter(
-        self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
-    ) -> Work:
-        """Add slices within the host, then between hosts."""
-        levels = (self._layout.world_size,) if levels is None else levels
-        return self._reduce(shard, full, label, accumulate, levels)
-
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
     ) -> Work:
@@ -117,30 +110,19 @@ class TwoLevelChannel:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Add the parts of ``full`` as slices that all ranks have."""
-        return self._reduce(full, full, label, False, ())
+        return self.reduce_scatter(full, full, label, levels=())
 
-    def reduce_packed(
-        self,
-        target: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        packing: Packing,
-        accumulate: bool = False,
-        levels: Levels = None,
-    ) -> Work:
-        """Add slices exactly within the host, then between hosts what packets of these sums hold."""
-        levels = (self._layout.world_size,) if levels is None else levels
-        return self._reduce(target, full, label, accumulate, levels, packing)
-
-    def _reduce(
+    def reduce_scatter(
         self,
         shard: torch.Tensor,
         full: torch.Tensor,
         label: str,
-        accumulate: bool,
-        levels: tuple[int, ...],
+        accumulate: bool = False,
+        levels: Levels = None,
         packing: Packing | None = None,
     ) -> Work:
+        """Add slices exactly within the host, then between hosts, or what packets of these sums hold."""
+        levels = (self._layout.world_size,) if levels is None else levels
         what, seq = self._begin("reduce", label), self._seq
         plan, ranks = self._plan_of(levels), self._layout.counterparts
         slices = full.split(shard.numel())

@@ -65,6 +65,11 @@ class SumPlan:
         index = self.slices[host]
         return index, self.hosts_of[index].index(host) if self.num_cuts > 1 else 0
 
+    def piece_for(self, host: int, sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the piece of ``sums``, by the number of a slice, that a host gets."""
+        index, cut = self.cut_for(host)
+        return sums[index].tensor_split(self.num_cuts)[cut]
+
 
 @dataclass(frozen=True)
 class SumSizes:
@@ -159,18 +164,14 @@ class ExactExchange:
     def __init__(self, plan: SumPlan, numel: int, dtype: torch.dtype, pool: SparePool) -> None:
         self._plan, self._pool = plan, pool
         self.sums = {index: pool.take(numel, dtype) for index in plan.hosts_of}
-        own = self._piece(plan.host)
+        own = plan.piece_for(plan.host, self.sums)
         hosts = range(len(plan.slices))
         self.received = [own if host == plan.host else pool.take(own.numel(), dtype) for host in hosts]
         self._addends = self.received
 
-    def _piece(self, host: int) -> torch.Tensor:
-        index, cut = self._plan.cut_for(host)
-        return self.sums[index].tensor_split(self._plan.num_cuts)[cut]
-
     def sent(self) -> list[torch.Tensor]:
         """Return pieces of the sums."""
-        return [self._piece(host) for host in range(len(self.received))]
+        return [self._plan.piece_for(host, self.sums) for host in range(len(self.received))]
 
     def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
         """Add this rank's piece, and exchange it for the others."""
@@ -209,7 +210,7 @@ class PackedExchange:
         self._plan, self._pool, self._packing, self._name = plan, pool, packing, name
         self._taken: list[torch.Tensor] = []
         self.sums = {index: pool.take(numel, torch.float32) for index in plan.hosts_of}
-        self._own_numel = self._piece(plan.host).numel()
+        self._own_numel = plan.piece_for(plan.host, self.sums).numel()
         size, num_hosts = packing.packet_bytes(self._own_numel), len(plan.slices)
         # The packets lie one after another, so that one kernel adds them.
         self._packets = self._take(num_hosts * size, torch.uint8)
@@ -221,19 +222,16 @@ class PackedExchange:
         self._taken.append(self._pool.take(numel, dtype))
         return self._taken[-1]
 
-    def _piece(self, host: int) -> torch.Tensor:
-        index, cut = self._plan.cut_for(host)
-        return self.sums[index].tensor_split(self._plan.num_cuts)[cut]
-
     def sent(self) -> list[torch.Tensor]:
         """Pack each piece of the sums once, for one host or several."""
         plan, hosts = self._plan, range(len(self.received))
         packets = {plan.cut_for(plan.host): self.received[plan.host]}
         for host in hosts:
             if (cut := plan.cut_for(host)) not in packets:
-                packets[cut] = self._take(self._packing.packet_bytes(self._piece(host).numel()), torch.uint8)
+                numel = plan.piece_for(host, self.sums).numel()
+                packets[cut] = self._take(self._packing.packet_bytes(numel), torch.uint8)
         for cut, host in {plan.cut_for(host): host for host in hosts}.items():
-            self._packing.pack(self._piece(host), packets[cut], error_of=(self._name, cut))
+            self._packing.pack(plan.piece_for(host, self.sums), packets[cut], error_of=(self._name, cut))
         # Only packets are kept while they are on their way.
         if plan.num_cuts == 1:
             self._give_sums_back()
