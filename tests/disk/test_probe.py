@@ -56,5 +56,4 @@ def test_tune_measures_each_disk_once(disk: Path, monkeypatch: pytest.MonkeyPatc
 def test_describe_disk_names_the_file_system_and_free_space(disk: Path) -> None:
     found = describe_disk(SwapFolder(disk))
     assert found.path == os.path.realpath(disk) and found.filesystem not in ("unknown", "tmpfs")
-    assert found.free_bytes > 0 and found.rotational in (True, False, None)
-    assert found.block_size is None or found.block_size % 512 == 0
+    assert found.free_bytes > 0

@@ -97,12 +97,10 @@ def print_table(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> Non
     from rich.console import Console
     from rich.table import Column, Table
 
-    kind = {None: "", True: ", rotational", False: ", solid state"}[disk.rotational]
-    blocks = f", blocks of {disk.block_size} bytes" if disk.block_size else ""
     direct = (
         "works" if disk.direct else "does not work here: transfers go through the page cache, which these figures show"
     )
-    print(f"{disk.path}: {disk.filesystem} on {disk.device}{kind}{blocks}, {disk.free_bytes / 1e9:,.1f} GB free")
+    print(f"{disk.path}: {disk.filesystem} on {disk.device}, {disk.free_bytes / 1e9:,.1f} GB free")
     print(f"direct I/O {direct}\n")
 
     names = ("queue_depth", "block_size", "read GB/s", "write GB/s", "both GB/s")

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -83,8 +82,6 @@ class DiskInfo:
         path: The folder.
         filesystem: The type of its file system.
         device: The device that is mounted there.
-        rotational: Whether the disk rotates, by the kernel, which guesses in virtual machines. None: unknown.
-        block_size: Bytes of a logical block of the device. None: unknown.
         direct: Whether direct I/O works.
         free_bytes: Bytes that this process may still write.
     """
@@ -92,8 +89,6 @@ class DiskInfo:
     path: str
     filesystem: str
     device: str
-    rotational: bool | None
-    block_size: int | None
     direct: bool
     free_bytes: int
 
@@ -101,27 +96,7 @@ class DiskInfo:
 def describe_disk(folder: SwapFolder) -> DiskInfo:
     """Return the kernel's facts about the disk that a folder lies on."""
     mount = mount_of(folder.path)
-    device_numbers = [os.stat(folder.path).st_dev]
-    # Some file systems (btrfs, overlay) have a device number of their own; the mounted device has the disk's.
-    if mount.device.startswith("/dev/") and os.path.exists(mount.device):
-        device_numbers.append(os.stat(mount.device).st_rdev)
-    entries = [Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve() for device in device_numbers]
-
-    def read_number(name: str) -> int | None:
-        # A partition's queue is that of its disk, the folder above.
-        files = [parent / "queue" / name for entry in entries for parent in (entry, entry.parent)]
-        return next((int(file.read_text()) for file in files if file.is_file()), None)
-
-    rotational = read_number("rotational")
-    return DiskInfo(
-        path=folder.path,
-        filesystem=mount.filesystem,
-        device=mount.device,
-        rotational=None if rotational is None else bool(rotational),
-        block_size=read_number("logical_block_size"),
-        direct=folder.direct,
-        free_bytes=folder.free_bytes(),
-    )
+    return DiskInfo(folder.path, mount.filesystem, mount.device, folder.direct, folder.free_bytes())
 
 
 class Probe:
