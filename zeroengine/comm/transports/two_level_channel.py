@@ -52,7 +52,6 @@ class TwoLevelChannel:
         self._staging = StagingPool(memory, of_other_hosts)
         # Private memory of sums.
         self._spare = SparePool()
-        self._plans: dict[tuple[int, ...], SumPlan] = {}
         self._seq = 0
         self._pending: deque[TwoLevelWork] = deque()
 
@@ -124,7 +123,7 @@ class TwoLevelChannel:
         """Add slices exactly within the host, then between hosts, or what packets of these sums hold."""
         levels = (self._layout.world_size,) if levels is None else levels
         what, seq = self._begin("reduce", label), self._seq
-        plan, ranks = self._plan_of(levels), self._layout.counterparts
+        plan, ranks = SumPlan.of_levels(self._layout, levels), self._layout.counterparts
         slices = full.split(shard.numel())
         parts = {i: slices[i].tensor_split(len(plan.sharers))[plan.position] for i in plan.hosts_of}
         numel = parts[plan.index].numel()
@@ -163,12 +162,6 @@ class TwoLevelChannel:
             exchange.close()
 
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within))
-
-    def _plan_of(self, levels: tuple[int, ...]) -> SumPlan:
-        # A model has few levels, and each serves every unit.
-        if levels not in self._plans:
-            self._plans[levels] = SumPlan.of_levels(self._layout, levels)
-        return self._plans[levels]
 
     def _share_sum(self, target: torch.Tensor, exchange: HostExchange, label: str, plan: SumPlan) -> Iterator[Work]:
         """Write this rank's part of the sum, and read the parts of the other ranks with the same slice."""

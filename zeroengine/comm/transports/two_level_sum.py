@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cache, cached_property
 
 import torch
 
@@ -33,14 +32,16 @@ class SumPlan:
     sharers: tuple[int, ...]
     position: int
 
-    @classmethod
-    def of_levels(cls, layout: HostLayout, levels: tuple[int, ...]) -> SumPlan:
+    # A model has few levels, and each serves every unit.
+    @staticmethod
+    @cache
+    def of_levels(layout: HostLayout, levels: tuple[int, ...]) -> SumPlan:
         """Return the plan of a sum whose slices ``levels`` number (``partition.degrees.shard_index``)."""
         index, first = shard_index(layout.rank, levels), layout.host * layout.ranks_per_host
         local_ranks = range(layout.ranks_per_host)
         sharers = tuple(local for local in local_ranks if shard_index(first + local, levels) == index)
         slices = tuple(shard_index(rank, levels) for rank in layout.counterparts)
-        return cls(layout.host, slices, sharers, sharers.index(layout.local))
+        return SumPlan(layout.host, slices, sharers, sharers.index(layout.local))
 
     @property
     def index(self) -> int:
@@ -127,38 +128,20 @@ class SumSizes:
         return nbytes * ((self.num_hosts - 1) + (self.num_cuts - 1))
 
 
-class HostExchange(Protocol):
+class ExactExchange:
     """What one rank sends to its counterparts for one sum, what it receives, and what becomes of it.
 
-    Attributes:
-        sums: By the number of a slice: where the sum of this rank's part of it over the ranks of the host is written.
-        received: For each host, the memory for what its counterpart sends. This rank's host is among them.
-    """
-
-    sums: dict[int, torch.Tensor]
-    received: list[torch.Tensor]
-
-    def sent(self) -> list[torch.Tensor]:
-        """Return what each host gets. ``sums`` are complete."""
-
-    def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
-        """Return what a second exchange sends and receives, by host; None if there is none. The first is done."""
-
-    def write(self, target: torch.Tensor, accumulate: bool) -> None:
-        """Write this rank's part of the sum over all hosts to ``target`` (1-D), or add it. All exchanges are done."""
-
-    def close(self) -> None:
-        """Give the memory back."""
-
-
-class ExactExchange:
-    """See ``HostExchange``. Sums are sent in the dtype in which they are added.
+    Sums are sent in the dtype in which they are added.
 
     Args:
         plan: The slices.
         numel: The elements of this rank's part of a slice.
         dtype: The dtype in which values are added.
         pool: Gives memory.
+
+    Attributes:
+        sums: By the number of a slice: where the sum of this rank's part of it over the ranks of the host is written.
+        received: For each host, the memory for what its counterpart sends. This rank's host is among them.
     """
 
     def __init__(self, plan: SumPlan, numel: int, dtype: torch.dtype, pool: SparePool) -> None:
@@ -170,11 +153,14 @@ class ExactExchange:
         self._addends = self.received
 
     def sent(self) -> list[torch.Tensor]:
-        """Return pieces of the sums."""
+        """Return what each host gets: pieces of the sums, which are complete."""
         return [self._plan.piece_for(host, self.sums) for host in range(len(self.received))]
 
     def second(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]] | None:
-        """Add this rank's piece, and exchange it for the others."""
+        """Return what a second exchange sends and receives, by host; None if there is none. The first is done.
+
+        This rank adds its own piece, and gets the others.
+        """
         plan = self._plan
         if plan.num_cuts == 1:
             return None
@@ -185,7 +171,10 @@ class ExactExchange:
         return dict.fromkeys(pieces, own), pieces
 
     def write(self, target: torch.Tensor, accumulate: bool) -> None:
-        """Add in the order of hosts, rounding once."""
+        """Write this rank's part of the sum over all hosts to ``target`` (1-D), or add it. All exchanges are done.
+
+        The hosts are added in order, and rounded once.
+        """
         sum_in_rank_order(target, self._addends, accumulate)
 
     def close(self) -> None:
@@ -196,7 +185,7 @@ class ExactExchange:
 
 
 class PackedExchange:
-    """See ``HostExchange``. Sums are sent as packets, and every rank adds what the packets hold, its own among them.
+    """See ``ExactExchange``. Sums are sent as packets, and every rank adds what the packets hold, its own among them.
 
     Args:
         plan: The slices.
@@ -271,3 +260,6 @@ class PackedExchange:
         self._give_sums_back()
         for tensor in self._taken:
             self._pool.give_back(tensor)
+
+
+HostExchange = ExactExchange | PackedExchange
