@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 
-from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.layout import FlatLayout, ShardSpan
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,14 @@ def segments_of(
         steps_behind: For each parameter, the steps by which it is behind the unit's largest step count.
     """
     segments: list[Segment] = []
-    # Whether the next parameter may join the last segment. A segment must not include a parameter without a gradient
-    # between two parameters with one.
-    joins = False
-    for span in layout.spans(rank, layout.degrees.optimizer):
-        i, stop = span.param_index, span.shard_offset + span.numel
-        if not has_grad[i]:
-            joins = False
-            continue
-        # The segment then includes the padding between the two parameters.
-        last = segments[-1] if segments else None
-        if joins and last is not None and (last.group, last.steps_behind) == (groups[i], steps_behind[i]):
-            segments[-1] = replace(last, stop=stop)
-        else:
-            segments.append(Segment(span.shard_offset, stop, groups[i], steps_behind[i]))
-        joins = True
+
+    def update_of(span: ShardSpan) -> tuple[bool, int, int]:
+        i = span.param_index
+        return has_grad[i], groups[i], steps_behind[i]
+
+    # A parameter without a gradient ends a segment, even between two parameters that are updated alike.
+    for (is_updated, group, behind), run in groupby(layout.spans(rank, layout.degrees.optimizer), update_of):
+        if is_updated:
+            spans = list(run)
+            segments.append(Segment(spans[0].shard_offset, spans[-1].shard_offset + spans[-1].numel, group, behind))
     return segments
