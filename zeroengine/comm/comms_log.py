@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.text_table import aligned
 
 # The bytes of a buffer that pass each rank's link, before the factor (n - 1) / n of n ranks: see "Bandwidth" in
 # github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
@@ -78,15 +79,7 @@ class CommsLog:
                 for (other, unit), totals in self.totals.items()
                 if other == operation
             ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-        lines = [f"collectives of rank 0 of {self._world_size}:"]
-        for row in rows:
-            # The first two columns are names.
-            cells = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append(f"  {'  '.join(cells)}".rstrip())
+        lines = [f"collectives of rank 0 of {self._world_size}:", *aligned(rows)]
         total = OperationTotals()
         for operation_sum in by_operation.values():
             total.add(operation_sum)

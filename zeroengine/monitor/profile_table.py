@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroengine.config.sinks import FlopsProfile
+from zeroengine.utils.text_table import aligned
 
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 HEADS = ("parameters", "share", "FLOPs", "share", "time", "share", "FLOP/s", "MFU")
@@ -81,14 +82,14 @@ def profile_table(profiles: Sequence[ModuleProfile], section: FlopsProfile, rank
             (str(depth), profile.class_name, *_cells(profile, model, rank))
             for profile in classes[: section.top_modules]
         ]
-    lines += _aligned(rows)
+    lines += aligned(rows)
     if section.detailed:
         rows = [("module", "class", *HEADS)]
         for profile in profiles:
             if profile.depth <= shown_depth:
                 name = "  " * profile.depth + (profile.name.rpartition(".")[2] or "model") + "*" * profile.is_unit
                 rows.append((name, profile.class_name, *_cells(profile, model, rank)))
-        lines += [*_aligned(rows), "  * a unit. The time of a module has that of gathers for the modules within."]
+        lines += [*aligned(rows), "  * a unit. The time of a module has that of gathers for the modules within."]
     return "\n".join(lines)
 
 
@@ -128,14 +129,3 @@ def _scaled(number: float, unit: str = "") -> str:
     """Return a number with three digits and a decimal prefix: ``1.23 G``."""
     scale, prefix = next(((scale, prefix) for scale, prefix in _SCALES if number >= scale), (1.0, ""))
     return f"{number / scale:.3g} {prefix}{unit}".rstrip()
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield lines of columns. The first two columns are names, and the others are numbers."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield f"  {'  '.join(cells)}".rstrip()
