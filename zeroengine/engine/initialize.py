@@ -27,14 +27,14 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.model_checks import check_one_device, check_undistributed, check_unowned
-from zeroengine.engine.overlapping_tensors import replace_tied, tie_same_tensors
+from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
-from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer, unwrapped
+from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
@@ -140,6 +140,7 @@ def _make_engine(
         check_unowned(model)
         check_one_device(model)
         meta_init.check_not_recording()
+        check_overlaps(model)
         settings = config if isinstance(config, Config) else load(config)
         # Some settings depend on the model's dtype or the number of ranks.
         dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
@@ -149,10 +150,6 @@ def _make_engine(
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:
                 mixed_precision.check_supported(low, group.device)
-        # An optimizer that is built below takes what is one parameter once.
-        tied, tied_notice = tie_same_tensors(model, undo)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            replace_tied(unwrapped(optimizer), tied, {p: name for name, p in model.named_parameters()}, undo)
         # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
         # leaves out count as frozen, which affects how the model is cut.
         base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
@@ -170,9 +167,8 @@ def _make_engine(
         meta_init.initialize_meta_parameters(model)
     # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
-    for text in (tied_notice, notice):
-        if text is not None and group.rank == 0:
-            log.warning("%s", text)
+    if notice is not None and group.rank == 0:
+        log.warning("%s", notice)
     num_parameters = sum(plan.numel for plan in plans)
     comm = settings.comm
     replicas = None
