@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -137,15 +136,8 @@ def reorganise(model: Any) -> None:
     model.also_the_norm = model.norm.weight
 
 
-def train_around_changes(stage: int) -> tuple[list[float], list[float], list[str]]:
+def train_around_changes(stage: int) -> tuple[list[float], list[float]]:
     start()
-    records: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logging.getLogger("zeroengine").addHandler(Handler())
     losses = []
     for change in (None, reorganise):
         engine = make_engine(Task(factory=untied), stage)
@@ -157,19 +149,13 @@ def train_around_changes(stage: int) -> tuple[list[float], list[float], list[str
     del engine.module.norm.bias  # pruned
     engine.module.norm.bias = None
     take_steps(engine, range(4, 5))
-    return losses[0], losses[1], [record for record in records if "changed after" in record]
+    return losses[0], losses[1]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_same_parameters_in_other_modules_train_on(stage: int) -> None:
-    (ours, changed, notes), (_, _, notes_of_rank_1) = run_ranks(2, train_around_changes, stage)
-    assert ours == changed
-    assert not notes_of_rank_1
-    first, second = notes  # one for each change
-    assert "blocks.0.up.weight is blocks.0.up.parametrizations.weight.original now" in first
-    assert "blocks.1.down.weight is blocks.1.down.inner.weight now" in first
-    assert "blocks.2" not in first and "norm" not in first.replace("blocks", "")
-    assert "norm.bias is not part of it any more" in second and "blocks" not in second
+    for plain, changed in run_ranks(2, train_around_changes, stage):
+        assert plain == changed
 
 
 def change_groups() -> list[str]:

@@ -114,7 +114,7 @@ def build_parts(
         Accumulation(micro_steps_per_step, group.rank, passes.reducer),
         clipping,
         StepRunner(config, ranks, passes, states, clipping, reports),
-        ForeignParameters(setup.model, partition.units, setup.base_optimizer, group.rank),
+        ForeignParameters(setup.model, partition.units, setup.base_optimizer),
         InputComparison(ranks.sums, group.device),
         StateOffloader(),
         save_on_signal,

@@ -6,7 +6,6 @@ its gradient would not be reduced, it would not be updated, and no checkpoint wo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -19,8 +18,6 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
-
-log = logging.getLogger("zeroengine")
 
 # The number of names that a message shows.
 MAX_NAMES_SHOWN = 5
@@ -40,27 +37,23 @@ class ForeignParameters:
         model: The module that was passed to ``initialize``.
         units: All units of the engine.
         optimizer: The optimizer that was passed to ``initialize``, or built from the configuration.
-        rank: This rank. Rank 0 logs the notices.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit], optimizer: torch.optim.Optimizer, rank: int) -> None:
-        self._model, self._optimizer, self._rank = model, optimizer, rank
+    def __init__(self, model: nn.Module, units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._names: dict[nn.Parameter, str] = {
             param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)
         }
-        self._original = dict(_named_parameters(model))
+        self._original_names = {name for name, _ in _named_parameters(model)}
         self._groups = optimizer.param_groups
         # ``_group_of`` keeps the parameters alive, so no other object gets one of these ids.
         self._group_ids, self._group_of = _ids(self._groups), _group_of(self._groups)
-        # The logged changes without new parameters, by the original name of the parameter.
-        self._noted: dict[str, str] = {}
         self._remember()
 
     def check(self) -> None:
         """Compare model and optimizer with what ``initialize`` was given. This is not a collective.
 
-        A structural change without a new parameter is logged once: a parameter was removed, tied to another, or
-        registered under another name.
+        Parameters may be removed, tied to one another, or registered under other names.
 
         Raises:
             ZeroEngineError: The model has a parameter that is not the engine's, or the optimizer has other groups.
@@ -73,10 +66,9 @@ class ForeignParameters:
         # Identity is compared, because equality would compare the elements of tensors.
         if len(present) == len(self._known_structure) and all(map(is_, present, self._known_structure)):
             return
-        named = list(_named_parameters(self._model))
         foreign = [
-            f"{name} ({'replaced' if name in self._original else 'added'})"
-            for name, param in named
+            f"{name} ({'replaced' if name in self._original_names else 'added'})"
+            for name, param in _named_parameters(self._model)
             if param not in self._names
         ]
         if foreign:
@@ -87,10 +79,8 @@ class ForeignParameters:
                 "engine.load_weights(), or write in place inside `with zeroengine.gathered(module):`. A module that is "
                 "not to be trained with this model can be kept out of it, in a plain list."
             )
-        # The new structure is remembered, so that the difference is reported once and the next check is fast again.
+        # The new structure is remembered, so that the next check is fast again.
         self._remember()
-        if self._rank == 0:
-            self._note_changes(named)
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups
@@ -131,30 +121,9 @@ class ForeignParameters:
         parameters, children = map(_parameters_of, self._known_modules), map(_children_of, self._known_modules)
         return list(chain.from_iterable(map(_values_of, chain(parameters, children))))
 
-    def _note_changes(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        names: dict[nn.Parameter, list[str]] = {}
-        # A tied parameter has several names, and is unchanged as long as its original name is one of them.
-        for name, param in named_parameters:
-            names.setdefault(param, []).append(name)
-        changes = {}
-        for param, name in self._names.items():
-            if param not in names:
-                changes[name] = f"{name} is not part of it any more"
-            elif name not in names[param]:
-                changes[name] = f"{name} is {names[param][0]} now"
-        notes = [note for name, note in changes.items() if self._noted.get(name) != note]
-        self._noted = changes
-        if notes:
-            log.warning(
-                "the model changed after initialize(): %s. Memory stays as it was, and checkpoints go by the names "
-                "of initialize().",
-                listed(notes, MAX_NAMES_SHOWN),
-            )
-
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter under all of its names, without the parts that torch.compile adds."""
-    # Duplicates are kept, because tying a parameter elsewhere changes the model without a new parameter.
     for name, param in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), param
 
