@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,8 +55,8 @@ class InputComparison:
         self._transport, self._device = transport, device
         self.is_recording = transport.has_peers
         # The checksum of each micro-step that has ended, and that of the micro-step in progress.
-        self._checksums: list[InputChecksum | None] = []
-        self._checksum: InputChecksum | None = None
+        self._checksums: list[torch.Tensor | None] = []
+        self._checksum: torch.Tensor | None = None
         # The checksums of all ranks, from the exchange until the host reads them.
         self._summed: HostCopy | None = None
 
@@ -89,7 +88,12 @@ class InputComparison:
         # The collective runs once. Every rank has counted the same micro-steps, so every rank takes part.
         if may_exchange and len(self._checksums) >= MICRO_STEPS:
             self.is_recording = False
-            self._summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
+            # Each rank fills its own row, so the sum over ranks holds the checksums of all.
+            rows = torch.zeros(self._transport.world_size, MICRO_STEPS, dtype=torch.float64, device=self._device)
+            for index, checksum in enumerate(self._checksums[:MICRO_STEPS]):
+                # A checksum is never 0, which stands for inputs that cannot be compared.
+                rows[self._transport.rank, index] = 0.0 if checksum is None else checksum
+            self._summed = HostCopy(self._transport.all_reduce_scalars(rows.flatten(), "compare inputs"))
             if self._device.type == "cpu":
                 self._report()
 
@@ -99,22 +103,6 @@ class InputComparison:
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return True
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _own_row(self) -> torch.Tensor:
-        """Return a float64 vector of ``MICRO_STEPS`` elements for each rank, with this rank's checksums and zeros.
-
-        The sum over ranks holds the checksums of all ranks. A checksum is never 0, which stands for inputs that cannot
-        be compared.
-        """
-        checksums, first = self._checksums[:MICRO_STEPS], self._transport.rank * MICRO_STEPS
-        row = [0.0] * (self._transport.world_size * MICRO_STEPS)
-        row[first : first + MICRO_STEPS] = [float(checksum.on_host) if checksum else 0.0 for checksum in checksums]
-        # The row goes to the device, where the checksums of the device are added, so that the host need not wait.
-        values = to_device(row, self._device)
-        for index, checksum in enumerate(checksums, first):
-            if checksum and checksum.on_device is not None:
-                values[index] += checksum.on_device
-        return values
 
     def _report(self) -> None:
         """Read the sums, if there are any, and warn."""
@@ -133,27 +121,17 @@ class InputComparison:
         )
 
 
-@dataclass(frozen=True)
-class InputChecksum:
-    """The checksum of the inputs of one forward, as the sum of two parts.
-
-    Attributes:
-        on_host: The part of shapes, dtypes, numbers and tensors in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
-        on_device: The part of tensors in the device's memory, float64, 0-d; None if there are none.
-    """
-
-    on_host: int
-    on_device: torch.Tensor | None
-
-
-def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
+def checksum_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
     """Return the checksum of tensors and numbers in nested containers, without waiting for ``device``.
 
-    Return None if there is nothing to compare: no tensor with a dimension, because one number may be the same on all
-    ranks by chance; or an object or a tensor whose values cannot be read.
+    Returns:
+        A positive whole number, 0-d float64, on ``device``. None if there is nothing to compare: no tensor with a
+        dimension, because one number may be the same on all ranks by chance; or an object or a tensor whose values
+        cannot be read.
     """
     texts: list[str] = []
-    on_host, on_device = 0, None
+    # The sums over tensors in CPU memory, and over those on a GPU.
+    on_host, on_device = 0, torch.zeros((), dtype=torch.int64, device=device)
     has_data = False
     for place, leaf in enumerate(leaves_in(inputs)):
         if isinstance(leaf, torch.Tensor):
@@ -167,7 +145,7 @@ def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
             if leaf.device.type == "cpu":
                 on_host += int(part)
             else:
-                on_device = part if on_device is None else on_device + part
+                on_device = on_device + part
         elif isinstance(leaf, (type(None), bool, int, float, str)):
             texts.append(repr(leaf))
         else:
@@ -176,7 +154,7 @@ def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
         return None
     # The last bit is set, so that no checksum is 0, which stands for inputs that cannot be compared.
     on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & CHECKSUM_MASK | 1
-    return InputChecksum(on_host, None if on_device is None else (on_device & CHECKSUM_MASK).double())
+    return to_device([on_host], device)[0] + (on_device & CHECKSUM_MASK)
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
