@@ -6,50 +6,9 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from zeroengine.errors import ZeroEngineError
-
-
-class RankSampler(Sampler[int]):
-    """Yields one rank's share of an epoch: every ``world_size``-th sample from the place where the epoch continues.
-
-    The order depends on the seed and the epoch alone, so a position in it means the same on any number of ranks.
-
-    Args:
-        num_samples: The number of samples in the data set.
-        rank: This rank.
-        world_size: The number of ranks.
-        shuffle: Whether each epoch has another order.
-        seed: The seed of these orders.
-
-    Attributes:
-        epoch: The number of the epoch, from 0.
-        start: The number of samples of the epoch that all ranks together have consumed.
-    """
-
-    def __init__(self, num_samples: int, rank: int, world_size: int, shuffle: bool, seed: int) -> None:
-        self._num_samples, self._rank, self._world_size = num_samples, rank, world_size
-        self._shuffle, self._seed = shuffle, seed
-        self.epoch = self.start = 0
-
-    def __len__(self) -> int:
-        """Return the number of remaining samples of this rank in the epoch."""
-        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
-        # in a collective.
-        return max(0, self._num_samples - self.start) // self._world_size
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the indices of this rank's samples."""
-        if self._shuffle:
-            # A separate generator leaves the global random state alone, and every rank computes the same order.
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
-        else:
-            order = list(range(self._num_samples))
-        # Ranks take turns within the order. The consumed samples are then always its beginning, on any number of ranks.
-        first = self.start + self._rank
-        return iter(order[first : self.start + len(self) * self._world_size : self._world_size])
 
 
 class ResumableLoader:
@@ -62,6 +21,9 @@ class ResumableLoader:
             for batch in loader:
                 ...
 
+    The order depends on the seed and the epoch alone, and the ranks take turns within it. So the consumed samples are
+    its beginning, on any number of ranks.
+
     Args:
         dataset: A data set with a length and an index.
         rank: This rank.
@@ -70,6 +32,9 @@ class ResumableLoader:
         shuffle: Whether each epoch has another order.
         seed: The seed of these orders.
         options: Further arguments of ``torch.utils.data.DataLoader``.
+
+    Attributes:
+        epoch: The number of the current epoch from 0, or between epochs of the next one.
 
     Raises:
         ZeroEngineError: The data set has no length or too few samples, or an option is one that the loader chooses.
@@ -107,7 +72,10 @@ class ResumableLoader:
                 f"dataloader() chooses {', '.join(sorted(conflicts))} itself; the batch size is the configuration's "
                 "train_micro_batch_size_per_gpu"
             )
-        self._sampler = RankSampler(len(dataset), rank, world_size, shuffle, seed)
+        self.epoch = 0
+        self._rank, self._world_size, self._shuffle, self._seed = rank, world_size, shuffle, seed
+        # This rank's samples in the epoch, which each epoch replaces.
+        self._indices: list[int] = []
         # DataLoader draws a number for its workers whenever an iteration begins. From the global generator the number
         # would be missing in a run that is resumed within an epoch, whose dropout would then differ.
         self._worker_seeds = torch.Generator()
@@ -115,7 +83,7 @@ class ResumableLoader:
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=self._sampler,
+            sampler=self._indices,
             drop_last=True,
             **{"generator": self._worker_seeds, **options},
         )
@@ -124,11 +92,6 @@ class ResumableLoader:
         self._resumes = False
         # The number of samples of this epoch in the batches that all ranks have yielded, without prefetched batches.
         self._consumed = 0
-
-    @property
-    def epoch(self) -> int:
-        """The number of the current epoch, or between epochs of the next one."""
-        return self._sampler.epoch
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""
@@ -140,21 +103,29 @@ class ResumableLoader:
         if not self._resumes:
             self._consumed = 0
         self._resumes = False
-        self._sampler.start = self._consumed
+        order = list(range(self._num_samples))
+        if self._shuffle:
+            # A separate generator leaves the global random state alone, and every rank computes the same order.
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
+        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
+        # in a collective.
+        rest = order[self._consumed :]
+        self._indices[:] = rest[self._rank : len(rest) // self._world_size * self._world_size : self._world_size]
         # The hash of integers is the same in every process. The workers of other ranks and epochs get other seeds.
-        self._worker_seeds.manual_seed(hash((*self._worker_seed, self._sampler.epoch, self._consumed)) % 2**63)
+        self._worker_seeds.manual_seed(hash((*self._worker_seed, self.epoch, self._consumed)) % 2**63)
         for batch in self._loader:
             # This comes before the yield, because a checkpoint saved while this batch is used must not repeat it.
             self._consumed += self._samples_per_step
             yield batch
-        self._sampler.epoch += 1
+        self.epoch += 1
         self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch and the number of its samples that are consumed."""
-        return {"epoch": self._sampler.epoch, "consumed": self._consumed}
+        return {"epoch": self.epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position that ``state_dict`` returned."""
-        self._sampler.epoch, self._consumed = state["epoch"], state["consumed"]
+        self.epoch, self._consumed = state["epoch"], state["consumed"]
         self._resumes = True
