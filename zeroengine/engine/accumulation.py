@@ -103,13 +103,11 @@ class Accumulation:
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
             self._reducer.is_last_microbatch = self._boundary is True
-        elif self._boundary is not None:
-            self._reducer.is_last_microbatch = self._boundary
-        elif self._last_update_by == OPTIMIZER_STEP:
+        elif self._boundary is None and self._last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
             self._reducer.is_last_microbatch = self.backwards + 1 >= self._per_step
         else:
-            self._reducer.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
+            self._reducer.is_last_microbatch = self._next_engine_step_updates
 
     def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients.
@@ -186,14 +184,18 @@ class Accumulation:
 
     # -- the boundary -----------------------------------------------------------------------------
 
-    def is_boundary(self) -> bool:
-        """Return whether the micro-step in progress ends with an update."""
-        if self._per_step is None:
-            return self._boundary is not False
+    @property
+    def _next_engine_step_updates(self) -> bool:
+        """Whether `engine.step()` would update now, if there were gradients."""
         if self._boundary is not None:
             return self._boundary
-        if self._ended_micro_steps + 1 == self._per_step:
-            return True
+        # In manual accumulation every step() updates, as in plain PyTorch.
+        return self._per_step is None or self._ended_micro_steps + 1 >= self._per_step
+
+    def is_boundary(self) -> bool:
+        """Return whether the micro-step in progress ends with an update."""
+        if self._per_step is None or self._boundary is not None or self._next_engine_step_updates:
+            return self._next_engine_step_updates
         if self._ended_micro_steps or self._last_update_by == ENGINE_STEP:
             return False
         # If optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
@@ -246,12 +248,7 @@ class Accumulation:
             # If the other call has just used the gradients, the error names that call and not a missing backward.
             self._check_other_call(ENGINE_STEP, OPTIMIZER_STEP)
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
-        if self._per_step is None:
-            # If set_gradient_accumulation_boundary was not called, every step() updates, as in plain PyTorch.
-            return self._boundary is not False
-        if self._boundary is not None:
-            return self._boundary
-        return self._ended_micro_steps + 1 >= self._per_step
+        return self._next_engine_step_updates
 
     def check_optimizer_step(self) -> None:
         """Check that `optimizer.step()` may end the step.
