@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,16 +20,15 @@ from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
+from zeroengine.engine import model_checks
 from zeroengine.engine.agreement import check_agreement
 from zeroengine.engine.assembly import build_parts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
-from zeroengine.engine.model_checks import check_one_device, check_undistributed, check_unowned
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
-from zeroengine.engine.tensor_kinds import check_quantizable, check_tensor_kinds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
@@ -93,117 +91,106 @@ def make_engine(
     copies: Copies | None = None,
 ) -> Engine:
     """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineSetup``."""
-    undo = contextlib.ExitStack()
-    try:
-        return _make_engine(model, optimizer, config, lr_scheduler, process_group, async_step, copies, undo)
-    except BaseException:
-        # This makes the model ordinary again, as the end of an engine does.
-        undo.__exit__(*sys.exc_info())
-        raise
-
-
-def _make_engine(
-    model: nn.Module,
-    optimizer: OptimizerLike,
-    config: str | Path | Mapping[str, Any] | Config | None,
-    lr_scheduler: LRSchedulerLike,
-    process_group: dist.ProcessGroup | DeviceMesh | None,
-    async_step: bool | None,
-    copies: Copies | None,
-    undo: contextlib.ExitStack,
-) -> Engine:
-    # The process group comes first, because errors of the checks below are exchanged over it.
-    join_launched_ranks()
-    ranks = as_process_group(process_group)
-    group = Group(ranks, _device_of(model, ranks))
-    ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
-    # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
-    with group.collective_errors("to initialize"):
-        # Each check assumes that the previous checks passed.
-        if isinstance(model, Engine):
-            raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
-        if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
-            raise ZeroEngineError(
-                f"initialize(model, optimizer, config) takes the model first; found {type(model).__name__}, and the "
-                "model second, as DeepSpeed has it after args"
+    with contextlib.ExitStack() as on_error:
+        # It makes the model ordinary again, here after an error and later when the engine ends.
+        undo = on_error.enter_context(contextlib.ExitStack())
+        # The process group comes first, because errors of the checks below are exchanged over it.
+        join_launched_ranks()
+        ranks = as_process_group(process_group)
+        group = Group(ranks, _device_of(model, ranks))
+        ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
+        # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
+        with group.collective_errors("to initialize"):
+            _check_model(model, optimizer)
+            settings = config if isinstance(config, Config) else load(config)
+            # Some settings depend on the model's dtype or the number of ranks.
+            dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
+            settings = settings.resolve(
+                world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node, shard_ranks=shard_ranks
             )
-        if not isinstance(model, nn.Module):
-            raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
-        if torch.is_inference_mode_enabled():
-            raise ZeroEngineError(
-                "initialize() inside torch.inference_mode(): parameters that are made there can never be trained. Call "
-                "it outside; forwards of the engine may run inside."
-            )
-        check_undistributed(model)
-        check_has_parameters(model)
-        check_tensor_kinds(model)
-        check_unowned(model)
-        check_one_device(model)
-        meta_init.check_not_recording()
-        check_overlaps(model)
-        settings = config if isinstance(config, Config) else load(config)
-        # Some settings depend on the model's dtype or the number of ranks.
-        dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
-        settings = settings.resolve(
-            world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node, shard_ranks=shard_ranks
+            for low in (settings.low_precision, settings.autocast_dtype):
+                if low is not None:
+                    mixed_precision.check_supported(low, group.device)
+            # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
+            # leaves out count as frozen, which affects how the model is cut.
+            base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
+            undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
+            plans = mixed_precision.units_of_model(model, settings)
+            model_checks.check_quantizable(settings.zero_optimization, plans)
+            # With "auto" only stages are chosen at which the optimizer works.
+            replica_ranks = settings.replica_ranks(group.world_size)
+            rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
+            rules.check_patterns(plans)
+            for degrees in rules.all_degrees:
+                check_optimizer(base_optimizer, degrees)
+            meta_init.check_optimizer_state(base_optimizer)
+            # Deferred parameters get their values last, because this takes memory and time.
+            meta_init.initialize_meta_parameters(model)
+        # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
+        check_agreement(group, settings, model, plans, base_optimizer)
+        if notice is not None and group.rank == 0:
+            log.warning("%s", notice)
+        comm = settings.comm
+        replicas = None
+        if settings.local_steps is not None:
+            replicas = open_replicas(group, replica_ranks, comm.transport, comm.timeout_seconds)
+            undo.callback(replicas.close)
+        sharing = group if replicas is None else replicas.group
+        transport = open_transport(sharing, comm.transport, comm.timeout_seconds)
+        undo.callback(transport.close)
+        # What cannot fit is refused before anything is allocated.
+        device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
+        num_replicas = group.world_size // replica_ranks
+        between = () if replicas is None else (replicas.between.name,)
+        topology = RankTopology(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
+        planner, notice = fit_configuration(
+            StatePlanner(plans, settings, topology, base_optimizer), partial(measure_free_memory, group)
         )
-        for low in (settings.low_precision, settings.autocast_dtype):
-            if low is not None:
-                mixed_precision.check_supported(low, group.device)
-        # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
-        # leaves out count as frozen, which affects how the model is cut.
-        base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
-        undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
-        plans = mixed_precision.units_of_model(model, settings)
-        check_quantizable(settings.zero_optimization, plans)
-        # With "auto" only stages are chosen at which the optimizer works.
-        replica_ranks = settings.replica_ranks(group.world_size)
-        rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
-        rules.check_patterns(plans)
-        for degrees in rules.all_degrees:
-            check_optimizer(base_optimizer, degrees)
-        meta_init.check_optimizer_state(base_optimizer)
-        # Deferred parameters get their values last, because this takes memory and time.
-        meta_init.initialize_meta_parameters(model)
-    # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
-    check_agreement(group, settings, model, plans, base_optimizer)
-    if notice is not None and group.rank == 0:
-        log.warning("%s", notice)
-    num_parameters = sum(plan.numel for plan in plans)
-    comm = settings.comm
-    replicas = None
-    if settings.local_steps is not None:
-        replicas = open_replicas(group, replica_ranks, comm.transport, comm.timeout_seconds)
-        undo.callback(replicas.close)
-    sharing = group if replicas is None else replicas.group
-    transport = open_transport(sharing, comm.transport, comm.timeout_seconds)
-    undo.callback(transport.close)
-    # What cannot fit is refused before anything is allocated.
-    device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"
-    num_replicas = group.world_size // replica_ranks
-    between = () if replicas is None else (replicas.between.name,)
-    topology = RankTopology(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
-    planner, notice = fit_configuration(
-        StatePlanner(plans, settings, topology, base_optimizer), partial(measure_free_memory, group)
-    )
-    if notice is not None and group.rank == 0:
-        log.warning("%s", notice)
-    # The prediction looks at the caller's optimizer, which the engine empties.
-    start = describe_start(model, planner, replica_ranks, num_replicas)
-    setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
-    try:
-        engine = Engine(partial(build_parts, setup, group, replicas, transport))
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."
-            add_advice(error, planner, group.device, holds)
-        raise
-    if group.rank == 0:
-        announce(start)
-    # The backend has copied the state that some optimizers have from the start. Unsharded it would only take memory,
-    # and could be mistaken for the current state. Until here a failure leaves the optimizer as it was.
-    base_optimizer.state.clear()
-    return engine
+        if notice is not None and group.rank == 0:
+            log.warning("%s", notice)
+        # The prediction looks at the caller's optimizer, which the engine empties.
+        start = describe_start(model, planner, replica_ranks, num_replicas)
+        setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
+        try:
+            engine = Engine(partial(build_parts, setup, group, replicas, transport))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                count = sum(plan.numel for plan in plans)
+                holds = f"initialize() was partitioning {count:,} parameters over {group.world_size} ranks."
+                add_advice(error, planner, group.device, holds)
+            raise
+        if group.rank == 0:
+            announce(start)
+        # The backend has copied the state that some optimizers have from the start. Unsharded it would only take
+        # memory, and could be mistaken for the current state. Until here a failure leaves the optimizer as it was.
+        base_optimizer.state.clear()
+        on_error.pop_all()
+        return engine
+
+
+def _check_model(model: nn.Module, optimizer: OptimizerLike) -> None:
+    """Check that ``model`` is one that can be partitioned. Each check assumes that the previous ones passed."""
+    if isinstance(model, Engine):
+        raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
+    if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
+        raise ZeroEngineError(
+            f"initialize(model, optimizer, config) takes the model first; found {type(model).__name__}, and the "
+            "model second, as DeepSpeed has it after args"
+        )
+    if not isinstance(model, nn.Module):
+        raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise ZeroEngineError(
+            "initialize() inside torch.inference_mode(): parameters that are made there can never be trained. Call "
+            "it outside; forwards of the engine may run inside."
+        )
+    model_checks.check_undistributed(model)
+    check_has_parameters(model)
+    model_checks.check_tensor_kinds(model)
+    model_checks.check_unowned(model)
+    model_checks.check_one_device(model)
+    meta_init.check_not_recording()
+    check_overlaps(model)
 
 
 def _restore_hyperparameters(
