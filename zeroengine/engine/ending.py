@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.assembly import EngineParts
@@ -21,7 +21,9 @@ class EndedEngineError(ZeroEngineError, AttributeError):
 
 
 class EndedParts:
-    """Takes the place of parts of an engine that has ended: some values can be read, and everything else raises.
+    """Takes the place of all parts of an engine that has ended: some values can be read, and everything else raises.
+
+    It is each of its own parts, so that the engine finds its counters where they were.
 
     Args:
         reason: Why the engine cannot be used, for messages.
@@ -33,6 +35,7 @@ class EndedParts:
     def __init__(self, reason: str, **values: Any) -> None:
         self._reason = reason
         vars(self).update(values)
+        self.loop = self.accumulation = self.step_runner = self.clipping = self.states = self.lr_schedule = self
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise EndedEngineError: only counters can be read."""
@@ -44,17 +47,16 @@ class EndedParts:
 
 def _ended(reason: str, parts: EngineParts) -> EndedParts:
     """Return what takes the place of ``parts``. Counters keep their values, and no part is kept in memory."""
-    runner, loop = parts.loop.step_runner, parts.loop
-    counters = {name: getattr(runner, name) for name in ("num_updates", "num_skipped", "grad_norm")}
+    runner = parts.loop.step_runner
     return EndedParts(
         reason,
-        loop=EndedParts(
-            reason,
-            accumulation=EndedParts(reason, micro_steps=loop.accumulation.micro_steps),
-            step_runner=EndedParts(reason, await_result=lambda: None, **counters),
-            clipping=EndedParts(reason, max_norm=loop.clipping.max_norm),
-        ),
-        states=EndedParts(reason, lr_schedule=EndedParts(reason, current=parts.states.lr_schedule.current)),
+        num_updates=runner.num_updates,
+        num_skipped=runner.num_skipped,
+        grad_norm=runner.grad_norm,
+        await_result=lambda: None,
+        micro_steps=parts.loop.accumulation.micro_steps,
+        max_norm=parts.loop.clipping.max_norm,
+        current=parts.states.lr_schedule.current,
     )
 
 
@@ -67,28 +69,17 @@ def ended_by(call: str, parts: EngineParts) -> EndedParts:
     )
 
 
-class ForkedEngine(Protocol):
-    """The part of an engine that a fork concerns."""
-
-    def leave_to_parent(self) -> Any:
-        """End this copy of the engine, free nothing, and return what it owned."""
-
-
-# The engines of this process. See "Forked children" in utils/process_finalizer.py.
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def end_in_forked_children(engine: ForkedEngine) -> None:
-    """Let the engine have ended in each child that this process forks. There it frees nothing, garbage or not."""
-    _engines.add(engine)
+# The engines of this process. In each child that it forks they have ended and free nothing, garbage or not: see "Forked
+# children" in utils/process_finalizer.py.
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _leave_engines_to_parent() -> None:
     # A weak set may lose members while it is iterated, so a list is taken first.
-    for engine in list(_engines):
+    for engine in list(engines):
         # What is never freed runs no destructor, such as those of process groups, which wait for threads.
         keep_until_process_ends(engine.leave_to_parent())
-    _engines.clear()
+    engines.clear()
 
 
 os.register_at_fork(after_in_child=_leave_engines_to_parent)

@@ -86,7 +86,7 @@ class Engine:
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
         self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
-        ending.end_in_forked_children(self)
+        ending.engines.add(self)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
     if not TYPE_CHECKING:

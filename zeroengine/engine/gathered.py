@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -42,7 +41,7 @@ class ParameterOwner:
 
     def __init__(self, parts: EngineParts, engine: Callable[[], Any]) -> None:
         self.parts, self.engine = parts, engine
-        self._warned_places: set[tuple[str, int]] = set()
+        self._warned_of_read = False
         for unit in parts.partition.units:
             for param in unit.params:
                 param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
@@ -100,18 +99,12 @@ class ParameterOwner:
             self.parts.passes.reducer.note_assigned(param)
 
     def note_gradient_read(self, param: nn.Parameter) -> None:
-        """Warn where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None.
-
-        Each place in the user's code is warned of once.
-        """
+        """Warn once that ``grad`` of a parameter was read between ``backward`` and ``step``, for it is None."""
         has_gradients = self.parts.loop.accumulation.has_gradients or self.parts.passes.backward.in_progress
         # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
-        if not has_gradients or torch._C._current_graph_task_id() >= 0:
+        if self._warned_of_read or not has_gradients or torch._C._current_graph_task_id() >= 0:
             return
-        place = _place_of_call()
-        if place in self._warned_places:
-            return
-        self._warned_places.add(place)
+        self._warned_of_read = True
         if self.parts.ranks.group.rank == 0:
             log.warning(
                 "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
@@ -120,14 +113,6 @@ class ParameterOwner:
                 "zeroengine.full_gradient(param) gives the gradient, zeroengine.set_full_gradient(param, value) "
                 "replaces it, and engine.zero_grad() drops all of them."
             )
-
-
-def _place_of_call() -> tuple[str, int]:
-    """Return the file and line of the user's code that has used a parameter, perhaps through a function of torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("zeroengine.", "torch.")):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _state_without_engine(param_ref: weakref.ref[nn.Parameter]) -> dict[str, Any]:
@@ -260,9 +245,8 @@ def collect_state_dict(
         copies[tensor] = tensor.detach().to("cpu", copy=True)
     # Values other than tensors are copies of theirs already.
     return state.like(
-        {key: copies[value] if isinstance(value, torch.Tensor) else _on_cpu(value) for key, value in wanted.items()}
+        {
+            key: copies[value] if isinstance(value, torch.Tensor) else map_tensors(torch.Tensor.cpu, value)
+            for key, value in wanted.items()
+        }
     )
-
-
-def _on_cpu(value: Any) -> Any:
-    return map_tensors(torch.Tensor.cpu, value)

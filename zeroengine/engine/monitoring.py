@@ -47,13 +47,6 @@ def run_folder_of(config: Config) -> str | None:
     return config.monitor.folder or os.environ.get(RUN_FOLDER_VARIABLE) or None
 
 
-def wants_monitor(config: Config) -> bool:
-    """Return whether anything asks for the record of each step."""
-    if config.monitor.enabled is not None:
-        return config.monitor.enabled
-    return run_folder_of(config) is not None or config.trace.steps is not None or asks_for_sinks(config)
-
-
 def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     """Return the monitor of an engine, or None if nothing asks for one. A collective.
 
@@ -64,9 +57,12 @@ def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     Raises:
         ZeroEngineError: On every rank, if rank 0 cannot write the run folder.
     """
-    model, config = setup.model, setup.config
-    if not wants_monitor(config):
-        if asks_for_sinks(config) and group.rank == 0:
+    model, config, path = setup.model, setup.config, run_folder_of(setup.config)
+    enabled, has_sinks = config.monitor.enabled, asks_for_sinks(config)
+    if enabled is None:
+        enabled = has_sinks or path is not None or config.trace.steps is not None
+    if not enabled:
+        if has_sinks and group.rank == 0:
             log.warning(
                 '"monitor": {"enabled": false} leaves the loggers and tables of the configuration without records'
             )
@@ -76,23 +72,17 @@ def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     folder: Path | None = None
     with group.collective_errors("to start the monitor"):
         if group.rank == 0:
-            sinks, folder = _open_sinks(config, describe_run(model, config, group, setup.plans, hosts))
+            run = describe_run(model, config, group, setup.plans, hosts)
+            sinks = choose_sinks(config, run)
+            if path is not None:
+                # The folder is opened now, so a wrong one is an error.
+                run_folder = RunFolder(path, run)
+                sinks["monitor.folder"], folder = lambda: run_folder, run_folder.path
     monitor = EngineMonitor(setup, group, sinks, folder)
     setup.undo.callback(monitor.close)
     stage = config.zero_optimization.stage
-    text = f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}"
-    monitor.event("start", 0, text)
+    monitor.event("start", 0, f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}")
     return monitor
-
-
-def _open_sinks(config: Config, run: Mapping[str, Any]) -> tuple[dict[str, OpenSink], Path | None]:
-    """Return what opens each sink, by its name, and the run folder. That is opened now, so a wrong one is an error."""
-    sinks = choose_sinks(config, run)
-    if (path := run_folder_of(config)) is None:
-        return sinks, None
-    folder = RunFolder(path, run)
-    sinks["monitor.folder"] = lambda: folder
-    return sinks, folder.path
 
 
 class EngineMonitor:
@@ -138,11 +128,7 @@ class EngineMonitor:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add the user's numbers to the step."""
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                self._user[name] = HostCopy(value.detach().to(torch.float64, copy=True).view(1))
-            else:
-                self._user[name] = float(value)
+        self._user.update({name: _later(value) for name, value in values.items()})
 
     def event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the sinks of an event. Rank 0's count."""
@@ -188,7 +174,7 @@ class EngineMonitor:
                 numbers,
                 issued.loss,
                 self._divisor,
-                [_rate(rate) for rate in issued.rates],
+                [_later(rate) for rate in issued.rates],
                 issued.loss_scale,
                 lambda: issued.result.grad_norm,
                 issued.skips,
@@ -257,6 +243,8 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _rate(rate: Any) -> float | HostCopy:
-    # Reading a tensor on a GPU would wait for the device.
-    return HostCopy(rate.to(torch.float64).view(1)) if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)
+def _later(number: Any) -> float | HostCopy:
+    """Return a number, which the host reads later if it is a tensor: reading one on a GPU would wait for the device."""
+    if isinstance(number, torch.Tensor):
+        return HostCopy(number.detach().to(torch.float64, copy=True).view(1))
+    return float(number)
