@@ -8,7 +8,7 @@
 - ``accumulation``: counts micro-steps, and decides which call may end a step.
 - ``clipping``: the largest norm of the gradient.
 - ``step``: takes a step from reduced gradients, steps the LR schedule, and counts.
-- ``rounds``: the rounds of ``local_steps``.
+- ``replica_rounds``: the rounds of ``local_steps``.
 - ``checkpointing``: the work before and after a save or a load of checkpoints and weights.
 - ``restoration``: makes the model ordinary again when an engine ends or ``initialize`` fails.
 - ``ending``: replaces the parts of an engine that has ended.

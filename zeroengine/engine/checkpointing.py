@@ -17,7 +17,7 @@ from zeroengine.checkpoint.snapshot import take_snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.rounds import Rounds
+from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.paths import checked_path
@@ -46,7 +46,7 @@ class EngineCheckpoints:
         tensors: The engine's tensors by name.
     """
 
-    def __init__(self, parts: EngineParts, rounds: Rounds) -> None:
+    def __init__(self, parts: EngineParts, rounds: ReplicaRounds) -> None:
         self._parts, self.rounds = parts, rounds
         module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states

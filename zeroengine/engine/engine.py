@@ -22,7 +22,7 @@ from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memo
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.parts import OptimizerCalls
-from zeroengine.engine.rounds import Rounds
+from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -76,7 +76,7 @@ class Engine:
     def __init__(self, make_parts: Callable[[OptimizerCalls], EngineParts]) -> None:
         calls = OptimizerCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
         self._parts = parts = make_parts(calls)
-        rounds = Rounds(parts)
+        rounds = ReplicaRounds(parts)
         self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))

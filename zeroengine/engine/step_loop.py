@@ -15,7 +15,7 @@ from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
 from zeroengine.engine.memory import measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
-from zeroengine.engine.rounds import Rounds
+from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
@@ -38,7 +38,7 @@ class StepLoop(BackwardListener):
     """
 
     def __init__(
-        self, parts: EngineParts, checkpoints: EngineCheckpoints, rounds: Rounds, forwards: ModelForwards
+        self, parts: EngineParts, checkpoints: EngineCheckpoints, rounds: ReplicaRounds, forwards: ModelForwards
     ) -> None:
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
         self._checkpoints, self._rounds, self.forwards = checkpoints, rounds, forwards

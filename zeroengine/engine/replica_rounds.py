@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,20 +20,22 @@ import torch
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.outer_step import OuterShard, OuterStep
+from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.replica_mean import Region
 from zeroengine.partition.layout import ShardSpan
 
 
-class Rounds:
-    """The rounds of one engine. Without ``local_steps`` its methods do nothing. All of them are collectives.
+class ReplicaRounds:
+    """Counts the steps of a round, and ends it. All methods are collectives, and do nothing without ``local_steps``.
 
     Args:
         parts: The parts of the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+        self._parts, self._outer_step = parts, parts.states.outer_step
+        section = parts.setup.config.local_steps
+        self._steps_per_round = 1 if section is None else section.steps
         # The steps since the replicas had the same parameters, and whether they have different optimizer states.
         self._num_steps = 0
         self._states_differ = False
@@ -40,19 +43,15 @@ class Rounds:
     @property
     def ends_with_this_step(self) -> bool:
         """Whether the step in progress is the last of its round, so that replicas meet. True without replicas."""
-        if self._parts.setup.config.local_steps is None or self._parts.states.outer_step is None:
-            return True
-        return self._num_steps + 1 >= self._parts.setup.config.local_steps.steps
+        return self._num_steps + 1 >= self._steps_per_round
 
     def end_step(self) -> None:
         """Count a step, and end the round after its last one."""
-        if self._parts.states.outer_step is None:
-            return
-        is_last = self.ends_with_this_step
-        self._num_steps += 1
-        self._states_differ = True
-        if is_last:
-            self.end_round()
+        if self._outer_step is not None:
+            self._num_steps += 1
+            self._states_differ = True
+            if self._num_steps >= self._steps_per_round:
+                self.end_round()
 
     def end_round(self) -> bool:
         """Give all replicas the result of an outer step, unless they have taken no step since the last one.
@@ -64,14 +63,14 @@ class Rounds:
             DivergenceError: A replica does something else, or does not come.
         """
         parts = self._parts
-        if parts.states.outer_step is None or not self._num_steps:
+        if self._outer_step is None or not self._num_steps:
             return False
         # Masters take over what the user wrote into the model since the last step.
         parts.states.master_weights.settle()
         # Ranks of the replica may still read parameters in place that change below.
         parts.ranks.transport.fence()
         issued = parts.loop.step_runner.issued_step
-        parts.states.outer_step.run(f"outer step after step {issued.number if issued is not None else 0}")
+        self._outer_step.run(f"outer step after step {issued.number if issued is not None else 0}")
         parts.states.master_weights.publish()
         self._num_steps = 0
         return True
@@ -80,15 +79,12 @@ class Rounds:
 
     def make_replicas_equal(self) -> None:
         """End the round, and give all replicas one optimizer state and the same counters. See the note above."""
-        parts = self._parts
-        if parts.states.outer_step is None:
-            return
         self.end_round()
-        if self._states_differ:
+        if self._outer_step is not None and self._states_differ:
             self._adopt_counters()
-            regions = list(_state_regions(parts, parts.states.outer_step))
-            parts.states.outer_step.mean.run(regions, "mean of optimizer states")
-            parts.partition.placement.evict()
+            regions = list(_state_regions(self._parts, self._outer_step))
+            self._outer_step.mean.run(regions, "mean of optimizer states")
+            self._parts.partition.placement.evict()
             self._states_differ = False
 
     def restart(self, missing: Sequence[str], *, loads_state: bool) -> None:
@@ -98,12 +94,11 @@ class Rounds:
             missing: The parameters that were not loaded. Those go on with the round in progress.
             loads_state: Whether the optimizer's state was loaded or reset, too.
         """
-        outer_step = self._parts.states.outer_step
-        if outer_step is None:
+        if self._outer_step is None:
             return
-        outer_step.set_anchor(set(missing))
+        self._outer_step.set_anchor(set(missing))
         self._states_differ = self._states_differ and not loads_state
-        trained = {slot.name for outer in outer_step.shards for slot in outer.shard.unit.layout.slots}
+        trained = {slot.name for outer in self._outer_step.shards for slot in outer.shard.unit.layout.slots}
         if loads_state and not trained & set(missing):
             self._num_steps = 0
 
@@ -120,10 +115,7 @@ class Rounds:
             _apply(parts, counterparts.all_gather_object(facts, "of the replicas' counters")[0])
 
 
-Facts = dict[str, Any]
-
-
-def _facts(parts: EngineParts) -> Facts:
+def _facts(parts: EngineParts) -> dict[str, Any]:
     """Return what a replica counts by itself: counters, schedule, hyperparameters, and numbers in the state."""
     runner, schedule = parts.loop.step_runner, parts.states.lr_schedule.current
     states: dict[tuple[int, int], tuple[StateKeys, dict[str, Any]]] = {}
@@ -147,7 +139,7 @@ def _plain_values(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
-def _apply(parts: EngineParts, facts: Facts) -> None:
+def _apply(parts: EngineParts, facts: dict[str, Any]) -> None:
     """Take over ``facts`` of another replica."""
     runner = parts.loop.step_runner
     runner.num_updates, runner.num_skipped = facts["counters"]
@@ -185,14 +177,10 @@ def _state_regions(parts: EngineParts, outer_step: OuterStep) -> Iterator[Region
         shard, state = outer.shard, parts.states.optimizer.shard_state
         whole = state.whole_shard_tensors(shard)
         if whole:
-            yield from (_with_values(outer, tensor) for tensor in whole)
+            yield from (replace(outer.region, values=tensor) for tensor in whole)
             continue
         # States of single parameters do not divide into equal pieces, so each rank averages all that it holds.
         for span in shard.spans():
             for value in state.of(shard, span).elements.values():
                 if value.is_floating_point() or value.is_complex():
                     yield Region(value, (0,), 0, shard.store)
-
-
-def _with_values(outer: OuterShard, values: torch.Tensor) -> Region:
-    return Region(values, outer.region.owners, outer.region.position, outer.region.store)
