@@ -330,7 +330,7 @@ def other_refusals(root: Path) -> list[str]:
             engine.load_weights(weights)
         messages.append(str(caught.value).replace(str(root), "."))
         assert equal(values(engine), before)
-    with zeroengine.gathered(engine.module), pytest.raises(ZeroEngineError, match="Leave the `with` first"):
+    with zeroengine.gathered(engine.module), pytest.raises(ZeroEngineError, match="leave the `with` first"):
         engine.load_weights(root / "weights.safetensors")
     return messages
 

@@ -66,7 +66,10 @@ def check_outside_of_backward(call: str) -> None:
 def check_outside_of_gathered(gatherer: Gatherer, call: str) -> None:
     """Check that no parameters are gathered by ``zeroengine.gathered``."""
     if gatherer.num_pins:
-        raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+        raise ZeroEngineError(
+            f"{call} inside `with zeroengine.gathered(...)`, whose end writes the gathered values back: leave the "
+            "`with` first"
+        )
 
 
 def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:

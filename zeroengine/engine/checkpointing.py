@@ -17,6 +17,7 @@ from zeroengine.checkpoint.snapshot import take_snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
@@ -300,11 +301,7 @@ class EngineCheckpoints:
             parts.loop.state_offloader.check_resident("load_weights()")
             parts.loop.foreign_parameters.check()
             # Leaving the `with` compares checksums and would take the loaded values for values that the user wrote.
-            if parts.passes.gatherer.num_pins:
-                raise ZeroEngineError(
-                    "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
-                    "Leave the `with` first."
-                )
+            check_outside_of_gathered(parts.passes.gatherer, "load_weights()")
         parts.passes.backward.finish()
         parts.states.master_weights.settle()
         loaded = load(self.tensors, parts.states.master_weights, weights, strict)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -34,6 +33,7 @@ from zeroengine.engine.reports import Reports
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.step_result import IssuedStep, StepResult, StepSettings
+from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.utils.launcher_reports import report_step
 
 log = logging.getLogger("zeroengine")
@@ -90,6 +90,8 @@ class StepRunner:
             ZeroEngineError: The gradient overflows at the smallest loss scale.
             DivergenceError: The ranks wrote different values into the parameters.
         """
+        # A step of assigned gradients alone had no backward that awaited the step before it.
+        self.await_result()
         optimizer, reducer, scaler = self._states.optimizer, self._passes.reducer, self._passes.scaler
         limit = self._clipping.take_limit()
         settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit))
@@ -113,26 +115,14 @@ class StepRunner:
         if is_async:
             # The step is expected to update, so the schedule is stepped before the result is known.
             revert_schedule = step_reversibly(schedule.step, schedule.current, optimizer.param_groups)
-            result.on_query = self._on_query()
+            # The user may keep the result for longer than the engine, so the result must not keep the engine alive.
+            result.on_query = WeakMethod(self, StepRunner.await_result)
         self._issued = (result, revert_schedule)
         reducer.end_step()
         if is_async:
             return result
         self.await_result(is_collective=True)
         return bool(result)
-
-    def _on_query(self) -> Callable[[StepResult], None]:
-        """Return a function that counts a step when the user asks for its result."""
-        # The user may keep the result for longer than the engine, so the result must not keep the engine alive.
-        runner_ref = weakref.ref(self)
-
-        def on_query(result: StepResult) -> None:
-            runner = runner_ref()
-            # A later step may have been issued since. Asking about an old result must not wait for the new step.
-            if runner is not None and runner._issued is not None and runner._issued[0] is result:
-                runner.await_result()
-
-        return on_query
 
     def await_result(self, *, is_collective: bool = False) -> None:
         """Wait for the result of the last step, if it is not known yet, and count the step.

@@ -185,11 +185,7 @@ class StepLoop(BackwardListener):
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if self._parts.passes.gatherer.num_pins:
-            raise ZeroEngineError(
-                f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
-                "the `with` first."
-            )
+        call_checks.check_outside_of_gathered(self._parts.passes.gatherer, call)
         # A parameter may be added at any time, so every update checks, which costs microseconds.
         self._loop.foreign_parameters.check()
         reducer.reduce_remaining()
