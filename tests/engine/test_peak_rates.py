@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroengine.engine.peak_rates import peak_flops_by_name
+from zeroengine.engine.run_description import peak_flops_by_name
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def build_parts(
     ranks = connect_ranks(setup, group, replicas, transport)
     reports = start_reports(setup, group)
     # The signal may be refused, so this comes while the model is still as it was.
-    save_on_signal = _listen(setup, group)
+    save_on_signal = SaveOnSignal(setup.config, group) if setup.config.checkpoint.on_signal else None
+    if save_on_signal is not None:
+        setup.undo.callback(save_on_signal.close)
     partition = partition_model(setup, ranks, reports.timer)
     passes = connect_passes(setup, ranks, partition, reports.timer)
     states = build_states(setup, ranks, partition, passes, reports.timer, calls)
@@ -133,14 +135,6 @@ def build_parts(
                 listed(dropped, NUM_SHOWN),
             )
     return EngineParts(setup, ranks, reports, partition, passes, states, loop, sys.exc_info()[1])
-
-
-def _listen(setup: EngineSetup, group: Group) -> SaveOnSignal | None:
-    if not setup.config.checkpoint.on_signal:
-        return None
-    save_on_signal = SaveOnSignal(setup.config, group)
-    setup.undo.callback(save_on_signal.close)
-    return save_on_signal
 
 
 def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel) -> None:

@@ -12,15 +12,14 @@ class GradientClipping:
     """The largest norm of the gradient.
 
     Args:
-        max_norm: The limit that the configuration names, which all ranks share; 0 for no clipping.
+        max_norm: The limit that the configuration names; 0 for no clipping.
 
     Attributes:
-        configured: That limit.
         max_norm: The limit of the following steps, which the user may change; 0 for no clipping.
     """
 
     def __init__(self, max_norm: float) -> None:
-        self.configured = self.max_norm = max_norm
+        self.max_norm = max_norm
         # The limit that ``clip_grad_norm_`` set for the step in progress.
         self._clip_once: float | None = None
 

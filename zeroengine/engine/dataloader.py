@@ -49,7 +49,6 @@ class ResumableLoader:
         rank: int,
         world_size: int,
         batch_size: int,
-        *,
         shuffle: bool,
         seed: int,
         options: Mapping[str, Any],

@@ -496,9 +496,7 @@ class Engine:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
         """
         micro_batch = self.config.train_micro_batch_size_per_gpu
-        loader = ResumableLoader(
-            dataset, self.rank, self.world_size, micro_batch, shuffle=shuffle, seed=seed, options=options
-        )
+        loader = ResumableLoader(dataset, self.rank, self.world_size, micro_batch, shuffle, seed, options)
         # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
         return loader

@@ -73,13 +73,14 @@ class Memory:
         device_head = "memory" if self.device == "cpu" else "GPU"
         heads = "".join(f"{name:>16}" for name in (device_head, *offloaded))
         lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
+        # Where nothing uses them, these rows would only distract.
+        rare = {
+            "staging": offloaded or self.staging,
+            "quantized": self.quantized,
+            "checkpoint": self.checkpoint or self.cpu.get("checkpoint"),
+        }
         for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
-            # Without offloading this row would only distract.
-            if name == "staging" and not offloaded and not self.staging:
-                continue
-            if name == "quantized" and not self.quantized:
-                continue
-            if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
+            if not rare.get(name, True):
                 continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
             for sizes in offloaded.values():

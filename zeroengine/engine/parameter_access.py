@@ -183,7 +183,9 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     located.parts.ranks.group.broadcast(value)
     gatherer.pin(unit)
     if located.shard is not None:
-        located.write(located.shard.master, value)
+        # A rank may own no part of the parameter.
+        for span, master in located.owned_parts(located.shard.master, write=True):
+            master.copy_(value.view(-1)[span.param_slice])
     with torch.no_grad():
         param.copy_(value)
     unit.copy_full_to_shard()
@@ -323,11 +325,6 @@ class LocatedParameter:
                 # The shard may be a mapped file. If the disk fails this raises, whereas a use would end the process.
                 populate(shard[span.shard_slice], write=write)
                 yield span, shard[span.shard_slice]
-
-    def write(self, shard: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the part of ``value`` that this rank owns, which may be empty, to ``shard``. See ``owned_parts``."""
-        for span, target in self.owned_parts(shard, write=True):
-            target.copy_(value.view(-1)[span.param_slice])
 
     def expand(self, owned_parts: Iterable[tuple[ShardSpan, torch.Tensor]]) -> torch.Tensor:
         """Return a tensor of the parameter's shape with ``owned_parts``, and zeros elsewhere.

@@ -182,7 +182,7 @@ class StepRunner:
         label = f"norm at loss scale {self._passes.scaler.scale:g}" if self._config.scales_loss else "norm"
         # Ranks compare the labels of their collectives, so different limits raise an error. initialize() has compared
         # the configured limit.
-        changed = limit is not None and limit != self._clipping.configured
+        changed = limit is not None and limit != self._config.gradient_clipping
         return f"{label} to clip to {limit:g}" if changed else label
 
     def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
