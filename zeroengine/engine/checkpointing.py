@@ -116,23 +116,9 @@ class EngineCheckpoints:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None,
-        client_state: Any,
-        frozen: bool,
-        *,
-        inside_step: bool = False,
+        self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool, inside_step: bool
     ) -> None:
-        """Write a checkpoint. See ``Engine.save_checkpoint``.
-
-        Args:
-            directory: The folder of checkpoints.
-            tag: The checkpoint's name.
-            client_state: Anything else to save.
-            frozen: Whether frozen parameters are saved.
-            inside_step: Whether this may come between the micro-steps of a step. Their gradients are not saved.
-        """
+        """Write a checkpoint. See ``Engine.save_checkpoint``."""
         parts, call = self._parts, "save_checkpoint()"
         with parts.reports.timer.span("checkpoint"):
             self._prepare_save(inside_step)
@@ -180,15 +166,21 @@ class EngineCheckpoints:
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
-        with parts.ranks.group.collective_errors("to load a checkpoint"):
+        arguments: dict[str, object] = {"tag": tag, **vars(options)}
+        with parts.ranks.group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             parts.loop.state_offloader.check_resident("load_checkpoint()")
             parts.loop.foreign_parameters.check()
+            folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
+            arguments["directory"] = os.path.abspath(folder)
+            if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
+                raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
+        check_same("load_checkpoint()", all_arguments)
         # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
         parts.loop.step_runner.await_and_report()
         parts.passes.backward.finish()
         parts.states.master_weights.settle()
         with parts.reports.timer.span("checkpoint"):
-            restored = self._restore(directory, tag, options)
+            restored = self._restore(Path(folder), tag, options)
         self._mark_loaded(restored.missing)
         self.rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
@@ -205,29 +197,21 @@ class EngineCheckpoints:
         parts.reports.event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
         return restored.client_state
 
-    def _restore(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> RestoreResult:
+    def _restore(self, folder: Path, tag: str | None, options: LoadOptions) -> RestoreResult:
         """Put a checkpoint into the engine, and return the rest of it.
 
         Raises:
             CheckpointError: On every rank; nothing is changed.
             HalfLoadedError: On every rank; some states are the checkpoint's.
-            DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
         """
         from zeroengine.checkpoint.restore import HalfLoadedError, loading_errors, restore
         from zeroengine.checkpoint.search import CheckpointSearch
 
         group = self._parts.ranks.group
-        arguments: dict[str, object] = {"tag": tag, **vars(options)}
-        with group.collective_errors("to load a checkpoint", arguments) as all_arguments:
-            folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
-            arguments["directory"] = os.path.abspath(folder)
-            if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
-                raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
-        check_same("load_checkpoint()", all_arguments)
         # A save beside training may be replacing the very checkpoint that is asked for.
         if self._writer is not None:
             self._writer.wait()
-        search = CheckpointSearch(group, Path(folder), tag, fallback=options.fallback)
+        search = CheckpointSearch(group, folder, tag, fallback=options.fallback)
         try:
             with search.open() as (checkpoint, manifest):
                 if manifest is not None and manifest.tag != checkpoint.name and group.rank == 0:

@@ -549,7 +549,7 @@ class Engine:
             ZeroEngineError: On every rank; then there is no such checkpoint.
             DivergenceError: On every rank, if the ranks name different folders or tags.
         """
-        self._checkpoints.save(directory, tag, client_state, frozen, inside_step=inside_step)
+        self._checkpoints.save(directory, tag, client_state, frozen, inside_step)
 
     @refuses_unpacking
     @explains_arguments

@@ -75,22 +75,22 @@ class ParameterOwner:
             unit: The unit.
             writers: For each parameter the rank that wrote it, or -1.
         """
+        written = [index for index, writer in enumerate(writers) if writer >= 0]
+        names = [unit.layout.slots[index].name for index in written]
         views = unit.full_buffer.views
-        for param, view, slot, writer in zip(unit.params, views, unit.layout.slots, writers, strict=True):
-            if writer >= 0:
-                # Whole values travel, since the writer is the only rank that holds them all.
-                self.parts.ranks.group.broadcast(view, writer)
-                # Autograd then refuses a backward through a graph that saved the old values.
-                torch.autograd.graph.increment_version(param)
-                unit.originals.unset.discard(slot.name)
+        for index in written:
+            # Whole values travel, since the writer is the only rank that holds them all.
+            self.parts.ranks.group.broadcast(views[index], writers[index])
+            # Autograd then refuses a backward through a graph that saved the old values.
+            torch.autograd.graph.increment_version(unit.params[index])
+        unit.originals.unset.difference_update(names)
         unit.copy_full_to_shard()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
-        unit.forget_writes(index for index, writer in enumerate(writers) if writer >= 0)
+        unit.forget_writes(written)
         self.parts.passes.outside_writes.reset_baseline(unit)
         for shard in self.parts.states.optimizer.shards:
             if shard.unit is unit:
                 shard.reload_master()
-        names = [slot.name for slot, writer in zip(unit.layout.slots, writers, strict=True) if writer >= 0]
         self.parts.states.note_new_masters(unit, names)
 
     def note_gradient_assigned(self, param: nn.Parameter) -> None:

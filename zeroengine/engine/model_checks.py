@@ -78,7 +78,9 @@ def check_undistributed(model: nn.Module) -> None:
             )
     tensors = sys.modules.get("torch.distributed.tensor")
     # If this module was never imported, no DTensor exists. Importing it only for the check would take time.
-    for name, tensor in () if tensors is None else _named_tensors(model):
+    if tensors is None:
+        return
+    for name, tensor in _named_tensors(model):
         if isinstance(tensor, tensors.DTensor):
             raise ZeroEngineError(
                 f"{name} is a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh}): it is "

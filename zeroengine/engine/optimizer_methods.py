@@ -45,17 +45,13 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     parts.states.master_weights.settle()
     # Ranks may read this rank's parameters in place.
     parts.ranks.transport.fence()
-    result, error = None, None
-    try:
-        result = backend.run(act)
-    except Exception as raised:
-        error = raised
-    # In plain PyTorch, what a method did before it raised stays done.
-    parts.states.master_weights.publish()
-    parts.partition.placement.evict()
     with parts.ranks.group.collective_errors(f"to call {call}"):
-        if error is not None:
-            raise error
+        try:
+            result = backend.run(act)
+        finally:
+            # In plain PyTorch, what a method did before it raised stays done.
+            parts.states.master_weights.publish()
+            parts.partition.placement.evict()
     return _callers(parts, result)
 
 

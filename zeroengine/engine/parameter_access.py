@@ -287,16 +287,13 @@ class LocatedParameter:
             raise ZeroEngineError(f"parameter {self.slot.name} is frozen: it has no gradient and no optimizer state")
         return self.shard
 
-    @property
-    def _exchange_dtype(self) -> torch.dtype:
-        """The dtype in which values of the parameter are exchanged: at least fp32 if it is floating-point."""
-        # Masters and moments of bf16 and fp16 parameters are fp32, and must not be rounded.
-        dtype = self.unit.dtype
-        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
-
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return zeros on the device, in the dtype in which values are exchanged."""
-        return torch.zeros(shape, dtype=self._exchange_dtype, device=self.parts.ranks.group.device)
+        """Return zeros on the device, in the dtype in which values are exchanged: floating-point ones at least fp32."""
+        dtype = self.unit.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            # Masters and moments of bf16 and fp16 parameters are fp32, and must not be rounded.
+            dtype = torch.promote_types(dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=self.parts.ranks.group.device)
 
     def checked_copy(self, value: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Return a contiguous copy of ``value`` on the device, in the dtype in which values are exchanged.

@@ -16,7 +16,6 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.watchdog import host_name
-from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
 from zeroengine.engine.forward_counts import ForwardCounts
 from zeroengine.engine.parts import EngineSetup
@@ -105,11 +104,6 @@ def start_reports(setup: EngineSetup, group: Group) -> Reports:
     return Reports(monitor, profiler, progress)
 
 
-def run_folder_of(config: Config) -> str | None:
-    """Return the run folder, or None if neither the configuration nor zero-launch names one."""
-    return config.monitor.folder or os.environ.get(RUN_FOLDER_VARIABLE) or None
-
-
 def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     """Return the monitor of an engine, or None if nothing asks for one. A collective.
 
@@ -120,10 +114,11 @@ def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     Raises:
         ZeroEngineError: On every rank, if rank 0 cannot write the run folder.
     """
-    model, config, path = setup.model, setup.config, run_folder_of(setup.config)
-    enabled, has_sinks = config.monitor.enabled, asks_for_sinks(config)
+    model, config, has_sinks = setup.model, setup.config, asks_for_sinks(setup.config)
+    # The run folder of zero-launch.
+    path, enabled = config.monitor.folder or os.environ.get(RUN_FOLDER_VARIABLE), config.monitor.enabled
     if enabled is None:
-        enabled = has_sinks or path is not None or config.trace.steps is not None
+        enabled = has_sinks or bool(path) or config.trace.steps is not None
     if not enabled:
         if has_sinks and group.rank == 0:
             log.warning(
@@ -137,7 +132,7 @@ def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
         if group.rank == 0:
             run = describe_run(model, config, group, setup.plans, hosts)
             sinks = choose_sinks(config, run)
-            if path is not None:
+            if path:
                 # The folder is opened now, so a wrong one is an error.
                 run_folder = RunFolder(path, run)
                 sinks["monitor.folder"], folder = lambda: run_folder, run_folder.path
@@ -182,7 +177,8 @@ class EngineMonitor:
         self.forwards = ForwardCounts(setup)
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
-        self._traced_steps = config.trace.steps or []
+        steps = config.trace.steps
+        self._traced_steps = range(steps[0], steps[-1] + 1) if steps else range(0)
         self._handles: list[Any] = []
         self.timer.trace(1 in self._traced_steps)
         self._user = self._collector.unrecorded = {}
@@ -245,21 +241,15 @@ class EngineMonitor:
             )
         )
         self._user = self._collector.unrecorded = {}
-        if self._traced_steps:
-            self._trace(issued.number + 1, placement, units)
-
-    def _trace(self, next_step: int, placement: Placement, units: Sequence[Unit]) -> None:
-        """Begin the timeline if ``next_step`` is the first traced step, and end it after the last one."""
-        first, last = self._traced_steps[0], self._traced_steps[-1]
-        was_tracing, is_tracing = self.timer.tracing, first <= next_step <= last
-        if is_tracing == was_tracing:
-            return
-        self.timer.trace(is_tracing)
-        transfers = placement.trace(is_tracing)
-        if is_tracing:
-            self._name_forwards(units)
-        else:
-            self._end_trace(transfers)
+        # The timeline begins before the first traced step, and ends after the last one.
+        is_tracing = issued.number + 1 in self._traced_steps
+        if is_tracing != self.timer.tracing:
+            self.timer.trace(is_tracing)
+            transfers = placement.trace(is_tracing)
+            if is_tracing:
+                self._name_forwards(units)
+            else:
+                self._end_trace(transfers)
 
     def _end_trace(self, transfers: Sequence[TransferTimes]) -> None:
         while self._handles:
