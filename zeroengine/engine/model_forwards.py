@@ -67,9 +67,7 @@ class ModelForwards:
             ZeroEngineError: The parameters are offloaded.
         """
         parts = self._parts
-        # States are rarely offloaded, so a quick test comes before the check itself.
-        if parts.loop.state_offloader.has_offloaded_states:
-            parts.loop.state_offloader.check_resident("the forward", ("parameters",))
+        parts.loop.state_offloader.check_resident("the forward", ("parameters",))
         if self._forward.num_model_forwards:
             if not self._has_interrupted_forward():
                 return
@@ -116,7 +114,7 @@ class ModelForwards:
     def abandon(self) -> None:
         """Forget a forward whose end no hook reported, as after Ctrl-C. Call this where none can be in progress."""
         if self._in_progress:
-            self.end(_Abandoned())
+            self.end(KeyboardInterrupt())
 
     def end_step(self) -> None:
         """Note the end of a step."""
@@ -156,10 +154,6 @@ class ModelForwards:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.__exit__(None if error is None else type(error), error, None)
-
-
-class _Abandoned(BaseException):
-    """Stands for the unknown error of a forward whose end no hook reported."""
 
 
 def _hook(forwards: ModelForwards, method: Callable[..., None]) -> UncopiedHook:
