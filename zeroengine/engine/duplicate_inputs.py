@@ -69,7 +69,12 @@ class InputComparison:
         # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
         if not self.is_recording or self._checksum is not None or not torch.is_grad_enabled():
             return
-        if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
+        # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        if len(self._checksums) < MICRO_STEPS:
             self._checksum = checksum_inputs(inputs, self._device)
 
     def end_micro_step(self, may_exchange: bool) -> None:
@@ -96,13 +101,6 @@ class InputComparison:
             self._summed = HostCopy(self._transport.all_reduce_scalars(rows.flatten(), "compare inputs"))
             if self._device.type == "cpu":
                 self._report()
-
-    def _is_transformed(self) -> bool:
-        """Return whether values cannot be read: in torch.func, torch.jit.trace, or the capture of a CUDA graph."""
-        # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture.
-        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-            return True
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _report(self) -> None:
         """Read the sums, if there are any, and warn."""

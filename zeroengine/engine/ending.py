@@ -21,21 +21,26 @@ class EndedEngineError(ZeroEngineError, AttributeError):
 
 
 class EndedParts:
-    """Takes the place of all parts of an engine that has ended: some values can be read, and everything else raises.
+    """Takes the place of all parts of an engine that has ended: counters can be read, and everything else raises.
 
-    It is each of its own parts, so that the engine finds its counters where they were.
+    It is each of its own parts, so that the engine finds its counters where they were. No part is kept in memory.
 
     Args:
         reason: Why the engine cannot be used, for messages.
-        values: The values that can be read, by name.
+        parts: The parts.
     """
 
     has_ended = True
 
-    def __init__(self, reason: str, **values: Any) -> None:
-        self._reason = reason
-        vars(self).update(values)
+    def __init__(self, reason: str, parts: EngineParts) -> None:
+        self._reason, runner = reason, parts.loop.step_runner
+        self.num_updates, self.num_skipped, self.grad_norm = runner.num_updates, runner.num_skipped, runner.grad_norm
+        self.micro_steps, self.max_norm = parts.loop.accumulation.micro_steps, parts.loop.clipping.max_norm
+        self.current = parts.states.lr_schedule.current
         self.loop = self.accumulation = self.step_runner = self.clipping = self.states = self.lr_schedule = self
+
+    def await_result(self) -> None:
+        """Return at once: the last step is counted."""
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise EndedEngineError: only counters can be read."""
@@ -45,24 +50,9 @@ class EndedParts:
         raise EndedEngineError(self._reason)
 
 
-def _ended(reason: str, parts: EngineParts) -> EndedParts:
-    """Return what takes the place of ``parts``. Counters keep their values, and no part is kept in memory."""
-    runner = parts.loop.step_runner
-    return EndedParts(
-        reason,
-        num_updates=runner.num_updates,
-        num_skipped=runner.num_skipped,
-        grad_norm=runner.grad_norm,
-        await_result=lambda: None,
-        micro_steps=parts.loop.accumulation.micro_steps,
-        max_norm=parts.loop.clipping.max_norm,
-        current=parts.states.lr_schedule.current,
-    )
-
-
 def ended_by(call: str, parts: EngineParts) -> EndedParts:
     """Return what takes the place of ``parts`` after the public call that ended the engine."""
-    return _ended(
+    return EndedParts(
         f"this engine has ended, by engine.{call}. Its model is an ordinary one now: use engine.module, or pass that "
         "to zeroengine.initialize() for a new engine.",
         parts,
@@ -87,7 +77,7 @@ os.register_at_fork(after_in_child=_leave_engines_to_parent)
 
 def of_parent(parts: EngineParts) -> EndedParts:
     """Return what takes the place of ``parts`` in a forked child."""
-    return _ended(
+    return EndedParts(
         f"this engine belongs to process {os.getppid()}, which forked this one ({os.getpid()}): use it there, and pass "
         "values to forked processes.",
         parts,
@@ -169,7 +159,7 @@ def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> 
         # After an error the device may never finish the last step.
         if sys.exc_info()[0] is None:
             parts.loop.step_runner.final_report()
-        if not parts.partition.restoration.leaves_partitioned:
+        if not parts.partition.restoration.reason_not_whole:
             checkpoints.rounds.end_round()
     except CheckpointError:
         raise

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from zeroengine.engine.parts import EngineSetup
-from zeroengine.engine.run_description import trainable_share
 from zeroengine.utils.tensor_tree import tensors_in
 
 # Images may be integers as well, of 8 bits.
@@ -27,7 +26,8 @@ class ForwardCounts:
         from zeroengine.monitor import flops
 
         self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(setup.model)
-        self._trainable_share = trainable_share(setup.plans)
+        trainable = sum(plan.numel for plan in setup.plans if plan.trainable)
+        self._trainable_share = trainable / max(sum(plan.numel for plan in setup.plans), 1)
         # Counted after the first step, whose forward may compile.
         self._flops_per_element: float | None = None
         self._has_stepped = False

@@ -69,13 +69,15 @@ def check_undistributed(model: nn.Module) -> None:
     """
     # A wrapper may also be inside the model, so every module is checked.
     for name, module in model.named_modules():
-        for wrapper in _wrappers(module):
-            where = f"the module {name}" if name else "the model"
-            raise ZeroEngineError(
-                f"{where} was passed through {wrapper}, which distributes it already. zeroengine partitions parameters "
-                f"and reduces gradients itself: leave {wrapper} out, and write zeroengine.initialize(model, ...) with "
-                "the plain module"
-            )
+        for (package, kind), wrapper in WRAPPERS.items():
+            # Users subclass wrappers, and fully_shard changes a module's class to a subclass.
+            if any(cls.__name__ == kind and cls.__module__.startswith(package) for cls in type(module).__mro__):
+                where = f"the module {name}" if name else "the model"
+                raise ZeroEngineError(
+                    f"{where} was passed through {wrapper}, which distributes it already. zeroengine partitions "
+                    f"parameters and reduces gradients itself: leave {wrapper} out, and write "
+                    "zeroengine.initialize(model, ...) with the plain module"
+                )
     tensors = sys.modules.get("torch.distributed.tensor")
     # If this module was never imported, no DTensor exists. Importing it only for the check would take time.
     if tensors is None:
@@ -93,14 +95,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers, with what messages call them."""
     yield from ((f"parameter {name}", param) for name, param in model.named_parameters())
     yield from ((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
-
-
-def _wrappers(module: nn.Module) -> Iterator[str]:
-    # Bases are also compared, because users subclass wrappers, and fully_shard changes a module's class to a subclass.
-    for cls in type(module).__mro__:
-        for (package, name), call in WRAPPERS.items():
-            if cls.__name__ == name and cls.__module__.startswith(package):
-                yield call
 
 
 def check_tensor_kinds(model: nn.Module) -> None:

@@ -42,6 +42,7 @@ class Restoration:
 
     Attributes:
         shards: The shards of the optimizer that have been made, which hold the fp32 master weights of their units.
+        reason_not_whole: Why nothing takes a collective any more; "" unless ``leave_partitioned`` was called.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Restoration:
         self._group, self._replica_group, self._transport = group, replica_group, transport
         self._placement, self._units = placement, units
         self.shards: list[OptimizerShard] = []
-        self._reason_not_whole = ""
+        self.reason_not_whole = ""
 
     def check_room(self) -> None:
         """Check that whole parameters fit into the memory of every rank. A collective.
@@ -75,16 +76,11 @@ class Restoration:
                 "rank, and load them into a model elsewhere."
             )
 
-    @property
-    def leaves_partitioned(self) -> bool:
-        """Whether ``leave_partitioned`` was called, so that nothing takes a collective any more."""
-        return bool(self._reason_not_whole)
-
     def leave_partitioned(self, reason: str) -> None:
         """Restore only parameters that take no collective. The error of each use of the others states ``reason``."""
         # A single process takes no collective.
         if self._group.world_size > 1:
-            self._reason_not_whole = reason
+            self.reason_not_whole = reason
             if any(unit.is_releasable for unit in self._units):
                 log.warning("partitioned parameters no longer have values: %s", reason)
 
@@ -92,7 +88,7 @@ class Restoration:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Restore the parameters. This is a collective, unless ``error`` was raised on this rank alone."""
-        reason = self._reason_not_whole
+        reason = self.reason_not_whole
         alone = self._group.world_size == 1
         if not (alone or error is None or self._group.is_error_of_all_ranks(error)):
             reason = f"initialize() failed on some rank ({type(error).__name__}: {error})"

@@ -20,11 +20,6 @@ from zeroengine.plan.seconds.machine_presets import DATA_SHEETS, presets_of_gpu,
 VARIANTS = {"pcie", "nvl", "laptop", "max"}
 
 
-def trainable_share(plans: Sequence[UnitPlan]) -> float:
-    """Return the share of the parameters that is trained."""
-    return sum(plan.numel for plan in plans if plan.trainable) / max(sum(plan.numel for plan in plans), 1)
-
-
 def planned_steps(config: Config) -> int | None:
     """Return the number of updates of the whole run, if the configuration says so."""
     schedule = {} if config.scheduler is None else dict(config.scheduler.params)
