@@ -16,7 +16,6 @@ from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.ending import EndedParts, ended_by, of_parent
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
@@ -26,13 +25,7 @@ from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
-from zeroengine.migration.messages import (
-    end_traceback_in_callers_code,
-    ends_in_callers_code,
-    engine_attribute,
-    explains_arguments,
-    refuses_unpacking,
-)
+from zeroengine.migration import messages
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.unit import Unit
@@ -96,7 +89,7 @@ class Engine:
             if hasattr(type(self), name):
                 # A property raised AttributeError. Reading it again raises the original error.
                 object.__getattribute__(self, name)
-            raise AttributeError(engine_attribute(name, self))
+            raise AttributeError(messages.engine_attribute(name, self))
 
         def __getitem__(self, index: object) -> NoReturn:
             """Raise TypeError, because DeepSpeed's ``initialize`` returns four values and users may unpack them."""
@@ -117,14 +110,14 @@ class Engine:
             if not is_nested:
                 self._parts.passes.forward.abandon()
                 if isinstance(error, DivergenceError):
-                    end_traceback_in_callers_code(error)
+                    messages.end_traceback_in_callers_code(error)
                 self._steps.forwards.end(error)
             raise
 
     forward = __call__
 
     @disable_compile
-    @explains_arguments
+    @messages.explains_arguments
     @explain_out_of_memory
     def backward(
         self,
@@ -303,7 +296,7 @@ class Engine:
         return self._steps.clip(max_norm, "clip_grad_norm_()")
 
     @disable_compile
-    @explains_arguments
+    @messages.explains_arguments
     @explain_out_of_memory
     def step(self) -> bool | StepResult:
         """End a micro-step; at the accumulation boundary clip, update and step the LR schedule.
@@ -398,7 +391,7 @@ class Engine:
 
     # -- offloading for a while -------------------------------------------------------------------
 
-    @explains_arguments
+    @messages.explains_arguments
     def offload_states(
         self,
         include: Sequence[str] | None = None,
@@ -422,7 +415,7 @@ class Engine:
         """
         temporary_offload.offload(self._parts, include, device, nvme_path)
 
-    @explains_arguments
+    @messages.explains_arguments
     def reload_states(self) -> None:
         """Bring back the states that ``offload_states`` moved. Call it on every rank."""
         temporary_offload.reload(self._parts)
@@ -454,7 +447,7 @@ class Engine:
         """Return the bytes that each state holds on this rank now."""
         return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
-    @ends_in_callers_code
+    @messages.ends_in_callers_code
     def full_state_dict(
         self, *, names: str | Iterable[str] | None = None, trainable_only: bool = False, rank0_only: bool = False
     ) -> dict[str, Any]:
@@ -519,7 +512,7 @@ class Engine:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    @explains_arguments
+    @messages.explains_arguments
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -551,8 +544,8 @@ class Engine:
         """
         self._checkpoints.save(directory, tag, client_state, frozen, inside_step)
 
-    @refuses_unpacking
-    @explains_arguments
+    @messages.refuses_unpacking
+    @messages.explains_arguments
     def load_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -600,7 +593,7 @@ class Engine:
         """
         self._checkpoints.wait()
 
-    @ends_in_callers_code
+    @messages.ends_in_callers_code
     def save_weights(
         self,
         directory: str | os.PathLike[str],
@@ -632,7 +625,7 @@ class Engine:
         """
         self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only)
 
-    @ends_in_callers_code
+    @messages.ends_in_callers_code
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
@@ -692,12 +685,12 @@ class Engine:
             ending.end_parts(self._parts, self._checkpoints, call)
         finally:
             # These are the last references to the parts, so this frees the memory of the states.
-            self._replace_parts(ended_by(call, self._parts))
+            self._replace_parts(ending.ended_by(call, self._parts))
             # The parts refer to one another in cycles.
             gc.collect()
             trim_heap()
 
-    def _replace_parts(self, ended: EndedParts) -> None:
+    def _replace_parts(self, ended: ending.EndedParts) -> None:
         self._parts = self._checkpoints = self._steps = ended  # type: ignore
         self.optimizer = self.gatherer = self.reducer = self.group = ended  # type: ignore
         self._owner = None
@@ -707,5 +700,5 @@ class Engine:
         if self._parts.has_ended:
             return None
         owned = (self._parts, self._checkpoints, self._steps, self._owner)
-        self._replace_parts(of_parent(self._parts))
+        self._replace_parts(ending.of_parent(self._parts))
         return owned

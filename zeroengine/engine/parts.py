@@ -364,7 +364,11 @@ def build_states(
             base_optimizer, backend, shards, reduction, step=calls.step, zero_grad=calls.zero_grad
         )
         schedule = make_scheduler(setup.lr_scheduler, optimizer, config)
-        outer_step = _outer_step(setup, ranks, shards, timer)
+        outer_step = None
+        if ranks.replicas is not None and config.local_steps is not None:
+            nesterov = None if config.local_steps.nesterov is None else Nesterov(*config.local_steps.nesterov)
+            between, device = ranks.replicas.between, ranks.group.device
+            outer_step = OuterStep(shards, ranks.transport, between, nesterov, timer, device)
     master_weights = MasterWeights(optimizer, passes.gatherer, placement, passes.outside_writes, ranks.transport)
     lr_schedule = LRSchedule(schedule, optimizer, base_optimizer)
     setup.undo.callback(lr_schedule.close)
@@ -373,11 +377,3 @@ def build_states(
     redirect_calls(base_optimizer, calls.step, calls.zero_grad, setup.undo)
     forward_own_methods(base_optimizer, calls.run_method, setup.undo)
     return States(base_optimizer, optimizer, lr_schedule, outer_step, master_weights)
-
-
-def _outer_step(setup: EngineSetup, ranks: Ranks, shards: Sequence[OptimizerShard], timer: Timer) -> OuterStep | None:
-    if ranks.replicas is None or setup.config.local_steps is None:
-        return None
-    nesterov = setup.config.local_steps.nesterov
-    hyperparameters = None if nesterov is None else Nesterov(*nesterov)
-    return OuterStep(shards, ranks.transport, ranks.replicas.between, hyperparameters, timer, ranks.group.device)
