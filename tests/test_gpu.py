@@ -228,7 +228,7 @@ def capturing() -> tuple[str, bool]:
 
 def test_a_step_inside_a_graph_is_refused_and_can_be_taken_outside() -> None:
     message, updated = run_ranks(1, capturing)[0]
-    assert message.startswith("step() inside the capture of a CUDA graph") and updated
+    assert message.startswith("engine.step() inside the capture of a CUDA graph") and updated
 
 
 # -- states in CPU memory and on disk --------------------------------------------------------------------

@@ -67,15 +67,14 @@ class InputComparison:
             inputs: Tensors in nested containers.
         """
         # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
-        if not self.is_recording or self._checksum is not None or not torch.is_grad_enabled():
+        if len(self._checksums) >= MICRO_STEPS or self._checksum is not None or not torch.is_grad_enabled():
             return
         # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        if len(self._checksums) < MICRO_STEPS:
-            self._checksum = checksum_inputs(inputs, self._device)
+        self._checksum = checksum_inputs(inputs, self._device)
 
     def end_micro_step(self, may_exchange: bool) -> None:
         """Note the end of a micro-step. Call it on every rank.

@@ -110,7 +110,7 @@ class StepLoop(BackwardListener):
 
     def end_micro_step(self, engine: SavingEngine) -> bool | StepResult:
         """End a micro-step, and at the boundary the step. See ``Engine.step``."""
-        self.check("step()")
+        self.check(ENGINE_STEP)
         # Every rank counts the same micro-steps, so all ranks take the same branch.
         if self._loop.accumulation.engine_step_updates():
             return self._end(ENGINE_STEP, engine)
@@ -133,7 +133,6 @@ class StepLoop(BackwardListener):
         # The ranks exchange values below, so an error of one rank before that is an error of all.
         with parts.ranks.group.collective_errors("to average the replicas"):
             self.check(call)
-            call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
             if self._loop.accumulation.has_gradients:
                 raise ZeroEngineError(
                     f"{call} between the micro-steps of a step, whose gradients are those of other parameters: call it "
@@ -147,7 +146,6 @@ class StepLoop(BackwardListener):
         # The ranks exchange values below, so an error of one rank before that is an error of all.
         with parts.ranks.group.collective_errors("to round the master weights"):
             self.check(call)
-            call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
         # What replicas start from is rounded with their masters, and it is the same on all of them.
         self._rounds.end_round()
         parts.states.master_weights.round()
@@ -159,12 +157,14 @@ class StepLoop(BackwardListener):
         """Raise if a step cannot end here.
 
         Raises:
-            ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
+            ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside ``gathered``, a CUDA graph or a
+                backward.
         """
         parts, reducer = self._parts, self._parts.passes.reducer
         self._loop.state_offloader.check_resident(call)
         parts.partition.placement.check_intact()
         self._checkpoints.check_not_half_loaded(call)
+        call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
         call_checks.check_outside_of_capture(parts.ranks.group.device, call)
         # Ending a backward that is still running would reduce only some of its gradients.
         call_checks.check_outside_of_backward(call)
@@ -185,7 +185,6 @@ class StepLoop(BackwardListener):
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        call_checks.check_outside_of_gathered(self._parts.passes.gatherer, call)
         # A parameter may be added at any time, so every update checks, which costs microseconds.
         self._loop.foreign_parameters.check()
         reducer.reduce_remaining()
