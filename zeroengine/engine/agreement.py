@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zeroengine.config import Config
 from zeroengine.errors import DivergenceError
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.utils.flat_items import flat_items
 
 # The number of differences of one rank that a message shows.
 MAX_SHOWN = 3
@@ -67,10 +68,10 @@ def _facts(
         for i, group in enumerate(optimizer.param_groups)
     }
     sections = {
-        "configuration": dict(_flat(config.to_dict())),
+        "configuration": dict(flat_items(config.to_dict())),
         "parameter": parameters,
         "buffer": buffers,
-        f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
+        f"optimizer {type(optimizer).__name__}": dict(flat_items(groups)),
         # Different versions of torch may choose different algorithms or message formats.
         "version": {"torch": torch.__version__},
         # Ranks collect the records of steps together.
@@ -81,14 +82,6 @@ def _facts(
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from zeroengine.config.sinks import MLflow
 from zeroengine.monitor.metrics import Metrics
 from zeroengine.monitor.record import RunEvent, StepRecord
+from zeroengine.utils.flat_items import flat_items
 
 # MLflow refuses longer values, and more of them in one call.
 MAX_VALUE_LENGTH = 500
@@ -46,7 +47,7 @@ class MLflowSink:
             self._client.create_experiment(section.experiment) if experiment is None else experiment.experiment_id
         )
         self._run_id = self._client.create_run(experiment_id).info.run_id
-        params = [Param(_allowed(name), str(value)[:MAX_VALUE_LENGTH]) for name, value in _flat(run, "")]
+        params = [Param(_allowed(name), str(value)[:MAX_VALUE_LENGTH]) for name, value in flat_items(run)]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
 
@@ -69,11 +70,3 @@ class MLflowSink:
 def _allowed(name: str) -> str:
     """Return the name with ``_`` for the characters that MLflow refuses."""
     return _NOT_ALLOWED.sub("_", name)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
