@@ -41,15 +41,14 @@ class Accumulation:
     Attributes:
         micro_steps: Number of micro-steps in the whole run.
         backwards: Number of backwards that produced gradients since the last update.
+        ended_micro_steps: Number of calls of `engine.step()` since the last update.
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
-        self.micro_steps = self.backwards = 0
+        self.micro_steps = self.backwards = self.ended_micro_steps = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
-        # The number of engine.step() calls since the last update.
-        self._ended_micro_steps = 0
         # The number of backwards since the last call of either step(). A step() without a backward is refused.
         self._new_backwards = 0
         # The number of forwards since then that a backward followed, and the number of these inside `no_sync`.
@@ -73,12 +72,7 @@ class Accumulation:
     @property
     def has_gradients(self) -> bool:
         """Whether the step in progress has any gradients, or has lost some."""
-        return self.backwards > 0 or self._ended_micro_steps > 0 or self.incomplete
-
-    @property
-    def has_earlier_micro_steps(self) -> bool:
-        """Whether `engine.step()` has ended a micro-step of the step in progress."""
-        return self._ended_micro_steps > 0
+        return self.backwards > 0 or self.ended_micro_steps > 0 or self.incomplete
 
     # -- forwards and backwards -------------------------------------------------------------------
 
@@ -153,11 +147,11 @@ class Accumulation:
     def drop_gradients(self) -> None:
         """Return to the start of the step in progress, because its gradients were dropped."""
         # The ended micro-steps will be repeated, and must not be counted twice.
-        self.micro_steps -= self._ended_micro_steps
+        self.micro_steps -= self.ended_micro_steps
         self._start_step()
 
     def _start_step(self) -> None:
-        self.backwards = self._new_backwards = self._ended_micro_steps = 0
+        self.backwards = self._new_backwards = self.ended_micro_steps = 0
         self._passes = self._local_passes = 0
         self.incomplete = False
         self._boundary = None
@@ -190,13 +184,13 @@ class Accumulation:
         if self._boundary is not None:
             return self._boundary
         # In manual accumulation every step() updates, as in plain PyTorch.
-        return self._per_step is None or self._ended_micro_steps + 1 >= self._per_step
+        return self._per_step is None or self.ended_micro_steps + 1 >= self._per_step
 
     def is_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
         if self._per_step is None or self._boundary is not None or self._next_engine_step_updates:
             return self._next_engine_step_updates
-        if self._ended_micro_steps or self._last_update_by == ENGINE_STEP:
+        if self.ended_micro_steps or self._last_update_by == ENGINE_STEP:
             return False
         # If optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
         # update, two losses of one forward may still be a micro-step that engine.step() will end.
@@ -262,9 +256,9 @@ class Accumulation:
             raise ZeroEngineError(
                 "optimizer.step() without backward(): call engine.backward(loss) (or loss.backward()) first"
             )
-        if self._ended_micro_steps:
+        if self.ended_micro_steps:
             raise ZeroEngineError(
-                f"optimizer.step() in a step of which engine.step() has ended {self._ended_micro_steps} micro-steps. "
+                f"optimizer.step() in a step of which engine.step() has ended {self.ended_micro_steps} micro-steps. "
                 "Keep one of the two calls: engine.step() after each backward, or optimizer.step() once a step."
             )
         if self._per_step is None:
@@ -291,7 +285,7 @@ class Accumulation:
     def end_micro_step(self) -> None:
         """Count a call of `engine.step()` that does not update."""
         self.micro_steps += 1
-        self._ended_micro_steps += 1
+        self.ended_micro_steps += 1
         self._new_backwards = self._passes = self._local_passes = 0
 
     def end_step(self, call: str) -> None:

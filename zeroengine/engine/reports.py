@@ -159,12 +159,11 @@ class EngineMonitor:
 
     def __init__(self, setup: EngineSetup, group: Group, sinks: Mapping[str, OpenSink], folder: Path | None) -> None:
         config, units = setup.config, [plan.name for plan in setup.plans]
-        self._config, self._device, self._rank = config, group.device, group.rank
-        self._folder = folder
+        self._device, self._rank = group.device, group.rank
+        self._trace_folder = Path(config.trace.folder or folder or ".")
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
-        alone = not group.has_peers
-        own_group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
+        own_group = group.new_group("gloo", config.comm.timeout_seconds) if group.has_peers else None
         outputs = SinkThreads(sinks)
         self._collector = Collector(
             own_group, group.rank, units, self.timer.slot_names, peak_flops_of(config, group.device), outputs
@@ -212,7 +211,10 @@ class EngineMonitor:
         disk_traffic = placement.disk_traffic
         times = self.timer.end_step()
         if issued.number % MEMORY_INTERVAL == 1 or not self._memory:
-            self._memory = _memory_numbers(memory())
+            held = memory()
+            kinds = {"device": vars(held), "cpu": held.cpu, "nvme": held.nvme}
+            # The names of ``RankRow``.
+            self._memory = {f"{kind}.{state}": float(kinds[kind].get(state, 0)) for kind in MEDIA for state in STATES}
         received = self.timer.received
         numbers: dict[str, float | None] = {
             "gather_bytes": received["gather"],
@@ -254,8 +256,8 @@ class EngineMonitor:
     def _end_trace(self, transfers: Sequence[TransferTimes]) -> None:
         while self._handles:
             self._handles.pop().remove()
-        folder, first = self._config.trace.folder or self._folder or ".", self._traced_steps[0]
-        self._collector.put(TraceRequest(str(Path(folder) / f"trace-{first}.json"), first, transfers))
+        first = self._traced_steps[0]
+        self._collector.put(TraceRequest(str(self._trace_folder / f"trace-{first}.json"), first, transfers))
 
     def _name_forwards(self, units: Sequence[Unit]) -> None:
         """Attribute the forwards of modules to their units, until ``_handles`` are removed."""
@@ -282,12 +284,6 @@ class EngineMonitor:
             self._end_trace(())
         self._finalizer.detach()
         self._collector.close(error)
-
-
-def _memory_numbers(memory: Any) -> dict[str, float]:
-    """Return the bytes of ``engine.memory()`` by the names of ``RankRow``."""
-    kinds = {"device": {state: getattr(memory, state) for state in STATES}, "cpu": memory.cpu, "nvme": memory.nvme}
-    return {f"{medium}.{state}": float(kinds[medium].get(state, 0)) for medium in MEDIA for state in STATES}
 
 
 def _peak_bytes(device: torch.device) -> int:

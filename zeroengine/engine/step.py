@@ -62,6 +62,8 @@ class StepRunner:
     ) -> None:
         self._config, self._ranks, self._passes, self._states = config, ranks, passes, states
         self._clipping, self._reports = clipping, reports
+        # Whether a step with a gradient that is not finite is skipped.
+        self._skips = config.scales_loss or config.check_grad_overflow
         self.issued_step: IssuedStep | None = None
         self.num_updates = self.num_skipped = 0
         self.grad_norm: float | None = None
@@ -167,11 +169,6 @@ class StepRunner:
         # The record is cleared first, because a report may raise, and must not be repeated.
         overflow, self._overflow = self._overflow, None
         return overflow
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a step with a gradient that is not finite is skipped."""
-        return self._config.scales_loss or self._config.check_grad_overflow
 
     def _label(self, limit: float | None = None) -> str:
         """Return the label of the norm's collective. It names the settings that all ranks must share.

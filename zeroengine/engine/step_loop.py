@@ -90,7 +90,7 @@ class StepLoop(BackwardListener):
                 # Many loops call zero_grad() directly after a step, when only the user can have left something.
                 self._parts.passes.reducer.user_gradients.drop()
                 return
-            if accumulation.has_earlier_micro_steps:
+            if accumulation.ended_micro_steps:
                 raise ZeroEngineError(
                     "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
                     "lost. Call it before the first backward of a step."
