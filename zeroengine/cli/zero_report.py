@@ -1,22 +1,21 @@
-"""Run the command `zero-report`: collect what a bug report should say about this machine, and measure its speed."""
+"""Run the command `zero-report`: collect what a bug report should say about this machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zeroengine.cli.parser import CommandParser, command
+from zeroengine.errors import ZeroEngineError
 from zeroengine.launch.cluster.versions import installed_versions, version_of
 from zeroengine.launch.local.core_binding import numa_nodes
 from zeroengine.launch.local.job import count_cores
@@ -27,8 +26,6 @@ from zeroengine.utils.paths import path_argument
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import EVENTS_FILE, STEPS_FILE, RunReader, last_objects
 
-DISK_BYTES = 256 << 20
-PROBE_BYTES = 64 << 20
 REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
 # Of a run, so many of its newest events and steps are attached, and so many values of a list.
 REPORTED_EVENTS, REPORTED_STEPS, MAX_REPORTED_VALUES = 10, 3, 8
@@ -38,15 +35,20 @@ Row = tuple[str, str]
 @command("zero-report")
 def main(argv: list[str] | None = None) -> int:
     """Print the report and return the exit code."""
-    about = "Print the versions, devices and speeds that a bug report should contain."
+    about = "Print the versions and devices that a bug report should contain."
     parser = CommandParser("zero-report", "zero-report [options]", about)
     add = parser.add_argument
-    add("--no-probes", action="store_true", help="measure nothing, only say what is there")
-    add("--disk", metavar="DIR", type=path_argument, default=Path.cwd(), help="whose disk to measure (default: here)")
     run_help = "a run folder: attach its newest steps and events"
     add("--run", metavar="DIR", type=path_argument, default=os.environ.get(RUN_FOLDER_VARIABLE), help=run_help)
     add("--json", action="store_true", help="print JSON")
+    # Earlier versions measured the disk and the collectives.
+    add("--disk", "--no-probes", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.disk is not None:
+        raise ZeroEngineError(
+            "zero-report measures nothing any more: leave --disk and --no-probes out. zero-io DIR measures a disk, and "
+            "zero-plan --measure the collectives"
+        )
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
         "machine": machine,
@@ -54,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         "network": interfaces,
         "compiled": compiled,
     }
-    if not options.no_probes:
-        sections |= {"disk": lambda: disk(options.disk), "collectives, 2 processes on this machine": collectives}
     if options.run is not None:
         sections[f"run {options.run}"] = lambda: newest_records(Path(options.run))
     # Every section is collected before anything is printed, so that JSON and text show the same facts.
@@ -178,43 +178,6 @@ def compiled() -> Iterator[Row]:
     yield "nvcc", shutil.which("nvcc") or "none"
 
 
-def disk(folder: Path) -> Iterator[Row]:
-    """Yield how fast a file is written with fsync, and read back. The reading may come from memory."""
-    usage = shutil.disk_usage(folder)
-    yield str(folder), f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-    # Random bytes keep a file system that compresses from looking faster than it is.
-    block = os.urandom(1 << 20) * 8
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-report-") as file:
-        start = time.perf_counter()
-        for _ in range(DISK_BYTES // len(block)):
-            # The time includes the sync, since the bytes would otherwise be in memory only.
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        yield "write", _rate(DISK_BYTES, time.perf_counter() - start)
-        # The system is only asked to drop its copy in memory, so the reading may still be partly from memory.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        start = time.perf_counter()
-        while file.read(len(block)):
-            pass
-        yield "read", _rate(DISK_BYTES, time.perf_counter() - start)
-
-
-def collectives() -> Iterator[Row]:
-    """Yield the speed of each transport between two processes."""
-    # The probe runs in a launch of its own, so that a hang or a crash cannot end the report.
-    launcher = [sys.executable, "-m", "zeroengine.cli.zero_launch", "--nproc", "2", "--cpu"]
-    command = [*launcher, "-m", "zeroengine.launch.local.probe", str(PROBE_BYTES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        yield "failed", done.stderr.strip().rpartition("\n")[2]
-    for line in done.stdout.splitlines():
-        # Each line begins with the prefix of its rank, which is cut off.
-        name, _, rest = line.partition("] ")[2].partition(": ")
-        yield name, rest
-
-
 def newest_records(folder: Path) -> Iterator[Row]:
     """Yield how a run went, and its newest events and steps as they were written, without secrets."""
     reader = RunReader(folder)
@@ -244,10 +207,6 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 def _json(value: dict[str, Any]) -> str:
     return json.dumps(masked_tree(value), separators=(",", ":"))
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f} GB/s ({nbytes >> 20} MiB in {seconds:.2f} s)"
 
 
 if __name__ == "__main__":

@@ -10,5 +10,4 @@
 - ``pipes``, ``console``: read the ranks' output, and print it.
 - ``failure_report``: the text that is printed after a failure.
 - ``core_binding``, ``network``, ``masking``: cores, addresses and secrets.
-- ``probe``: the speed of the transports, for zero-report.
 """
