@@ -22,7 +22,7 @@ def is_classified(path: str) -> bool:
     """Whether a key is honored, or it or its block has a row."""
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-    return path in known_paths() or path == "compile" or any(step in deepspeed_keys.TABLE for step in above)
+    return path in known_paths() or any(step in deepspeed_keys.TABLE for step in above)
 
 
 def test_every_key_of_deepspeed_has_a_fate() -> None:
@@ -214,31 +214,21 @@ ON = {
 @pytest.mark.parametrize("path", deepspeed_keys.TABLE)
 def test_every_row_speaks_where_its_key_asks_for_something(path: str) -> None:
     row = deepspeed_keys.TABLE[path]
-    of_kind = {"boolean": True, "string": "x", "list": ["x"], "block": {(row.keys or "x").split()[0]: 1}}.get(
-        row.kind, 77
-    )
     refuses = row.status == "refused"
-    tree = awake(path, ON.get(path, 77 if refuses else of_kind))
+    tree = awake(path, ON.get(path, {row.keys.split()[0]: 1} if row.keys and not refuses else 77))
     try:
         told = "\n".join(load(tree).notices)
-        assert row.status == "no effect"
+        assert not refuses
     except ConfigError as error:
-        assert row.status == "refused"
+        assert refuses
         told = str(error)
-    # A value that is always right asks for nothing, whichever it is.
-    assert (path in told and row.reason in told) or (not refuses and row.is_off(of_kind))
-    if refuses or row.kind == "any":
-        return
-    for wrong in ([{}], True if row.kind == "number" else 7.5, 1 if row.kind == "string" else "yes"):
-        if not (row.kind == "list" and isinstance(wrong, list)):
-            with pytest.raises(ConfigError, match=r"found .*; write .*, or remove it: "):
-                load(awake(path, wrong))
+    assert path in told and row.reason in told
 
 
 @pytest.mark.parametrize("path", deepspeed_keys.TABLE)
 def test_every_row_is_silent_where_its_key_asks_for_nothing(path: str) -> None:
     row = deepspeed_keys.TABLE[path]
-    for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.kind == "boolean" else [])):
+    for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.switch and not row.keys else [])):
         tree = awake(path, value)
         assert not any(path in notice for notice in load(tree).notices)
 

@@ -15,19 +15,10 @@ from functools import partial
 from typing import Any, Literal
 
 from zeroengine.config.optimizers import is_import_path
-from zeroengine.config.source import ConfigSource, KeyPath, as_json, describe
+from zeroengine.config.source import ConfigSource, KeyPath, as_json
 
 COMMENT_PREFIXES = ("_comment", "$comment", "//")
 SWITCHED_OFF = (False, None, 0, "none", "auto")
-
-# The kinds of values: their types in Python, and what to write.
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "boolean": ((bool, dict), "true or false"),
-    "number": ((int, float), "a number"),
-    "string": ((str,), "a string"),
-    "list": ((list, tuple), "a list, [...]"),
-    "block": ((dict,), "an object, {...}"),
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,6 @@ class DeepSpeedKey:
         off: The values that ask for nothing.
         keys: The keys that a block may have, separated by spaces. An empty string leaves them unchecked.
         switch: The key that turns a block on; a block without it is off. An empty string: the block is always on.
-        takes: The kind of the values in DeepSpeed, of ``_KINDS``, or "any". Empty: it follows from the others.
     """
 
     status: Literal["no effect", "refused"]
@@ -50,30 +40,6 @@ class DeepSpeedKey:
     off: tuple[Any, ...] = (False, None)
     keys: str = ""
     switch: str = "enabled"
-    takes: str = ""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the values in DeepSpeed, of ``_KINDS``, or "any"."""
-        if self.takes:
-            return self.takes
-        if self.keys or not self.switch:
-            return "block"
-        kinds = {bool: "boolean", int: "number", list: "list", str: "string"}
-        return next((kinds[type(off)] for off in self.off if off is not None), "boolean")
-
-    def expected(self, value: Any) -> str | None:
-        """Return what to write instead of a value of a wrong kind; None if it is right.
-
-        A key without effect is read nowhere, so nothing else would find the mistake.
-        """
-        is_section = isinstance(value, dict) and bool(value)
-        if self.kind == "any" or (self.is_off(value) and not is_section):
-            return None
-        types, words = _KINDS[self.kind]
-        # Python counts a boolean as an integer. pydantic, by which DeepSpeed reads, takes 0 and 1 as booleans.
-        is_right = isinstance(value, types) and (self.kind != "number" or not isinstance(value, bool))
-        return None if is_right or (self.kind == "boolean" and value in (0, 1)) else words
 
     def is_off(self, value: Any) -> bool:
         """Tell whether `value` asks for nothing: an off value, an empty block, or a block that is switched off."""
@@ -85,6 +51,8 @@ class DeepSpeedKey:
 
 
 _no_effect = partial(DeepSpeedKey, "no effect")
+# What these keys speak of cannot be chosen: false has no effect either, so only null asks for nothing.
+_fixed = partial(DeepSpeedKey, "no effect", off=(None,))
 _refused = partial(DeepSpeedKey, "refused")
 
 # Old or second spellings of honored keys: the canonical path by the written path.
@@ -104,8 +72,6 @@ UNSET_ALIASES: dict[str, tuple[Any, ...]] = {
     "zero_optimization.zero_hpz_partition_size": (0, 1, None),
 }
 
-# For these keys false asks for something, too, so only null is silent.
-_NULL_ONLY = (None,)
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
 _REMOVED = "DeepSpeed itself removed it, and it is not available here"
 
@@ -116,50 +82,47 @@ _ROWS = {
         _no_effect("timers.throughput.synchronized", "the device is never made to wait for a timer",
             off=(True, False, None)),
         _no_effect("comms_logger.debug", "units are always named, and nothing else calls collectives"),
-        _no_effect("log_level", "set the level of Python's logger \"zeroengine\"", takes="any"),
-        _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment", takes="number"),
+        _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
+        _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
         _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
         _no_effect("disable_allgather", "updated parameters are always gathered"),
         _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
         _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
         _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
-        _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY, takes="number"),
+        _fixed("allgather_size", "gathers are sized by units"),
         _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),
-        _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism",
-            off=_NULL_ONLY, takes="string"),
+        _fixed("seq_parallel_communication_data_type", "there is no sequence parallelism"),
         _no_effect("graph_harvesting", "no CUDA graphs are captured; the numbers are the same"),
         _no_effect("aio.intra_op_parallelism aio.thread_count", "one queue of queue_depth requests serves a rank",
             off=(1, None)),
-        _no_effect("aio.single_submit", "requests are submitted as the queue has room", off=_NULL_ONLY),
-        _no_effect("aio.overlap_events", "requests are always under way together", off=_NULL_ONLY),
+        _fixed("aio.single_submit", "requests are submitted as the queue has room"),
+        _fixed("aio.overlap_events", "requests are always under way together"),
         _no_effect("aio.use_gds", "states go through CPU memory"),
-        _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own", takes="any"),
+        _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own"),
         _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
             keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
                  "synchronize_checkpoint_boundary profile", switch=""),
-        _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank",
-            off=_NULL_ONLY, takes="any"),
+        _fixed("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank"),
         _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
         _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
         _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
             switch=""),
-        _no_effect("checkpoint.checkpoint_serialization", _DS_FORMAT, off=_NULL_ONLY),
+        _fixed("checkpoint.checkpoint_serialization", _DS_FORMAT),
         _no_effect("checkpoint.writer", _DS_FORMAT,
             keys="type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier",
             switch=""),
         _no_effect("datastates_ckpt", _DS_FORMAT, switch=""),
         _refused("nebula quantize_training progressive_layer_drop sparse_attention eigenvalue", _REMOVED),
-        _no_effect("fp16.auto_cast", "floating inputs are always cast", off=_NULL_ONLY),
+        _fixed("fp16.auto_cast", "floating inputs are always cast"),
         _refused("fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
             'the master weights are fp32; remove it, and for smaller moments write "optimizer_state_dtype": "bf16" at '
             "the top level. To train without fp32 masters, pass initialize(model.bfloat16()) without this section"),
         _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
         _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
-        _no_effect("torch_autocast.lower_precision_safe_modules",
-            "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions",
-            off=_NULL_ONLY, takes="list"),
+        _fixed("torch_autocast.lower_precision_safe_modules",
+            "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions"),
         _refused("amp", "Apex is not supported; use bf16"),
-        _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=_NULL_ONLY),
+        _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=(None,)),
         _no_effect("data_types.keep_in_fp32_modules",
             "buffers keep their dtype unless buffer_dtype is given; keep_fp32_modules keeps whole modules in fp32",
             off=([], None)),
@@ -175,6 +138,12 @@ _ROWS = {
         _refused("weight_quantization", "weights are not quantized", switch=""),
         _refused("compression_training", _REMOVED, switch=""),
         _refused("data_efficiency", "data sampling and routing are yours; do them in your data loader and model"),
+        _refused("compile", "DeepCompile is not available; use torch.compile on the model's blocks",
+            switch="deepcompile",
+            keys="deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
+                 "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+                 "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+                 "keep_int_input_tensors keep_all_input_tensors passes"),
         _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
         _refused("sparse_gradients", "gradients are reduced dense"),
         _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
@@ -183,31 +152,20 @@ _ROWS = {
         _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
             off=(-1, None)),
     ],
-    "compile.": [
-        _refused("deepcompile", "use torch.compile on the model's blocks"),
-        _no_effect("autoep_non_moe", "there is no expert parallelism"),
-        _no_effect("free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
-                   "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
-                   "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
-                   "keep_int_input_tensors keep_all_input_tensors passes", "only DeepCompile reads it",
-            off=(False, True, None), takes="any"),
-    ],
     "zero_optimization.": [
-        _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
-        _no_effect("reduce_scatter", "it is used wherever gradients are partitioned", off=_NULL_ONLY),
-        _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always", off=_NULL_ONLY),
-        _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
-        _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them",
-            off=_NULL_ONLY, takes="number"),
+        _fixed("contiguous_gradients", "gradients always go through contiguous buckets"),
+        _fixed("reduce_scatter", "it is used wherever gradients are partitioned"),
+        _fixed("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always"),
+        _fixed("allgather_partitions", "parameters are always gathered by all-gather"),
+        _fixed("allgather_bucket_size", "gathers are sized by units; `units` chooses them"),
         _no_effect("compute_grad_norm", "the norm is always computed: it is also the test for overflow",
             off=(True, None)),
-        _no_effect("load_from_fp32_weights", "checkpoints hold the fp32 master", off=_NULL_ONLY),
+        _fixed("load_from_fp32_weights", "checkpoints hold the fp32 master"),
         _no_effect("elastic_checkpoint", "every checkpoint loads at any stage and world size"),
-        _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY, takes="number"),
-        _no_effect("model_persistence_threshold stage3_model_persistence_threshold",
-            "param_persistence_threshold alone decides", off=_NULL_ONLY, takes="number"),
-        _no_effect("max_reuse_distance stage3_max_reuse_distance",
-            "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY, takes="number"),
+        _fixed("sub_group_size", "the update goes unit by unit"),
+        _fixed("model_persistence_threshold stage3_model_persistence_threshold",
+            "param_persistence_threshold alone decides"),
+        _fixed("max_reuse_distance stage3_max_reuse_distance", "max_live_parameters alone bounds what stays gathered"),
         _no_effect("gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
                    "gather_fp16_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
             "engine.full_state_dict() gathers at every stage"),
@@ -219,36 +177,33 @@ _ROWS = {
             "gathers land in place, with nothing to concatenate"),
         _no_effect("allgather_sequential stage3_allgather_sequential",
             "gathers run ahead of their use and are issued unit by unit"),
-        _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
+        _fixed("ignore_unused_parameters", "parameters without a gradient are ordinary"),
         _no_effect("legacy_stage1", "there is one implementation of every stage"),
         _no_effect("round_robin_gradients", "ranks own equal shards of every unit already"),
-        _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer", takes="any"),
-        _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched",
-            off=_NULL_ONLY),
-        _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),
+        _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
+        _fixed("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched"),
+        _fixed("override_module_apply", "Module.apply is left alone; nothing of torch is patched"),
         _no_effect("pipeline_loading_checkpoint", _DS_FORMAT),
         _no_effect("log_trace_cache_warnings", "a wrong prefetch costs time only"),
         _no_effect("enable_sanity_checks", "ranks always check that they agree"),
         _no_effect("save_muon_momentum_buffer_in_memory", "Muon's state is never on NVMe"),
-        _no_effect("cpu_offload_use_pin_memory", 'write "pin_memory" in offload_optimizer', off=_NULL_ONLY),
+        _fixed("cpu_offload_use_pin_memory", 'write "pin_memory" in offload_optimizer'),
         _refused("cpu_offload", 'write "offload_optimizer": {"device": "cpu"}'),
         _refused("cpu_offload_param cpu_offload_params", 'write "offload_param": {"device": "cpu"}'),
-        _no_effect("offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.pipeline",
-            "reads, update and writes always run beside one another", off=_NULL_ONLY),
-        _no_effect("offload_optimizer.fast_init", "states are never written before the first step", off=_NULL_ONLY),
-        _no_effect("offload_optimizer.cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes",
-            off=_NULL_ONLY, takes="number"),
+        _fixed("offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.pipeline",
+            "reads, update and writes always run beside one another"),
+        _fixed("offload_optimizer.fast_init", "states are never written before the first step"),
+        _fixed("offload_optimizer.cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes"),
         _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
-        _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY, takes="number"),
-        _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory",
-            off=_NULL_ONLY, takes="number"),
+        _fixed("offload_param.buffer_size", "a buffer fits the largest shard"),
+        _fixed("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory"),
         _refused("zenflow", "ZenFlow changes results", switch=""),
         _no_effect("mics_hierarchical_params_gather", "a degree of one machine gathers within it, and NCCL knows which "
             "ranks share a machine"),
     ],
     "optimizer.params.": [
         _no_effect("torch_adam", "the fused update computes the same as torch's"),
-        _no_effect("set_grad_none", "gradients are dropped as they are reduced", off=_NULL_ONLY),
+        _fixed("set_grad_none", "gradients are dropped as they are reduced"),
         _no_effect("foreach fused", "there is one fused update"),
         _no_effect("capturable", "no CUDA graphs are captured"),
         _refused("differentiable", "the update is not differentiable"),
@@ -301,12 +256,6 @@ class KeySorter:
             elif key_path == ("optimizer", "params") and is_import_path(tree.get("type")):
                 # The imported class decides which parameters it takes.
                 rest[key] = self._without_comments(value, key_path)
-            # This block holds nothing but keys of the table, so no model reads it.
-            elif key_path == ("compile",):
-                if isinstance(value, dict):
-                    self.unknown += [(*key_path, str(name)) for name in self.sort(value, key_path)]
-                elif value is not None:
-                    self.refused[key_path] = f"found {describe(value)}; write an object, {{...}}."
             else:
                 rest[key] = self.sort(value, key_path) if isinstance(value, dict) else value
         return rest
@@ -329,15 +278,12 @@ class KeySorter:
             known = row.keys.split()
             self.unknown += [(*path, str(key)) for key in value if key not in known]
         # A key that asks for nothing is accepted silently, as files often list every key with its default.
-        wrong = row.expected(value) if row.status == "no effect" else None
-        if wrong is None and row.is_off(value):
+        if row.is_off(value):
             return
         if row.status == "refused":
             # A block's value would be too long for the message.
             shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
             self.refused[path] = f"{shown}refused; {row.reason}."
-        elif wrong is not None:
-            self.refused[path] = f"found {describe(value)}; write {wrong}, or remove it: {row.reason}."
         else:
             self.notices.append(f"{self._source.label(path)} has no effect: {row.reason}.")
 
