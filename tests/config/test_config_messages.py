@@ -48,7 +48,7 @@ def every_key_of_another_type() -> list[tuple[str, str, str, Any]]:
     """Section, type, key and the key's value in a type that has it."""
     cases = []
     for section, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
-        params = {kind: keys.siblings((section, "params", "x"), kind) for kind in types}
+        params = keys.siblings_by_type((section, "params", "x"))
         for kind in types:
             others = {key for other in types for key in params[other]} - set(params[kind])
             cases += [(section, kind, key, others) for key in sorted(others)]
@@ -128,10 +128,10 @@ def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
             {"zero_optimization": {"stage": "3"}},
             'zero_optimization.stage: found "3" (a string); write 0, 1, 2, 3 or "auto".',
         ),
-        ({"train_batch_size": True}, "train_batch_size: found true (a boolean); write an integer."),
-        ({"train_batch_size": 2.5}, "train_batch_size: found 2.5 (a number); write an integer."),
-        ({"train_batch_size": 0}, "train_batch_size: found 0 (an integer); write a value of at least 1."),
-        ({"train_batch_size": "large"}, 'train_batch_size: found "large" (a string); write an integer.'),
+        ({"train_batch_size": True}, "train_batch_size: found true (a boolean); it should be a valid integer."),
+        ({"train_batch_size": 2.5}, "train_batch_size: found 2.5 (a number); it should be a valid integer."),
+        ({"train_batch_size": 0}, "train_batch_size: found 0 (an integer); it should be greater than or equal to 1."),
+        ({"train_batch_size": "large"}, 'train_batch_size: found "large" (a string); it should be a valid integer.'),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
             'zero_optimization.offload_optimizer: device "nvme" needs a folder on a disk; write "nvme_path": '
@@ -144,19 +144,26 @@ def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/d", "buffer_count": 2}}},
-            "zero_optimization.offload_optimizer.buffer_count: found 2 (an integer); write a value of at least 3.",
+            "zero_optimization.offload_optimizer.buffer_count: found 2 (an integer); it should be greater than or "
+            "equal to 3.",
         ),
         ({"aio": {"block_size": 5000}}, "aio: block_size 5000 is not a multiple of 4096 bytes; write 4096."),
-        ({"dump_state": "true"}, 'dump_state: found "true" (a string); write true or false without quotes.'),
-        ({"dump_state": 1}, "dump_state: found 1 (an integer); write true or false."),
-        ({"gradient_clipping": -1}, "gradient_clipping: found -1 (an integer); write a value of at least 0.0."),
-        ({"gradient_clipping": float("nan")}, "gradient_clipping: found NaN (a number); write a finite number."),
+        ({"dump_state": "true"}, 'dump_state: found "true" (a string); it should be true or false, without quotes.'),
+        ({"dump_state": 1}, "dump_state: found 1 (an integer); it should be true or false."),
+        (
+            {"gradient_clipping": -1},
+            "gradient_clipping: found -1 (an integer); it should be greater than or equal to 0.",
+        ),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: found NaN (a number); it should be a finite number."),
         ({"bf16": True}, 'bf16: found true (a boolean); write an object, {...}, such as {"enabled": true}.'),
         ({"optimizer": "SGD"}, 'optimizer: found "SGD" (a string); write an object, {...}, such as {"type": "SGD"}.'),
-        ({"comm": {"transport": "tcp"}}, 'comm.transport: found "tcp" (a string); write "auto", "shm" or "gloo".'),
-        ({"comm": {"timeout_seconds": 0}}, "comm.timeout_seconds: found 0 (an integer); write a value above 0.0."),
-        ({"units": "layers"}, 'units: found "layers" (a string); write a list, [...].'),
-        ({"units": [3]}, "units.0: found 3 (an integer); write a string."),
+        (
+            {"comm": {"transport": "tcp"}},
+            'comm.transport: found "tcp" (a string); it should be "auto", "shm" or "gloo".',
+        ),
+        ({"comm": {"timeout_seconds": 0}}, "comm.timeout_seconds: found 0 (an integer); it should be greater than 0."),
+        ({"units": "layers"}, 'units: found "layers" (a string); it should be a valid list.'),
+        ({"units": [3]}, "units.0: found 3 (an integer); it should be a valid string."),
         ({"checkpoint": 3}, "checkpoint: found 3 (an integer); write an object, {...}."),
         ({1: 2}, "1: keys are strings; put it in double quotes."),
     ],

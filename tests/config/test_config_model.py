@@ -135,7 +135,7 @@ def test_a_dtype_may_be_spelt_as_torch_does(spelling: str) -> None:
     tree = {"communication_data_type": spelling, "torch_autocast": {"enabled": True, "dtype": spelling}}
     config = load(tree)
     assert config.communication_data_type == "bf16" and config.autocast_dtype is BF16
-    with pytest.raises(ConfigError, match=r'torch_autocast.dtype: found "float32" .*; write "bf16" or "fp16"'):
+    with pytest.raises(ConfigError, match=r'torch_autocast.dtype: found "float32" .*; it should be "bf16" or "fp16"'):
         load({"torch_autocast": {"dtype": "float32"}})
 
 

@@ -146,8 +146,8 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
         f"{path}: 4 problems",
         "  zero_optimization.stge (line 3): unknown key. Did you mean zero_optimization.stage?",
         f"  fp16.fp16_master_weights_and_grads (line 5): the value true is refused; {reason}.",
-        '  train_batch_size (line 6): found "32" (a string); write an integer: 32, without quotes.',
-        "  optimizer.params.lr (line 7): found -1 (an integer); write a value of at least 0.0.",
+        '  train_batch_size (line 6): found "32" (a string); it should be a valid integer, without quotes.',
+        "  optimizer.params.lr (line 7): found -1 (an integer); it should be greater than or equal to 0.",
     ]
 
 

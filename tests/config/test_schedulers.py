@@ -51,7 +51,10 @@ def test_auto_without_a_default_says_what_to_write() -> None:
         ({"type": "Cosine"}, "write one of WarmupLR, WarmupDecayLR, .* or pass your own to initialize"),
         ({"type": "OneCycle"}, "scheduler.params: missing"),
         ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "cycle_max_lr: missing; write the highest learning rate"),
-        ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, 'found "cosine" .*; write "log" or "linear"'),
+        (
+            {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
+            'found "cosine" .* should be "log" or "linear"',
+        ),
         (
             {"type": "WarmupLR", "params": {"total_num_steps": 3}},
             "total_num_steps: WarmupLR does not take it; WarmupDecayLR and WarmupCosineLR do",
@@ -60,14 +63,20 @@ def test_auto_without_a_default_says_what_to_write() -> None:
             {"type": "WarmupLR", "params": {"total_num_step": 3}},
             "total_num_step: unknown key. If total_num_steps is meant: WarmupLR does not take it; WarmupDecayLR and",
         ),
-        ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "at least 1"),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": []}}, r"found \[\] \(a list\); write at least 1 value"),
+        ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "greater than or equal to 1"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": []}},
+            r"found \[\] \(a list\); it should have at least 1",
+        ),
         (
             {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, -1]}},
-            r"warmup_max_lr.1: found -1 .*; write a value of at least 0",
+            r"warmup_max_lr.1: found -1 .*; it should be greater than or equal to 0",
         ),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": "fast"}}, r'warmup_max_lr: found "fast" .*; write a number'),
-        ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": [1]}}, "below 1"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": "fast"}},
+            r'warmup_max_lr: found "fast" .*; it should be a valid',
+        ),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": [1]}}, "less than 1"),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "refused; a schedule starts at 0"),
     ],
 )

@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a negative clip": (
         lambda: initialize(build(), gradient_clipping=-1.0),
-        r"gradient_clipping: found -1.0 \(a number\); write a value of at least 0",
+        r"gradient_clipping: found -1.0 \(a number\); it should be greater than or equal to 0",
     ),
     "a scheduler without its parameters": (
         lambda: initialize(build(), scheduler={"type": "WarmupDecayLR", "params": {}}),
@@ -335,7 +335,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a smallest loss scale of 0": (
         lambda: initialize(build(), fp16={"enabled": True, "min_loss_scale": 0}),
-        "fp16.min_loss_scale: found 0 .* write a value above 0",
+        "fp16.min_loss_scale: found 0 .* it should be greater than 0",
     ),
     "a loss scale of 0": (
         lambda: used_in_fp16(lambda e: set_scale(e, 0)),

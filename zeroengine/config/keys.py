@@ -68,35 +68,23 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models(inner)
 
 
-def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...]:
-    """Return the keys that may stand beside a key.
-
-    Args:
-        path: The key's path.
-        kind: The type of the optimizer or scheduler whose section the key is in; None if unknown, or elsewhere.
-    """
+def siblings(path: KeyPath) -> tuple[str, ...]:
+    """Return the keys that may stand beside a key."""
     # The entries of a list have the same keys, whatever their number.
-    parent, paths = ".".join(part for part in path[:-1] if not part.isdigit()), known_paths()
-    if kind is not None:
-        # The keys of other types in the same section would be wrong suggestions.
-        parent, paths = ".".join(path[1:-1]), tuple(_fields(_types(path[0])[kind], ""))
+    parent = ".".join(part for part in path[:-1] if not part.isdigit())
     # Keys of a DeepSpeed block stand in one string of its row and not in the paths.
-    elif (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
+    if (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
         return tuple(row.keys.split())
-    return tuple(known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == parent)
+    return _names_in(parent, known_paths())
 
 
-def types_that_take(path: KeyPath) -> list[str]:
-    """Return the types of optimizer or scheduler that have this key."""
-    path_in_section = ".".join(path[1:])
-    return [name for name, model in _types(path[0]).items() if path_in_section in _fields(model, "")]
+def siblings_by_type(path: KeyPath) -> dict[str, tuple[str, ...]]:
+    """Return the keys that may stand beside a key of an optimizer's or scheduler's section, by the section's type."""
+    return {kind: _names_in(".".join(path[1:-1]), _fields(model, "")) for kind, model in _types(path[0]).items()}
 
 
-def keys_of_types(path: KeyPath) -> list[str]:
-    """Return the keys that may stand beside a key in the sections of any type of optimizer or scheduler."""
-    parent = ".".join(path[1:-1])
-    paths = (known.rpartition(".") for model in _types(path[0]).values() for known in _fields(model, ""))
-    return [name for above, _, name in paths if above == parent]
+def _names_in(parent: str, paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for above, _, name in (path.rpartition(".") for path in paths) if above == parent)
 
 
 def _types(section: str) -> dict[str, type[BaseModel]]:

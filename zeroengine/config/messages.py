@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,28 +17,14 @@ from zeroengine.config.schedulers import NEEDED_PARAMS, SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
 TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
-_JSON_NUMBER = r"-?(0|[1-9]\d{0,20})(\.\d{1,20})?([eE][-+]?\d{1,3})?"
 _EXAMPLES = {
     **NEEDED_PARAMS,
     "params": "an object, {...}, with the parameters of this type",
 }
-# What to write, by the kind of pydantic's error.
-_EXPECTED = {
-    "greater_than": "a value above {gt}",
-    "greater_than_equal": "a value of at least {ge}",
-    "less_than": "a value below {lt}",
-    "less_than_equal": "a value of at most {le}",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "string_unicode": "text that can be encoded as UTF-8",
-    "list_type": "a list, [...]",
-    "tuple_type": "a list, [...]",
-    "too_long": "{max_length} values",
-    "too_short": "at least {min_length} value",
-}
+# pydantic speaks of values in Python.
+_IN_JSON = {"tuple": "list", "a valid boolean": "true or false", "False, True": "false, true", "'": '"'}
+# The types of values in Python that pydantic's errors ask for.
+_WANTED = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 
 # The number of unknown keys for which the nearest known key is searched, and the length of the longest such key.
 # Both bound the time that a hostile file takes.
@@ -71,24 +57,21 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
         kind: The type of the optimizer or scheduler whose section the key is in, if it is known.
     """
     # Suggestions depend on the type: a parameter of SGD is unknown to Adam.
-    siblings = keys.siblings(path, kind)
-    if kind is not None and (others := keys.types_that_take(path)):
-        verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings)
-        return Problem(path, f"{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}.")
+    by_type = {} if kind is None else keys.siblings_by_type(path)
+    siblings = keys.siblings(path) if kind is None else by_type[kind]
     # Comparing a very long key with every known one takes too long, and no such key is a spelling mistake.
-    if kind is not None and len(path[-1]) <= MAX_KEY_LENGTH:
+    is_long = len(path[-1]) > MAX_KEY_LENGTH
+    if kind is not None and not is_long:
         # Of a parameter that another type takes, a similar one of this type would be a wrong suggestion.
-        meant = keys.most_similar(path[-1], [*siblings, *keys.keys_of_types(path)], cutoff=0.75)
+        meant = keys.most_similar(path[-1], chain(siblings, *by_type.values()), cutoff=0.75)
         if meant is not None and meant not in siblings:
-            others, known = keys.types_that_take((*path[:-1], meant)), ", ".join(siblings)
-            verb = "does" if len(others) == 1 else "do"
+            others = [other for other, names in by_type.items() if meant in names]
+            misspelt = "" if meant == path[-1] else f"unknown key. If {meant} is meant: "
+            verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings)
             return Problem(
-                path,
-                f"unknown key. If {meant} is meant: {kind} does not take it; {_enumerate(others)} {verb}. {kind} takes "
-                f"{known}.",
+                path, f"{misspelt}{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}."
             )
-    near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY_LENGTH else None
-    if near:
+    if not is_long and (near := keys.nearest(path, siblings)):
         return Problem(path, f"unknown key. Did you mean {near}?")
     where = f"In {'.'.join(path[:-1])}" if len(path) > 1 else "At the top level"
     return Problem(path, f"unknown key. {where} there are {', '.join(keys.alternatives(path, siblings))}.")
@@ -159,7 +142,7 @@ def _problem(item: Any, path: KeyPath, value: Any) -> Problem:
         return Problem((*path, "type"), _unknown_type(path[-1], value.get("type")), missing="type" not in value)
     if kind == "value_error":
         return Problem(path, f"{context['error']}.", of_section=isinstance(value, dict))
-    return Problem(path, f"found {describe(value)}; write {_expected(kind, context, path, value)}.")
+    return Problem(path, f"found {describe(value)}; {_remedy(item, path, value)}.")
 
 
 def _unknown_type(section: str, value: Any) -> str:
@@ -178,26 +161,24 @@ def _unknown_type(section: str, value: Any) -> str:
     return f"found {describe(value)}; write {choices} {remedy}.{hint}"
 
 
-def _expected(kind: str, context: dict[str, Any], path: KeyPath, value: Any) -> str:
+def _remedy(item: Any, path: KeyPath, value: Any) -> str:
+    kind = item["type"]
     if path == ("zero_optimization", "stage"):
-        return '0, 1, 2, 3 or "auto"'
-    if kind == "literal_error":
-        return str(context["expected"]).replace("'", '"').replace("False, True", "false, true")
+        return 'write 0, 1, 2, 3 or "auto"'
     # A common mistake is to write the main value in the place of its section, such as "optimizer": "Adam".
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in TYPES else "enabled"
         fits = isinstance(value, str if key == "type" else bool)
-        return "an object, {...}" + (f", such as {json.dumps({key: value})}" if fits else "")
-    text = _EXPECTED[kind].format(**context) if kind in _EXPECTED else context.get("error") or kind.replace("_", " ")
-    # A quoted number is often meant, so the message shows it without the quotes.
-    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
-        try:
-            number = float(value)
-        except ValueError:
-            return f"{text}{' without quotes' if value in ('true', 'false') else ''}"
-        # Only a value that would be accepted afterwards is shown.
-        if math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer())):
-            as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
-            written = value.strip() if re.fullmatch(_JSON_NUMBER, value.strip()) else as_number
-            return f"{text}: {written}, without quotes"
-    return text
+        return "write an object, {...}" + (f", such as {json.dumps({key: value})}" if fits else "")
+    text = re.sub(r"^\w+ should", "it should", item["msg"])
+    for in_python, in_json in _IN_JSON.items():
+        text = text.replace(in_python, in_json)
+    return f"{text}, without quotes" if isinstance(value, str) and _is_quoted(value, _WANTED.get(kind, ())) else text
+
+
+def _is_quoted(text: str, types: tuple[type, ...]) -> bool:
+    """Tell whether the text would be a value of one of the types if it stood without its quotes."""
+    try:
+        return type(json.loads(text)) in types
+    except (ValueError, RecursionError):
+        return False
