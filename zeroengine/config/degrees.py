@@ -14,10 +14,19 @@ from zeroengine.config.source import describe
 STATES = ("parameters", "gradients", "optimizer")
 
 
-def _degree(value: Any) -> int | str:
-    if value in ("all", "node") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+def number_of_ranks(value: Any, words: tuple[str, ...], remedy: str) -> int | str:
+    """Return the value if it is a number of ranks or one of the words.
+
+    Raises:
+        ValueError: It is neither; `remedy` says what to write.
+    """
+    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value  # type: ignore[no-any-return]
-    raise ValueError(f'found {describe(value)}; write a number of ranks, "node" or "all"')
+    raise ValueError(f"found {describe(value)}; write a number of ranks, {remedy}")
+
+
+def _degree(value: Any) -> int | str:
+    return number_of_ranks(value, ("all", "node"), '"node" or "all"')
 
 
 Degree = Annotated[int | str, PlainValidator(_degree, json_schema_input_type=Positive | Literal["all", "node"])]
@@ -76,17 +85,14 @@ class DegreesSection(Section):
 
     def by_pattern(self) -> list[tuple[str, DegreesSection]]:
         """Return the patterns of `per_unit` and all degrees of their units."""
-        found = []
+        by_pattern = []
         for entry in self.per_unit or []:
-            inherits_copy = entry.secondary_parameters is None and entry.parameters is None
-            degrees = DegreesSection(
-                parameters=self.parameters if entry.parameters is None else entry.parameters,
-                gradients=self.gradients if entry.gradients is None else entry.gradients,
-                optimizer=self.optimizer if entry.optimizer is None else entry.optimizer,
-                secondary_parameters=self.secondary_parameters if inherits_copy else entry.secondary_parameters,
-            )
-            found.append((entry.units, degrees))
-        return found
+            written = entry.model_dump(exclude={"units"}, exclude_none=True)
+            # A second copy belongs to the degree of the parameters beside which it is written.
+            if entry.parameters is not None:
+                written.setdefault("secondary_parameters", None)
+            by_pattern.append((entry.units, self.model_copy(update={"per_unit": None, **written})))
+        return by_pattern
 
     def _all(self) -> list[DegreesSection]:
         return [self, *(degrees for _, degrees in self.by_pattern())]

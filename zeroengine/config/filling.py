@@ -85,11 +85,8 @@ def _canonical_path(key: str) -> KeyPath:
 
 def _is_known(path: KeyPath, tree: dict[str, Any]) -> bool:
     # Keys within a block of DeepSpeed are no paths of their own, and an imported class may have any parameters.
-    return ".".join(path) in known_paths() or ".".join(path[:-1]) in TABLE or _is_imported_param(path, tree)
-
-
-def _is_imported_param(path: KeyPath, tree: dict[str, Any]) -> bool:
-    """Tell whether the key is a parameter of an optimizer that is named by its import path, which may be any."""
+    if ".".join(path) in known_paths() or ".".join(path[:-1]) in TABLE:
+        return True
     optimizer = tree.get("optimizer")
     return path[:2] == ("optimizer", "params") and isinstance(optimizer, dict) and is_import_path(optimizer.get("type"))
 

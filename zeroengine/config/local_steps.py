@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, PlainValidator, model_validator
 
 from zeroengine.config.batch import FULL_VARIABLE
-from zeroengine.config.degrees import DegreesSection
+from zeroengine.config.degrees import DegreesSection, number_of_ranks
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Decay, Positive, Section
 from zeroengine.config.source import describe
 
 
 def _replica_ranks(value: Any) -> int | str:
-    if value == "node" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f'found {describe(value)}; write a number of ranks, or "node" for those of one machine')
+    return number_of_ranks(value, ("node",), 'or "node" for those of one machine')
 
 
 ReplicaRanks = Annotated[int | str, PlainValidator(_replica_ranks, json_schema_input_type=Positive | Literal["node"])]

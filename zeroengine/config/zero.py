@@ -72,7 +72,7 @@ class ZeroOptimization(Section):
         return {**data, "stage": degrees.stage}
 
     @model_validator(mode="after")
-    def _check_degrees(self) -> ZeroOptimization:
+    def _check_agreement(self) -> ZeroOptimization:
         if self.degrees is not None and self.stage != self.degrees.stage:
             partitioned = ("nothing", "the optimizer's state", "gradients too", "parameters too")[self.degrees.stage]
             raise ValueError(
@@ -85,14 +85,17 @@ class ZeroOptimization(Section):
                 "degrees.secondary_parameters keeps a copy of the parameters in the device's memory, and offload_param "
                 "moves them away; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_loco(self) -> ZeroOptimization:
         if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
             raise ValueError(
                 "zeropp_loco_param is the error feedback of quantized gradients, and they are not quantized; write "
                 '"zero_quantized_gradients": true, or leave it out'
+            )
+        # Whole parameters are needed throughout at lower stages, so there is nothing to move away.
+        # With "auto" the choice is left to `initialize`.
+        if self.offload_param.device not in ("none", "auto") and self.stage not in (3, "auto"):
+            raise ValueError(
+                f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
+                'whole; write "stage": 3, or offload the optimizer alone'
             )
         return self
 
@@ -108,23 +111,9 @@ class ZeroOptimization(Section):
     @property
     def degree_numbers(self) -> dict[str, int] | None:
         """The numbers of `partition.degrees.Degrees`, or None where the stage decides. Needs `resolve`."""
-        degrees = self.degrees
-        if degrees is None:
-            return None
-        return degrees.numbers
+        return None if self.degrees is None else self.degrees.numbers
 
     @property
     def unit_degree_numbers(self) -> list[tuple[str, dict[str, int]]]:
         """The numbers of `partition.degrees.Degrees` of the units whose names match a pattern. Needs `resolve`."""
         return [(pattern, degrees.numbers) for pattern, degrees in (self.degrees.by_pattern() if self.degrees else [])]
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> ZeroOptimization:
-        # Whole parameters are needed throughout at lower stages, so there is nothing to move away.
-        # With "auto" the choice is left to `initialize`.
-        if self.offload_param.device not in ("none", "auto") and self.stage not in (3, "auto"):
-            raise ValueError(
-                f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
-                'whole; write "stage": 3, or offload the optimizer alone'
-            )
-        return self
