@@ -24,20 +24,19 @@ from zeroengine.cli.zero_launch import main
 from zeroengine.launch.cluster import restart_loop
 
 # Takes the last two words, host and command; knows two hosts that cannot be reached, one that is down while there is a
-# file of that name, one whose clock is an hour ahead, and some that cannot connect to others.
+# file of that name, and some that cannot connect to others.
 CONNECTION = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 case $1 in
 refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
-ahead) later=later;;
 cut*) cut=cut;;
-dies) printf '\\001zero-launch {"is": "hello", "python": "%s", "time": 0, "address": null}\\n' "$VERSION"; exit 255;;
+dies) printf '\\001zero-launch {"is": "hello", "python": "%s", "address": null}\\n' "$VERSION"; exit 255;;
 esac
 [ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
 export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
-exec env -i CUT="$cut" PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="$SSH_CONNECTION" sh -c "$2"
+exec env -i CUT="$cut" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="$SSH_CONNECTION" sh -c "$2"
 """
 WAITING = """
 with open(f'part{rank}', 'w') as file: file.write(str(os.getpid()))
@@ -232,19 +231,6 @@ def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, scri
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events] == ["eviction", "restart", "end"] and "b was lost" in events[0]["text"]
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
-
-
-@pytest.mark.slow  # test_preflight has the comparison of clocks
-def test_a_clock_that_is_off_is_said_and_does_not_matter(
-    launch_on_nodes: Launch, script: Script, tmp_path: Path
-) -> None:
-    (tmp_path / "later").mkdir()
-    clock = "import time; now = time.time; time.time = lambda: now() + 3600"
-    (tmp_path / "later/sitecustomize.py").write_text(clock)
-    result = launch_on_nodes(script("print(rank)"), hosts="a slots=1\nahead slots=1\n")
-    assert result.code == 0
-    assert "zero-launch: the clock of ahead is 1.0 h ahead of this one" in result.err and "of a is" not in result.err
-    assert sorted(result.out.splitlines()) == ["[    a:0] 0", "[ahead:1] 1"]
 
 
 def test_nodes_that_cannot_be_reached_are_listed_in_one_table(launch_on_nodes: Launch, script: Script) -> None:

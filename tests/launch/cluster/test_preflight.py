@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.cluster.preflight import clock_warning, find_problems, problem_table
+from zeroengine.launch.cluster.preflight import find_problems, problem_table
 
 OWN = {"Python": "3.11.7", "torch": "2.13.0", "zeroengine": "0.1.0 (sources aa)"}
 
 
-def node(
-    slots: int | None = None, lost: str | None = None, python: str = "3.11.7", ahead: float = 0.0, **facts: Any
-) -> Any:
-    hello = {"python": python, "time": time.time() + ahead, "at": time.monotonic()}
+def node(slots: int | None = None, lost: str | None = None, python: str = "3.11.7", **facts: Any) -> Any:
+    hello = {"python": python}
     answers = {"versions": OWN, "gpus": 0, "missing": [], **facts}
     return SimpleNamespace(host=Host("me@b", slots), loss=lost, hello=hello, facts=answers)
 
@@ -59,9 +56,3 @@ def test_a_table_names_each_host_once() -> None:
         "        two",
         "  long  three",
     ]
-
-
-def test_only_a_clock_far_off_is_a_warning() -> None:
-    assert clock_warning(node()) is None and clock_warning(node(ahead=-20)) is None
-    assert "the clock of b is 1.0 h ahead of this one" in str(clock_warning(node(ahead=3599)))
-    assert "the clock of b is 2.0 min behind this one" in str(clock_warning(node(ahead=-120)))

@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-import time
 
 # Without the empty entry of sys.path, a file of the working folder cannot stand in for a module.
 NODE = """\
@@ -39,7 +38,6 @@ def main() -> None:
     connection = os.environ.get("SSH_CONNECTION", "").split()
     send(
         **{"is": "hello"},
-        time=time.time(),
         python=".".join(map(str, sys.version_info[:3])),
         name=socket.gethostname(),
         address=connection[2] if len(connection) == 4 else None,

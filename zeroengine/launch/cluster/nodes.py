@@ -18,7 +18,7 @@ from zeroengine.launch.cluster.connections import (
 )
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
-from zeroengine.launch.cluster.preflight import clock_warning, find_problems, problem_table
+from zeroengine.launch.cluster.preflight import find_problems, problem_table
 from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.versions import installed_versions
@@ -164,8 +164,6 @@ class Nodes:
             raise problem_table(rows, len(self.connections))
         for node in absent:
             self.print_notice(f"{node.host.label} is left out: {node.loss}")
-        for warning in filter(None, map(clock_warning, self.connections)):
-            self.print_notice(warning)
 
     # -- nodes that come back ---------------------------------------------------------------------
 

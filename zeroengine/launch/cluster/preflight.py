@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.node_connection import NodeConnection
-
-CLOCK_TOLERANCE_S = 60.0
 
 
 def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[str]:
@@ -40,22 +37,6 @@ def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list
     elif gpus and nproc != "auto" and int(nproc) > gpus:
         problems.append(f"--nproc {nproc}, but {gpus} GPUs; --cpu uses none")
     return problems
-
-
-def clock_warning(node: NodeConnection) -> str | None:
-    """Return a warning if the node's clock is far from this one's."""
-    if node.hello is None:
-        return None
-    ahead = node.hello["time"] - (time.time() - (time.monotonic() - node.hello["at"]))
-    if abs(ahead) < CLOCK_TOLERANCE_S:
-        return None
-    direction = "ahead of" if ahead > 0 else "behind"
-    unit, unit_s = ("h", 3600.0) if abs(ahead) > 0.99 * 3600.0 else ("min", 60.0)
-    return (
-        f"the clock of {node.host.label} is {abs(ahead) / unit_s:.1f} {unit} {direction} this one: the run does not "
-        f"mind, but the times of its files and logs are wrong. Synchronize it (chronyc makestep, or timedatectl "
-        "set-ntp true)"
-    )
 
 
 def problem_table(problems: Mapping[str, Sequence[str]], num_nodes: int) -> LaunchError:
