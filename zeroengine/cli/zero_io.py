@@ -5,18 +5,16 @@ Modules that need torch are imported after the request was checked, so that a wr
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import OffloadError
 from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.paths import path_argument
 from zeroengine.utils.progress import progress
-from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
     from zeroengine.disk.probe import DiskInfo, DiskSpeed
@@ -25,30 +23,25 @@ USAGE = "zero-io PATH [options]"
 EXAMPLES = """\
 examples:
   zero-io /local_nvme                                   what the disk of this folder gives, and the best settings
-  zero-io /local_nvme --write-config ds.json            and put them into a configuration
   zero-io /local_nvme --size 8GB --json                 with a larger file, for programs
 """
 
 
 @command("zero-io")
 def main(argv: list[str] | None = None) -> int:
-    """Measure the disk, print the result, write the configuration if asked to, and return the exit code."""
+    """Measure the disk, print the result, and return the exit code."""
     about = "Measure how fast a disk reads and writes, and find the settings that drive it best."
     parser = CommandParser("zero-io", USAGE, about, EXAMPLES)
     add = parser.add_argument
     add("path", metavar="PATH", help='a folder on the disk, what "nvme_path" is to be')
     add("--size", metavar="SIZE", default="1GB", help="of the file to read and write: 1GB (default), 500MB, 8GiB, ...")
     add("--json", action="store_true", help="print all of it for programs")
-    add(
-        "--write-config",
-        metavar="FILE",
-        type=path_argument,
-        help='put the best settings into this JSON configuration, as "aio"',
-    )
+    # Earlier versions wrote the settings into a file.
+    add("--write-config", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.write_config is not None:
+        raise OffloadError('leave --write-config out, and paste "aio" into the configuration, which zero-io prints')
     nbytes = parse_byte_size(options.size, "--size", OffloadError)
-    # The configuration is read first, so that an unusable file is found before minutes of measuring.
-    config = read_config(options.write_config)
 
     from zeroengine.disk.probe import TRANSFER_BYTES, Probe, candidate_settings, describe_disk, fastest, measure
     from zeroengine.disk.swap_files import SwapFolder
@@ -70,10 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(make_report(disk, speeds, best), indent=2))
     else:
         print_table(disk, speeds, best)
-    if options.write_config:
-        write_config(options.write_config, config, dataclasses.asdict(best.settings))
-        # The message goes to stderr, so that stdout holds JSON alone with `--json`.
-        print(f'zero-io: "aio" is now in {options.write_config}', file=sys.stderr)
     return 0
 
 
@@ -118,40 +107,6 @@ def print_table(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> Non
         )
     Console().print(table)
     print(f'\nIn the configuration:\n\n"aio": {json.dumps(dataclasses.asdict(best.settings))}')
-
-
-def read_config(path: Path | None) -> dict[str, Any]:
-    """Return the configuration that the settings are to be put into; an empty one for None.
-
-    Raises:
-        OffloadError: It cannot be read, or is not a JSON object.
-    """
-    if path is None:
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise OffloadError(f"--write-config {path}: it cannot be read ({error.strerror})") from None
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise OffloadError(f"--write-config {path}: it is no JSON object; run without, and paste what zero-io prints")
-    return config
-
-
-def write_config(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Put ``settings`` into ``config`` and write that to ``path``, whose file is replaced as a whole.
-
-    Raises:
-        OffloadError: It cannot be written.
-    """
-    section = config.get("aio")
-    # Settings of other names in the section stay as the user wrote them.
-    config["aio"] = (section if isinstance(section, dict) else {}) | settings
-    try:
-        replace_file(path, json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise OffloadError(f"--write-config {path}: it cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":
