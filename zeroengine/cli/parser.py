@@ -11,10 +11,12 @@ import functools
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launch.cluster.versions import installed_versions
+from zeroengine.utils.replaced_file import replace_file
 
 Parameters = ParamSpec("Parameters")
 
@@ -57,6 +59,21 @@ class CommandParser(argparse.ArgumentParser):
         """
         # argparse would print the usage and exit here. Raising keeps one way of reporting errors.
         raise ZeroEngineError(f"{message}. Usage: {self.usage}; {self.prog} --help lists the options")
+
+
+def write_output(path: Path, text: str, option: str) -> None:
+    """Write the file that an option names.
+
+    Raises:
+        ZeroEngineError: The system does not allow it.
+    """
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        raise ZeroEngineError(
+            f"{option} {path}: it cannot be written ({error.strerror}): write a file in a folder that exists"
+        ) from None
+    print(f"wrote {path}", file=sys.stderr)
 
 
 class _PrintVersions(argparse.Action):

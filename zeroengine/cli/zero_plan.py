@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroengine.cli.parser import CommandParser, command
+from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import path_argument
-from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
     from zeroengine.plan.bytes.model_facts import ModelFacts
@@ -62,8 +61,6 @@ def main(argv: list[str] | None = None) -> int:
     }
     network = _bytes_per_second(options.network, "--network")
     _check_model(options)
-    if options.choose < 1:
-        raise ZeroEngineError(f"--choose {options.choose}: write a number of the table, from 1")
     for option, path in (("--html", options.html), ("--write", options.write)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ZeroEngineError(f"{option} {path}: it cannot be written; write a file in a folder that exists")
@@ -78,72 +75,55 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(plan.to_table(everything=options.all, color=sys.stdout.isatty()))
     if options.html:
-        _write(options.html, plan.to_html(), "--html")
+        write_output(options.html, plan.to_html(), "--html")
     if options.write:
         if not plan.estimates[chosen - 1].fits:
             reason = "; ".join(plan.estimates[chosen - 1].reasons)
             raise ZeroEngineError(
                 f"--write {options.write}: candidate {chosen} does not fit ({reason}): nothing is written"
             )
-        _write(options.write, json.dumps(plan.configuration(chosen), indent=2) + "\n", "--write")
+        write_output(options.write, json.dumps(plan.configuration(chosen), indent=2) + "\n", "--write")
     return 0 if plan.best is not None else 3
 
 
 def _parser() -> CommandParser:
     about = "Say what fits on a machine, at which stage and offload, with which micro-batch, and how long a step takes."
     parser = CommandParser("zero-plan", USAGE, about, EXAMPLES)
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="module:function, which returns a model or (model, make_batch); or a config.json of Hugging Face",
-    )
-    group = parser.add_argument_group("a model as plain numbers")
-    group.add_argument("--params", metavar="N", type=_number, help="parameters, such as 7e9")
-    for name, text in (
-        ("layers", "blocks"),
-        ("width", "of the residual stream"),
-        ("vocab", "tokens of the vocabulary"),
-    ):
-        group.add_argument(f"--{name}", metavar="N", type=_count, help=text)
-    group.add_argument("--seq", metavar="N", type=_count, help="tokens of a sample; also for a config.json")
-    group = parser.add_argument_group("the machine")
-    group.add_argument(
-        "--machine", metavar="NAME", help="a preset such as h100-80gb, this (the default), or a file of --measure"
-    )
-    group.add_argument("--nodes", metavar="N", type=_count, help="nodes")
-    group.add_argument("--ranks-per-node", metavar="N", type=_count, help="ranks of a node, such as its GPUs")
-    group.add_argument("--network", metavar="RATE", help="of one node, to the others, a second: 25Gbit, 3GB")
-    group.add_argument("--memory", metavar="SIZE", help="of one GPU: 80GB, 79.1GiB")
-    group.add_argument("--host-memory", metavar="SIZE", help="CPU memory of one node: 1TB")
-    group.add_argument("--disk", metavar="SIZE", help="free disk of one node for states on NVMe: 2TB")
-    group = parser.add_argument_group("what is fixed; the rest is chosen")
-    group.add_argument("--config", metavar="FILE", type=path_argument, help="a configuration, whose keys are kept")
-    group.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="set a key of the configuration")
-    group.add_argument("--batch", metavar="N", type=_count, help="samples of a step, over all ranks")
-    group.add_argument("--stage", metavar="N", type=int, choices=range(4), help="ZeRO stage")
-    places: dict[str, Any] = {"choices": ("none", "cpu", "nvme"), "metavar": "PLACE"}
-    group.add_argument("--offload-optimizer", **places, help="none, cpu or nvme")
-    group.add_argument("--offload-param", **places, help="none, cpu or nvme")
-    group.add_argument("--micro-batch", metavar="N", type=_count, help="samples of a micro-step of a rank")
-    group.add_argument("--accumulation", metavar="N", type=_count, help="micro-steps of a step")
-    group.add_argument("--checkpointing", choices=("on", "off"), help="recompute activations in backward")
-    group = parser.add_argument_group("the result")
-    group.add_argument("--all", action="store_true", help="show every candidate")
-    group.add_argument("--json", action="store_true", help="print JSON")
-    group.add_argument(
-        "--html", metavar="PAGE", type=path_argument, help="write a page with the memory and time of each candidate"
-    )
-    group.add_argument(
-        "--write", metavar="FILE", type=path_argument, help="write the configuration of the best candidate"
-    )
-    group.add_argument(
-        "--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)"
-    )
-    group.add_argument(
-        "--measure", metavar="FILE", nargs="?", const="", help="measure this machine, and keep the result"
-    )
+    model = "module:function, which returns a model or (model, make_batch); or a config.json of Hugging Face"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
+    count: dict[str, Any] = {"metavar": "N", "type": _count}
+    add = parser.add_argument_group("a model as plain numbers").add_argument
+    add("--params", metavar="N", type=_number, help="parameters, such as 7e9")
+    add("--layers", **count, help="blocks")
+    add("--width", **count, help="of the residual stream")
+    add("--vocab", **count, help="tokens of the vocabulary")
+    add("--seq", **count, help="tokens of a sample; also for a config.json")
+    add = parser.add_argument_group("the machine").add_argument
+    add("--machine", metavar="NAME", help="a preset such as h100-80gb, this (the default), or a file of --measure")
+    add("--nodes", **count, help="nodes")
+    add("--ranks-per-node", **count, help="ranks of a node, such as its GPUs")
+    add("--network", metavar="RATE", help="of one node, to the others, a second: 25Gbit, 3GB")
+    add("--memory", metavar="SIZE", help="of one GPU: 80GB, 79.1GiB")
+    add("--host-memory", metavar="SIZE", help="CPU memory of one node: 1TB")
+    add("--disk", metavar="SIZE", help="free disk of one node for states on NVMe: 2TB")
+    add = parser.add_argument_group("what is fixed; the rest is chosen").add_argument
+    add("--config", metavar="FILE", type=path_argument, help="a configuration, whose keys are kept")
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help="set a key of the configuration")
+    add("--batch", **count, help="samples of a step, over all ranks")
+    add("--stage", metavar="N", type=int, choices=range(4), help="ZeRO stage")
+    for name in ("--offload-optimizer", "--offload-param"):
+        add(name, choices=("none", "cpu", "nvme"), metavar="PLACE", help="none, cpu or nvme")
+    add("--micro-batch", **count, help="samples of a micro-step of a rank")
+    add("--accumulation", **count, help="micro-steps of a step")
+    add("--checkpointing", choices=("on", "off"), help="recompute activations in backward")
+    add = parser.add_argument_group("the result").add_argument
+    add("--all", action="store_true", help="show every candidate")
+    add("--json", action="store_true", help="print JSON")
+    page = "write a page with the memory and time of each candidate"
+    add("--html", metavar="PAGE", type=path_argument, help=page)
+    add("--write", metavar="FILE", type=path_argument, help="write the configuration of the best candidate")
+    add("--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)")
+    add("--measure", metavar="FILE", nargs="?", const="", help="measure this machine, and keep the result")
     return parser
 
 
@@ -281,14 +261,6 @@ def _count(text: str) -> int:
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return int(number)
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        replace_file(path, text)
-    except OSError as error:
-        raise ZeroEngineError(f"{option} {path}: it cannot be written ({error.strerror})") from None
-    print(f"zero-plan: wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
 from rich.console import RenderableType
 from rich.live import Live
 
-from zeroengine.cli.parser import CommandParser, command
+from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.paths import path_argument
-from zeroengine.utils.replaced_file import replace_file
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import summarize
@@ -43,21 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run", metavar="RUN", type=path_argument, help="the run folder")
     add("other", metavar="OTHER", type=path_argument, nargs="?", help="a second run, to compare with")
-    add("--compare", metavar="OTHER", type=path_argument, help="the same as a second RUN")
     add("--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
     add("--html", metavar="FILE", type=path_argument, help="write one self-contained page")
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
-    if options.other and options.compare:
-        raise ZeroEngineError(f"two runs can be compared, and three are given. Usage: {USAGE}")
-    folders = [options.run, *filter(None, [options.other or options.compare])]
+    folders = [options.run, *filter(None, [options.other])]
     if options.follow and (options.json or options.html or len(folders) > 1):
         raise ZeroEngineError("--follow shows one run in the terminal. Leave out --json, --html and the second run")
     if options.follow:
         return follow(RunReader(options.run, wait=options.run.is_dir()))
     readers = [RunReader(folder) for folder in folders]
     if options.html:
-        write_page(readers, options.html)
+        from zeroengine.view.report import report_page
+
+        write_output(options.html, report_page(readers), "--html")
     if options.json:
         summaries = [summarize(reader) for reader in readers]
         print(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2))
@@ -110,24 +107,6 @@ def follow_in_lines(reader: RunReader) -> int:
         while time.monotonic() < deadline and not is_over(reader):
             time.sleep(FOLLOW_INTERVAL_S)
             reader.read()
-
-
-def write_page(readers: list[RunReader], path: Path) -> None:
-    """Write the HTML page of one run or two.
-
-    Raises:
-        ZeroEngineError: The file cannot be written.
-    """
-    from zeroengine.view.report import report_page
-
-    page = report_page(readers)
-    try:
-        replace_file(path, page)
-    except OSError as error:
-        raise ZeroEngineError(
-            f"--html {path} cannot be written ({error.strerror}): write a file in a folder that exists"
-        ) from None
-    print(f"{path}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser", file=sys.stderr)
 
 
 if __name__ == "__main__":
