@@ -37,8 +37,6 @@ VALUES = {
     "connect_timeout": ["--connect-timeout", "40"],
     "import_timeout": ["--import-timeout", "200"],
     "fan_out": ["--fan-out", "8"],
-    "submit": ["--submit", "--nnodes", "1"],
-    "sbatch": ["--sbatch", "--time=5"],
     "image": ["--image", "other:2"],
     "kind": ["--kind", "TrainJob"],
     "log_dir": ["--log-dir", "logs"],
@@ -51,7 +49,6 @@ REQUESTS = {
     "local": [],
     "ssh": ["--hostfile", "hosts"],
     "slurm": [],
-    "slurm, submitted": ["--submit", "--nnodes", "2"],
     "mpi": [],
     "k8s": ["--image", "i:1", "--nproc", "2", "--nnodes", "2"],
     "k8s, a TrainJob": ["--image", "i:1", "--nproc", "2", "--nnodes", "2", "--kind", "TrainJob"],
@@ -104,13 +101,13 @@ def test_every_option_is_honored_or_refused(request_: str, ask: Ask) -> None:
     code, plain = ask(request_)
     assert code == 0, plain
     for option, words in VALUES.items():
-        if words[0] in REQUESTS[request_] and option in ("submit", "kind", "hostfile"):
+        if words[0] in REQUESTS[request_] and option in ("kind", "hostfile"):
             continue  # said already
         code, said = ask(request_, *words)
         if code == 0:
             assert said != plain or (request_, option) in WHEN_RUN, f"{option} is dropped"
         else:
             assert code == 2 and words[0] in said, said
-            # Some go with one form of a request alone.
-            alone = (request_, option) in {("slurm", "sbatch"), ("k8s, a TrainJob", "max_restarts")}
+            # This one goes with a PyTorchJob alone.
+            alone = (request_, option) == ("k8s, a TrainJob", "max_restarts")
             assert alone or launcher not in HONORED_BY.get(option, (launcher,)), said

@@ -29,7 +29,6 @@ HONORED_BY = {
         (("as_deepspeed",), ("local", "ssh", "slurm", "mpi")),
         (("connect_timeout", "import_timeout", "fan_out"), ("ssh", "slurm")),
         (("hostfile", "ssh"), ("ssh",)),
-        (("submit", "sbatch"), ("slurm",)),
         (("image", "kind"), ("k8s",)),
     )
     for option in options
@@ -91,9 +90,6 @@ def parser() -> CommandParser:
     ):
         add(f"--{name}-timeout", metavar="SECONDS", type=float, default=default_s, help=purpose)
     add("--fan-out", **count, default=protocol.FAN_OUT, help="connect to so many nodes at a time (64)")
-    add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
-    sbatch = "further options of sbatch, such as '--time=8:00:00 --partition=gpu'"
-    add("--sbatch", metavar="OPTIONS", default="", help=sbatch)
     add("--image", metavar="NAME", help="k8s: the container image, with torch, zeroengine and the script")
     add("--kind", choices=("PyTorchJob", "TrainJob"), help="k8s: of the manifest (default: PyTorchJob)")
 
@@ -110,30 +106,28 @@ def parser() -> CommandParser:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `script` (None if there is none), its `arguments`, and the whole `argv`."""
+    """Return the options, with `script` (None if there is none) and its `arguments`."""
     launch_parser = parser()
-    refuse_other_options(argv, launch_parser)
-    argv = _join_values(argv, launch_parser)
-    options = launch_parser.parse_args(argv)
+    options = launch_parser.parse_args(_checked_words(argv, launch_parser))
     # A leading "--" only separates the script from the options, and is no argument of the script.
     words = options.command[options.command[:1] == ["--"] :]
     options.script, options.arguments = (words[0] if words else None), words[1:]
-    # A batch script repeats the command line, so the words are kept as they were written.
-    options.argv = list(argv)
     return options
 
 
-def refuse_other_options(argv: Sequence[str], launch_parser: CommandParser) -> None:
-    """Refuse options of torchrun, deepspeed and accelerate launch, and misspelt ones.
+def _checked_words(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
+    """Return the words for argparse; refuse options of torchrun, deepspeed and accelerate launch, and misspelt ones.
+
+    A bare `--as-deepspeed` gets its default, since argparse would take the script for its value.
 
     Raises:
         LaunchError: There are some before the script. The message has what to write instead of each.
     """
     own = {name: action for action in launch_parser._actions for name in action.option_strings}
-    problems, rest = [], list(argv)
+    words, problems, rest = [], [], list(argv)
     # The script ends the options, and what comes after it belongs to the script.
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        option, equals, text = rest.pop(0).partition("=")
+        option, equals, text = rest[0].partition("=")
         name = option.lstrip("-").replace("_", "-")
         action, advice = own.get(option, own.get(f"--{name}")), None
         if action is None and advice_of(name, None) is None:
@@ -143,7 +137,10 @@ def refuse_other_options(argv: Sequence[str], launch_parser: CommandParser) -> N
                 break
             action, advice = own[near[0]], f"there is no such option. Did you mean {near[0]}?"
         takes_value = name not in SWITCHES if action is None else action.nargs is None
+        words.append("--as-deepspeed=absent" if rest[0] == "--as-deepspeed" else rest[0])
+        del rest[0]
         value = text if equals else rest.pop(0) if takes_value and rest else None
+        words += [] if equals or value is None else [value]
         if option in own:
             advice = VALUES.get((name, value or ""))
         elif advice is None:
@@ -155,22 +152,6 @@ def refuse_other_options(argv: Sequence[str], launch_parser: CommandParser) -> N
     if problems:
         end = "" if problems[0].endswith("?") else "."
         raise LaunchError(f"{problems[0]}{end} Usage: {USAGE}")
-
-
-def _join_values(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
-    """Write `--sbatch --time=1:00:00` as one word, since argparse takes no value that looks like an option.
-
-    A bare `--as-deepspeed` gets its default, since argparse would take the script for its value.
-    """
-    # Only options that take exactly one value can swallow the next word.
-    takes_value = {name for action in launch_parser._actions if action.nargs is None for name in action.option_strings}
-    words, rest = [], list(argv)
-    # The script ends the options, so an `--sbatch` after it belongs to the script.
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word = rest.pop(0)
-        value = [rest.pop(0)] if word in takes_value and rest else []
-        word = "--as-deepspeed=absent" if word == "--as-deepspeed" else word
-        words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
     return words + rest
 
 
@@ -186,16 +167,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise LaunchError(f"there is no script to run. Write {USAGE}")
     if launcher == "ssh" and options.hostfile is None:
         raise LaunchError("--launcher ssh: which hosts? Name a file of them with --hostfile")
-    if launcher == "slurm" and options.hostfile:
-        raise LaunchError(
-            "--hostfile has no meaning with --launcher slurm, which knows the hosts. Leave one of them out"
-        )
-    if launcher != "slurm" and (options.submit or options.sbatch):
-        raise LaunchError(f"{'--submit is' if options.submit else '--sbatch is'} for Slurm. Add --launcher slurm")
     if options.no_live and options.run_folder is None:
         raise LaunchError("--no-live is about the line that --run-folder shows. Add --run-folder DIR, or leave it out")
-    if options.sbatch and not options.submit:
-        raise LaunchError("--sbatch has options for the job that --submit makes. Add --submit, or leave --sbatch out")
     if launcher == "local" and options.nnodes is not None:
         # One node is what a local run has, so the option is harmless. More nodes need a hostfile.
         if options.nnodes != "1":
@@ -225,8 +198,8 @@ def check_options(options: argparse.Namespace) -> None:
                 raise LaunchError(_choice_of_hosts(name, getattr(options, name)))
             alternative = f": {ALTERNATIVES[launcher]}" if launcher in ALTERNATIVES else ""
             raise LaunchError(
-                f"--{name.replace('_', '-')} has no meaning with --launcher {launcher}{alternative}. "
-                "Leave one of them out"
+                f"--{name.replace('_', '-')} has no meaning with --launcher {launcher}, but with "
+                f"{', '.join(launchers)}{alternative}. Leave one of them out"
             )
     options.launcher = launcher
 

@@ -18,15 +18,15 @@ from zeroengine.cli.launch_options import check_options, parse_arguments
 from zeroengine.cli.parser import command
 from zeroengine.errors import LaunchError
 from zeroengine.integrations import as_deepspeed
-from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables, parse_variable
+from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables
 from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
-from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
+from zeroengine.launch.cluster.shells import RemoteShell, srun_shell, ssh_shell
 from zeroengine.launch.local import job
 from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.worker import BIND_VARIABLE
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
-from zeroengine.utils.masking import is_secret, masked
+from zeroengine.utils.masking import masked
 
 if TYPE_CHECKING:
     from zeroengine.launch.local.console import Console
@@ -137,55 +137,15 @@ def launch_over_ssh(options: argparse.Namespace) -> int:
 
 
 def launch_under_slurm(options: argparse.Namespace) -> int:
-    """Run ranks on the hosts of the Slurm allocation that contains this process, or submit a batch script."""
+    """Run ranks on the hosts of the Slurm allocation that contains this process."""
     from zeroengine.launch.schedulers import slurm
 
-    if not options.submit:
-        hosts = select_hosts(slurm.allocated_hosts(os.environ), options.include, options.exclude)
-        code = launch_on_hosts(options, hosts, srun_shell())
-        # The ranks have saved and ended because the job's time is nearly over, so the job goes back to the queue.
-        if code == RESTART_EXIT_CODE:
-            print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
-        return code
-    nodes = options.nnodes or ""
-    low, _, high = nodes.rpartition(":")
-    if not high.isdecimal():
-        raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
-    # Mistakes are reported now rather than hours later, when the job leaves the queue.
-    job.check_target(options.script, options.module)
-    job.check_config(options.config, options.set)
-    # Slurm has to know the number of GPUs only where the user has fixed it.
-    gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
-    name = Path(options.script).stem
-    sbatch_options = split_words("--sbatch", options.sbatch, "options of sbatch, such as --sbatch '--time=8:00:00'")
-    words, secrets = command_in_batch_script(options)
-    slurm.check_export(sbatch_options, secrets, os.environ)
-    script = slurm.batch_script(name, int(high), gpus, sbatch_options, words, elastic=low not in ("", high))
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT_NAME), secrets))
-    return 0
-
-
-def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command line as the batch script repeats it, and the variables that sbatch must pass on.
-
-    The batch script is a file that stays, and Slurm keeps a copy of it. So it names the variables that look secret
-    without their values, and sbatch passes on the values with its environment.
-    """
-    # Only words before the script are options of zero-launch. The script may have options of the same names.
-    end_of_options = len(options.argv) - len(options.arguments) - 1
-    rest, words, secrets = iter(options.argv[:end_of_options]), [], {}
-    for word in rest:
-        option, equals, value = word.partition("=")
-        if option == "--env":
-            value = value if equals else next(rest)
-            name, text = parse_variable(value, "--env", os.environ)
-            if is_secret(name, text):
-                value, secrets[name] = name, text
-            words += ["--env", value]
-        # The job itself must neither submit another job nor print a plan.
-        elif option not in ("--submit", "--dry-run", "--sbatch"):
-            words.append(word)
-    return words + options.argv[end_of_options:], secrets
+    hosts = select_hosts(slurm.allocated_hosts(os.environ), options.include, options.exclude)
+    code = launch_on_hosts(options, hosts, srun_shell())
+    # The ranks have saved and ended because the job's time is nearly over, so the job goes back to the queue.
+    if code == RESTART_EXIT_CODE:
+        print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
+    return code
 
 
 def launch_under_mpi(options: argparse.Namespace) -> int:

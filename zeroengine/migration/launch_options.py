@@ -20,7 +20,9 @@ _ADVICE = {
     "H deepspeed-hostfile mpirun-hostfile": "write --hostfile {}",
     "i deepspeed-inclusion-filter": "write --include {}",
     "e deepspeed-exclusion-filter": "write --exclude {}",
-    "launcher-args": "write --ssh 'ssh {}' for options of ssh, or --sbatch for those of Slurm",
+    "launcher-args": "write --ssh 'ssh {}'",
+    # Options of earlier versions of zero-launch.
+    "submit sbatch": "write a batch script and submit it with sbatch: docs/launch/slurm.md has one",
     "deepspeed-multinode-launcher": "write --launcher ssh, slurm, mpi, k8s or ray",
     "ssh-port": "write --ssh 'ssh -p {}'",
     "no-ssh": "write --launcher slurm, mpi, k8s or ray, whichever starts the nodes",
@@ -82,7 +84,7 @@ VALUES = {
 }
 # Options without a value.
 SWITCHES = {
-    *"elastic-training standalone same-network no-ssh no-ssh-check force-multi no-python run-path".split(),
+    *"elastic-training standalone same-network no-ssh no-ssh-check force-multi no-python run-path submit".split(),
     "no-local-rank",
     *"virtual-local-rank save-pid q quiet debug bind-cores-to-rank enable-cpu-affinity multi-gpu use-deepspeed".split(),
     *"use-fsdp use-megatron-lm use-parallelism-config tpu downcast-bf16 tpu-use-sudo".split(),

@@ -102,7 +102,7 @@ def test_the_starter_names_the_interpreter_safely() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--hostfile", "hosts"], ["--launcher", "mpi"], "--launcher slurm --submit --nnodes 2".split()],
+    [[], ["--hostfile", "hosts"], ["--launcher", "mpi"]],
 )
 def test_a_dry_run_shows_no_secret(
     options: list[str], script: Script, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

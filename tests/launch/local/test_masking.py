@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.launch.conftest import COMMAND, Script
+from tests.launch.conftest import Script
 from zeroengine.cli.zero_launch import main
 from zeroengine.utils.masking import is_secret, masked
 
@@ -69,38 +67,3 @@ def test_kubernetes_takes_secrets_from_a_secret(
     for name in ("FILE_TOKEN", "API_KEY", "OTHER_KEY", "HERE_PASSWORD"):
         assert shown.pop(name) == {"secretKeyRef": {"name": "train-env", "key": name}}
     assert shown == {"COLOUR": "red", "SHAPE": "round"}
-
-
-def test_sbatch_hands_secrets_over_beside_the_script(
-    secrets: list[str], script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shell script plays sbatch's part: it runs the batch script, as Slurm would, in the environment that it got."""
-    (tmp_path / "bin").mkdir()
-    for name, body in {
-        "sbatch": 'export SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7\nexec sh "$1"',
-        "srun": 'while [ "$1" != sh ]; do shift; done\nexec "$@"',
-    }.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-    names = ("FILE_TOKEN", "API_KEY", "OTHER_KEY", "HERE_PASSWORD", "COLOUR", "SHAPE")
-    target = script(f"print(*(os.environ[name] for name in {names}))")
-    options = ["--launcher", "slurm", "--submit", "--nnodes", "1", "--nproc", "1", "--cpu", *secrets]
-    done = subprocess.run([*COMMAND, *options, target], capture_output=True, text=True)
-    assert "hidden1 hidden3 hidden4 hidden2 red round" in done.stdout, done.stderr
-    text = Path("zero-launch.sbatch").read_text()
-    assert "hidden" not in text and "SHAPE=round" in text
-
-
-@pytest.mark.parametrize("export", ["NONE", "PATH,HOME", "NIL"])
-def test_a_secret_that_would_not_reach_the_job_is_refused(
-    export: str, script: Script, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--launcher", "slurm", "--submit", "--dry-run", "--nnodes", "1", "--cpu", "--env", "API_KEY=hidden"]
-    name = script("")
-    assert main([*options, "--sbatch", f"--export={export}", name]) == 2
-    err = capfd.readouterr().err
-    assert "API_KEY looks secret" in err and "--export=API_KEY" in err and "hidden" not in err
-    for kept in ("ALL,COLOUR=red", "API_KEY,PATH"):
-        assert main([*options, "--sbatch", f"--export {kept}", name]) == 0
-        assert "hidden" not in capfd.readouterr().out

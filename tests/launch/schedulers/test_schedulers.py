@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +55,7 @@ def test_the_allocation_is_the_hostfile(more: dict[str, str], slots: list[int | 
 
 
 def test_outside_of_slurm_is_said() -> None:
-    with pytest.raises(LaunchError, match=r"not inside a Slurm allocation\. Submit one with --submit --nnodes N"):
+    with pytest.raises(LaunchError, match=r"not inside a Slurm allocation\. Start zero-launch in sbatch or salloc"):
         slurm.allocated_hosts({})
 
 
@@ -77,56 +76,6 @@ def test_slurm_s_nodes_run_the_ranks(script: Script, tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[n1:0] 2", "[n2:1] 2"], done.stderr
     options = Path("srun").read_text().splitlines()
     assert {"--nodelist=n1", "--nodelist=n2", "--jobid=7", "--ntasks=1", "--overlap"} <= set(options)
-
-
-def test_a_batch_script_repeats_the_command(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--launcher", "slurm", "--nnodes", "2:3", "--nproc", "8", script(""), "--submit", "it's $(x)"]
-    options = ["--submit", "--dry-run", "--sbatch", "--time=1:00:00 --partition='a b'"]
-    assert main([*options, *arguments]) == 0
-    text = capfd.readouterr().out
-    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=8\n" in text
-    assert "#SBATCH --time=1:00:00 '--partition=a b'\n" in text
-    shown = text.strip().splitlines()[-1].replace("exec ", "printf '%s\\0' ", 1)
-    words = subprocess.run(["bash", "-c", shown], capture_output=True, text=True).stdout.split("\0")[:-1]
-    assert words == [sys.executable, "-m", "zeroengine.cli.zero_launch", *arguments]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked", "not_asked"),
-    [
-        ([], {"--exclusive", "--mem=0", "--requeue", "--open-mode=append", "--output=%x-%j.log"}, {"--no-kill"}),
-        (["--nnodes", "1:2"], {"--no-kill", "--nodes=2"}, set()),
-        (["--nnodes", "2:2"], set(), {"--no-kill"}),
-        (["--sbatch", "--mem 9G"], {"--exclusive"}, {"--mem=0"}),
-        (["--sbatch", "-c8"], set(), {"--exclusive", "--mem=0"}),
-        (["--sbatch", "--cpus-per-gpu=8"], set(), {"--exclusive", "--mem=0"}),
-        (["--sbatch", "--array 1-3"], {"--output=%x-%A_%a.log"}, {"--output=%x-%j.log"}),
-    ],
-)
-def test_a_batch_script_asks_for_all_that_the_ranks_need(
-    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], asked: set[str], not_asked: set[str]
-) -> None:
-    options = ["--launcher", "slurm", "--submit", "--dry-run", "--cpu", "--nnodes", "2", *arguments]
-    assert main([*options, script("")]) == 0
-    lines = re.findall(r"^#SBATCH (.*)$", capfd.readouterr().out, re.MULTILINE)
-    words = {word for line in lines for word in shlex.split(line)}
-    assert asked <= words and not words & not_asked
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sbatch", "--comment='a", "train.py"], "--sbatch --comment='a: no closing quotation"),
-        (["trian.py"], "trian.py: there is no such script. Did you mean train.py?"),
-        (["--config", "zero.json", "train.py"], "zero.json"),
-    ],
-)
-def test_a_wrong_request_is_not_submitted(
-    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    script("")
-    assert main(["--launcher", "slurm", "--submit", "--cpu", "--nnodes", "2", *arguments]) == 2
-    assert message in capfd.readouterr().err and not Path("zero-launch.sbatch").exists()
 
 
 def fake_program(folder: Path, name: str, body: str) -> dict[str, str]:
@@ -343,13 +292,13 @@ def test_long_names_are_told_apart_and_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launcher", "slurm", "--submit"], "--submit: on how many nodes? Write --nnodes 2, or a range; found none"),
+        (["--submit", "--launcher", "slurm"], "--submit: write a batch script and submit it with sbatch: docs/launch/"),
         (["--launcher", "k8s"], "--launcher k8s: which image?"),
         (["--launcher", "k8s", "--image", "i"], "--launcher k8s: how many processes has a pod? Write --nproc 8"),
         (["--launcher", "ray", "--nproc", "2"], "--launcher ray: Ray is not installed. Write pip install 'ray[train]'"),
         (["--launcher", "mpi"], "--launcher mpi: MPI has not started this process."),
         (["--launcher", "ssh"], "--launcher ssh: which hosts? Name a file of them with --hostfile"),
-        (["--submit"], "--submit is for Slurm. Add --launcher slurm"),
+        (["--sbatch", "--time=1:00:00"], "--sbatch --time=1:00:00: write a batch script and submit it with sbatch"),
         (
             ["--include", "a"],
             "--include a: it chooses from the hosts of a --hostfile, and there is none. Add",
