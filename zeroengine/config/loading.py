@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, UNSET_ALIASES, KeySorter, is_disabled_precision
 from zeroengine.config.filling import changed_source, filled_source
-from zeroengine.config.keys import most_similar
 from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
 from zeroengine.config.model import Config
 from zeroengine.config.schedulers import long_warmup
-from zeroengine.config.source import ConfigSource, KeyPath, copy_tree, describe, override, printable, read_file, walk
+from zeroengine.config.source import ConfigSource, copy_tree, describe, override, printable, read_file, walk
 from zeroengine.errors import ConfigError
 
 CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
 OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
 
-# A pass can find wrong values, then contradictions in a section, in the section around it, and in the configuration.
-MAX_PASSES = 5
 # One error lists at most so many problems.
 MAX_LISTED = 100
 # DeepSpeed refuses a file without any of these keys.
@@ -149,13 +145,15 @@ def _check(source: ConfigSource) -> Config:
     """Return the checked configuration, or raise a ConfigError that lists everything wrong with it."""
     sorter = KeySorter(source)
     tree = sorter.sort(source.tree)
-    config, problems = _validate(tree)
     problems = [
         *(Problem(path, text) for path, text in sorter.refused.items()),
         *unknown_keys((path, None) for path in sorter.unknown),
-        *problems,
     ]
-    if problems or config is None:
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        problems += explain(error, tree)
+    if problems:
         # All problems are listed in one error, so that a file is corrected once and not once for each mistake.
         raise ConfigError(_report(source, problems))
     config._source, config._written, config._fill = source.name, source, _fill_auto
@@ -175,67 +173,6 @@ def _fill_auto(
     if problems:
         raise ConfigError(_report(filled, problems))
     return _check(filled)
-
-
-def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
-    """Return the configuration, or None and everything wrong with it.
-
-    pydantic checks a section as a whole only if each of its values is right, and the configuration as a whole after
-    its sections. So every wrong value is removed, and the rest is checked again.
-    """
-    problems: list[Problem] = []
-    # Wrong values are removed below, and the messages still need the tree as it was written.
-    tree = copy.deepcopy(tree)
-    for _ in range(MAX_PASSES):
-        try:
-            config = Config.model_validate(tree)
-        except ValidationError as error:
-            new_problems = explain(error, tree)
-            # A value that was removed may leave a gap that looks like a mistake of its own.
-            problems += [new for new in new_problems if not any(_follows(new, old) for old in problems)]
-            # The list makes every problem be corrected: all() alone would stop at the first failure.
-            if not all([_correct(tree, problem.path) for problem in new_problems]):
-                return None, problems
-        else:
-            return (None if problems else config), problems
-    return None, problems
-
-
-def _follows(new: Problem, old: Problem) -> bool:
-    """Tell whether the problem `new` may exist only because the value of the problem `old` was removed."""
-    depth = min(len(new.path), len(old.path))
-    is_nested = depth > 0 and new.path[:depth] == old.path[:depth]
-    return new == old or (is_nested and (new.missing or (new.of_section and len(new.path) < len(old.path))))
-
-
-def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
-    """Remove a wrong value, or replace a misspelt type by the nearest one. Return whether anything changed."""
-    *above, name = path or ("",)
-    section: Any = tree
-    for key in above:
-        if not isinstance(section, dict) or key not in section:
-            # Another correction has removed the section.
-            return True
-        section = section[key]
-    # The items of a list have no names by which one could be removed, so the whole list is emptied.
-    if isinstance(section, list):
-        section.clear()
-        return True
-    if not isinstance(section, dict) or name not in section:
-        # A required key is missing, so its section is wrong.
-        return bool(above) and _correct(tree, tuple(above))
-    if len(above) == 1 and above[0] in TYPES and "type" not in section and name != "params":
-        # The key "type" itself was misspelt.
-        section["type"] = section.pop(name)
-        return True
-    is_type = bool(above) and name == "type" and above[0] in TYPES
-    nearest = most_similar(str(section[name]), TYPES[above[0]]) if is_type else None
-    # A misspelt type is replaced rather than removed, so that the parameters of the section are still checked.
-    if nearest is not None and nearest != section[name]:
-        section[name] = nearest
-    else:
-        del section[name]
-    return True
 
 
 def _report(source: ConfigSource, problems: Sequence[Problem]) -> str:

@@ -22,7 +22,7 @@ _EXAMPLES = {
     "params": "an object, {...}, with the parameters of this type",
 }
 # pydantic speaks of values in Python.
-_IN_JSON = {"tuple": "list", "a valid boolean": "true or false", "False, True": "false, true", "'": '"'}
+_IN_JSON = {"tuple": "list", "a valid boolean": "true or false", "'": '"'}
 # The types of values in Python that pydantic's errors ask for.
 _WANTED = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 
@@ -39,14 +39,10 @@ class Problem:
     Attributes:
         path: The key path.
         text: What is wrong and what to write, as the rest of a sentence that begins with the path.
-        missing: Whether a required key is missing.
-        of_section: Whether the values of a section contradict one another.
     """
 
     path: KeyPath
     text: str
-    missing: bool = False
-    of_section: bool = False
 
 
 def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
@@ -129,19 +125,19 @@ def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
 
 
 def _problem(item: Any, path: KeyPath, value: Any) -> Problem:
-    kind, context = item["type"], item.get("ctx", {})
+    kind = item["type"]
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
-        return Problem(path, f"missing; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
+        return Problem(path, f"missing; write {_EXAMPLES.get(path[-1], 'a value')}.")
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
         # A misspelt "type" key makes the whole section unknown, so the message names the key and not the section.
         typo = None if "type" in value else keys.most_similar("type", [str(k) for k in value if k != "params"])
         if typo is not None:
             return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
-        return Problem((*path, "type"), _unknown_type(path[-1], value.get("type")), missing="type" not in value)
+        return Problem((*path, "type"), _unknown_type(path[-1], value.get("type")))
     if kind == "value_error":
-        return Problem(path, f"{context['error']}.", of_section=isinstance(value, dict))
+        return Problem(path, f"{item['ctx']['error']}.")
     return Problem(path, f"found {describe(value)}; {_remedy(item, path, value)}.")
 
 
