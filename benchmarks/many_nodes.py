@@ -77,7 +77,7 @@ def run_stand_ins(num_nodes: int, fan_out: int) -> None:
         os.environ["STAND_IN_VERSIONS"] = json.dumps(installed_versions())
         hosts = [Host(f"node-{index}", 1) for index in range(num_nodes)]
         shell = RemoteShell((sys.executable, "-I", "-S", str(path), "{host}"), "the stand-in")
-        request = ClusterRequest(hosts, num_nodes, shell, os.getcwd(), "train.py", [], cpu=True, fan_out=fan_out)
+        request = ClusterRequest(hosts, num_nodes, shell, os.getcwd(), ["train.py"], cpu=True, fan_out=fan_out)
         screen, limit = os.dup(1), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         console, start = Console(), time.monotonic()

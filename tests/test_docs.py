@@ -372,8 +372,9 @@ def check_command(words: list[str]) -> None:
     if Path(command).name == "zero-launch":
         options = launch_options.parse_arguments(arguments)
         launch_options.check_options(options)
-        if (ROOT / options.script).is_file():
-            parse(run_script(ROOT / options.script, options.arguments), what)
+        script, *words = options.words
+        if (ROOT / script).is_file():
+            parse(run_script(ROOT / script, words), what)
 
 
 @pytest.mark.parametrize("page", that_run("bash", "console"))

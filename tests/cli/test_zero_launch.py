@@ -47,13 +47,13 @@ def refuse(capfd: pytest.CaptureFixture[str], script: Script) -> Refuse:
         (["-m", "json.tol"], "-m json.tol: there is no module json.tol. Did you mean json.tool?"),
         (["-m", "json"], "-m json: a package without a __main__.py cannot be run; name a module in it"),
         (["-m", "a/b.py"], "-m a/b.py: -m takes a module's name. Write -m a.b, or leave -m out"),
-        (["--nproc", "0", "train.py"], "--nproc 0: at least one process is needed. Write --nproc 2, or --nproc auto"),
-        (["--nproc", "-1", "train.py"], "--nproc -1: at least one process is needed. Write --nproc 2, or --nproc auto"),
+        (["--nproc", "0", "train.py"], "--nproc 0: not a number from 1 to 4096. Write --nproc 2, or --nproc auto"),
+        (["--nproc", "-1", "train.py"], "--nproc -1: not a number from 1 to 4096. Write --nproc 2, or --nproc auto"),
         (
-            ["--nproc", "9999999", "--cpu", "train.py"],
-            "--nproc 9999999: at most 4096 processes fit on a node. Write --nproc 2, or --nproc auto",
+            ["--nproc", "9999999", "train.py"],
+            "--nproc 9999999: not a number from 1 to 4096. Write --nproc 2, or --nproc auto",
         ),
-        (["--nproc", "two", "train.py"], "--nproc two: not a number. Write --nproc 2, or --nproc auto"),
+        (["--nproc", "two", "train.py"], "--nproc two: not a number from 1 to 4096. Write --nproc 2, or --nproc auto"),
         (
             ["--set", "stage", "train.py"],
             "--set stage: not of the form KEY=VALUE. Write --set zero_optimization.stage=3",
@@ -190,7 +190,7 @@ print(total.item(), sys.argv[1], os.environ["ZEROENGINE_OVERRIDES"])
     arguments = ["--nproc", "2", "--cpu", "--dry-run", "--set", "a=b c", script(body), "x $y"]
     assert main(arguments) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["RANK=0", "RANK=1"]
+    assert [line.split()[:2] for line in lines] == [["env", "RANK=0"], ["env", "RANK=1"]]
     shells = [subprocess.Popen(line, shell=True, stdout=subprocess.PIPE, text=True) for line in lines]
     assert [shell.communicate()[0] for shell in shells] == ['3.0 x $y ["a=b c"]\n'] * 2
 

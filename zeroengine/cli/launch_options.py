@@ -106,12 +106,12 @@ def parser() -> CommandParser:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with `script` (None if there is none) and its `arguments`."""
+    """Return the options, with the `words` of the script: the script, or `-m` and the module, and its arguments."""
     launch_parser = parser()
     options = launch_parser.parse_args(_checked_words(argv, launch_parser))
     # A leading "--" only separates the script from the options, and is no argument of the script.
     words = options.command[options.command[:1] == ["--"] :]
-    options.script, options.arguments = (words[0] if words else None), words[1:]
+    options.words = ["-m", *words] if options.module and words else words
     return options
 
 
@@ -163,7 +163,7 @@ def check_options(options: argparse.Namespace) -> None:
     """
     # A hostfile says that the run has several hosts, so ssh is the natural default then.
     launcher = options.launcher or ("ssh" if options.hostfile else "local")
-    if options.script is None:
+    if not options.words:
         raise LaunchError(f"there is no script to run. Write {USAGE}")
     if launcher == "ssh" and options.hostfile is None:
         raise LaunchError("--launcher ssh: which hosts? Name a file of them with --hostfile")

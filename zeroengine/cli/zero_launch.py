@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.worker import BIND_VARIABLE
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
-from zeroengine.utils.masking import masked
 
 if TYPE_CHECKING:
     from zeroengine.launch.local.console import Console
@@ -70,17 +68,13 @@ def open_standard_descriptors() -> None:
 def launch_locally(options: argparse.Namespace) -> int:
     """Run all ranks on this machine."""
     # The checks are ordered by their cost. The last one imports torch.
-    job.check_target(options.script, options.module)
+    job.check_target(options.words)
     nproc = job.count_processes(options.nproc, options.cpu)
-    environment = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
-    environment |= explicit_variables(options.env)
-    environment |= variables_as_deepspeed(options, os.environ | environment)
-    if "OMP_NUM_THREADS" not in os.environ | environment:
-        environment["OMP_NUM_THREADS"] = job.omp_threads(nproc)
+    environment = inherited_variables(options, nproc)
     if options.bind is not None:
         environment[BIND_VARIABLE] = cores_by_rank(options.bind, nproc)
     job.check_config(options.config, options.set)
-    local_job = job.Job(nproc, job.worker_command(options.script, options.arguments, options.module), environment)
+    local_job = job.Job(nproc, job.worker_command(options.words), environment)
     # A dry run imports neither torch nor anything of the launcher's machinery.
     if options.dry_run:
         print(local_job.describe(options.port))
@@ -153,17 +147,12 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
     from zeroengine.launch.schedulers.mpi import mpi_rank_variables
 
     variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
-    variables |= job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
-    variables |= explicit_variables(options.env)
-    variables |= variables_as_deepspeed(options, os.environ | variables)
-    # Without a limit every rank would use all cores of the node.
-    if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
-        variables["OMP_NUM_THREADS"] = job.omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
-    command = job.worker_command(options.script, options.arguments, options.module)
+    variables |= inherited_variables(options, int(variables.get("LOCAL_WORLD_SIZE", 0)))
+    command = job.worker_command(options.words)
     if options.dry_run:
-        print_command(variables, command)
+        print(job.shell_line(variables, command))
         return 0
-    job.check_target(options.script, options.module)
+    job.check_target(options.words)
     # The process is replaced, so that signals and exit codes of mpirun reach the script directly.
     os.execve(command[0], command, os.environ | variables)
 
@@ -183,11 +172,11 @@ def print_kubernetes_manifest(options: argparse.Namespace) -> int:
         variables[RUN_FOLDER_VARIABLE] = options.run_folder
     text, notices = build_manifest(
         options.kind or "PyTorchJob",
-        options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
+        options.words[1].rpartition(".")[2] if options.module else Path(options.words[0]).stem,
         options.image,
         options.nnodes or "1",
         options.nproc,
-        script_words(options),
+        options.words,
         variables,
         cpu=options.cpu,
         restarts=options.max_restarts,
@@ -205,18 +194,17 @@ def launch_on_ray(options: argparse.Namespace) -> int:
     ray.check_installed()
     if not options.nproc.isdecimal():
         raise LaunchError("--launcher ray: how many workers? Write --nproc 8 for 8 in the whole cluster")
-    job.check_target(options.script, options.module)
+    job.check_target(options.words)
     job.check_config(options.config, options.set)
     # Workers of Ray start on other machines, with an environment of their own.
     variables = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
     variables |= forwarded_variables(options.env)
-    words = script_words(options)
     if options.dry_run:
         with_gpu = "" if options.cpu else ", with a GPU each"
         print(f"# Ray Train: {options.nproc} workers{with_gpu}, max_failures={options.max_restarts}. In each:")
-        print_command(variables, ["python", *words])
+        print(job.shell_line(variables, ["python", *options.words]))
         return 0
-    return ray.run_on_ray(words, int(options.nproc), not options.cpu, variables, options.max_restarts)
+    return ray.run_on_ray(options.words, int(options.nproc), not options.cpu, variables, options.max_restarts)
 
 
 def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: RemoteShell) -> int:
@@ -230,7 +218,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     # A host with too few slots is reported before any connection is made.
     for host in hosts:
         processes_on(host, options.nproc)
-    job.check_target(options.script, options.module)
+    job.check_target(options.words)
     if options.config is not None and not os.path.isfile(options.config):
         # Reports the missing file. The first node checks the content, since its process imports torch anyway.
         job.check_config(options.config, options.set)
@@ -240,9 +228,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         min_nodes,
         shell,
         folder=os.getcwd(),
-        target=options.script,
-        arguments=options.arguments,
-        module=options.module,
+        words=options.words,
         nproc=options.nproc,
         cpu=options.cpu,
         environment=environment | variables_as_deepspeed(options, environment),
@@ -278,22 +264,27 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     return outcome.code
 
 
+def inherited_variables(options: argparse.Namespace, processes: int) -> dict[str, str]:
+    """Return the variables of ranks that have this process's environment as well.
+
+    Args:
+        options: The request.
+        processes: The number of ranks on this machine; 0 if it is not known.
+    """
+    variables = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
+    variables |= explicit_variables(options.env)
+    variables |= variables_as_deepspeed(options, os.environ | variables)
+    # Without a limit every rank would use all cores of the node.
+    if processes and "OMP_NUM_THREADS" not in os.environ | variables:
+        variables["OMP_NUM_THREADS"] = job.omp_threads(processes)
+    return variables
+
+
 def variables_as_deepspeed(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which `deepspeed` is zeroengine in the ranks, or none."""
     if options.as_deepspeed is None:
         return {}
     return {"PYTHONPATH": as_deepspeed.python_path(options.as_deepspeed, environ)}
-
-
-def script_words(options: argparse.Namespace) -> list[str]:
-    """Return the script and its arguments as python takes them."""
-    return [*(["-m"] if options.module else []), options.script, *options.arguments]
-
-
-def print_command(variables: Mapping[str, str], command: Sequence[str]) -> None:
-    """Print a command with its variables as a line for a shell, without secrets."""
-    # The line may end up in a log or a bug report.
-    print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(variables).items()), *command]))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_filters_choose_hosts_and_slots(include: str | None, exclude: str | None
         ("a:4", None, "--include a:4: a has no slot 4, its 4 slots count from 0"),
         ("c:0", None, "--include c:0: the hostfile does not say how many slots c has. Add slots=N"),
         ("a@a", None, "--include a@a: a is there twice."),
-        ("a:", None, "--include a:: ':' after a is not understood."),
+        ("a:", None, "--include a:: 'a:' is not understood."),
         ("a,b", None, "--include a,b: there is no host 'a,b'."),
         ("", None, "--include: no host is named."),
         ("a", "a", "--include a and --exclude a: no host is left of a, root@b, c"),

@@ -45,7 +45,7 @@ def lost_nodes(script: str, count: int, **limits: float) -> tuple[list[str | Non
     """Return why each node was lost, and how many nodes were connected to at most at a time."""
     hosts = [Host(f"node-{index}", 1) for index in range(count)]
     shell = RemoteShell(("sh", "-c", script, "{host}"))
-    request = ClusterRequest(hosts, count, shell, os.getcwd(), "train.py", [], fan_out=2, **limits)  # type: ignore[arg-type]
+    request = ClusterRequest(hosts, count, shell, os.getcwd(), ["train.py"], fan_out=2, **limits)  # type: ignore[arg-type]
     most = 0
     with Nodes(request, Console()) as nodes:
 
@@ -70,7 +70,7 @@ def test_the_time_to_import_torch_is_an_option() -> None:
 
 
 def test_a_program_that_cannot_be_started_is_a_lost_node() -> None:
-    request = ClusterRequest([Host("a", 1)], 1, RemoteShell(("/nonexistent",)), os.getcwd(), "train.py", [])
+    request = ClusterRequest([Host("a", 1)], 1, RemoteShell(("/nonexistent",)), os.getcwd(), ["train.py"])
     with Nodes(request, Console()) as nodes:
         assert nodes.connections[0].loss == "ssh cannot be started: No such file or directory"
 

@@ -6,8 +6,7 @@ import shlex
 
 from zeroengine.launch.cluster.hosts import processes_on
 from zeroengine.launch.cluster.request import ClusterRequest
-from zeroengine.launch.local.job import count_processes, worker_command
-from zeroengine.utils.masking import masked
+from zeroengine.launch.local.job import count_processes, shell_line, worker_command
 
 # This port stands for the free one that a real run chooses.
 PORT = 29500
@@ -30,10 +29,8 @@ def describe_run(request: ClusterRequest) -> str:
             own |= {"MASTER_ADDR": address, "MASTER_PORT": request.port or PORT}
             if host.chosen is not None:
                 own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.chosen))
-            variables = {**own, **masked(request.environment), **request.ranks_environment}
-            words = [f"{key}={value}" for key, value in variables.items()]
-            command = worker_command(request.target, request.arguments, request.module)
-            line = f"cd {shlex.quote(request.folder)} && exec env {shlex.join([*words, *command])}"
+            variables = {**own, **request.environment, **request.ranks_environment}
+            line = f"cd {shlex.quote(request.folder)} && exec {shell_line(variables, worker_command(request.words))}"
             lines.append(shlex.join(request.shell.command(host.name, line)))
             rank += 1
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.local.job import MAX_PROCESSES, suggest
+from zeroengine.launch.local.job import MAX_PROCESSES, parse_nproc, suggest
 
 EXAMPLE = "Write a host and its processes, such as: node-a slots=4"
 HOST_NAME = re.compile(r"[A-Za-z0-9_.%:+\[\]-]+(@[A-Za-z0-9_.%:+\[\]-]+)?")
@@ -132,21 +132,21 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tu
     by_name = {host.name: host for host in hosts} | {host.label: host for host in hosts}
     example = f"Write {option} host1:0,2@host2 for two slots of host1 and all of host2"
     slots_of: dict[str, tuple[int, ...] | None] = {}
+    # A host's own name may contain @, so the longest known name wins.
+    names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     rest = text
     while rest:
-        # A host's own name may contain @, so the longest known name wins.
-        name = max((n for n in by_name if re.match(re.escape(n) + r"(?=[:@]|$)", rest)), key=len, default=None)
-        if name is None:
-            unknown = re.split(r"[:@]", rest)[0]
-            raise LaunchError(f"{option} {text}: there is no host {unknown!r}{suggest(unknown, by_name)}. {example}")
-        match = re.match(r"(?::(\d+(?:,\d+)*))?(?:@(?=.)|$)", rest[len(name) :])
+        match = re.match(rf"({names})(?::(\d+(?:,\d+)*))?(?:@(?=.)|$)", rest)
         if match is None:
-            raise LaunchError(f"{option} {text}: {rest[len(name) :]!r} after {name} is not understood. {example}")
-        rest = rest[len(name) + match.end() :]
-        host = by_name[name]
+            unknown = re.split(r"[:@]", rest)[0]
+            is_known = unknown in by_name
+            problem = f"{rest!r} is not understood" if is_known else f"there is no host {unknown!r}"
+            hint = "" if is_known else suggest(unknown, by_name)
+            raise LaunchError(f"{option} {text}: {problem}{hint}. {example}")
+        rest, name, host = rest[match.end() :], match[1], by_name[match[1]]
         if host.name in slots_of:
             raise LaunchError(f"{option} {text}: {name} is there twice. {example}")
-        slots = None if match[1] is None else tuple(sorted(set(map(int, match[1].split(",")))))
+        slots = None if match[2] is None else tuple(sorted(set(map(int, match[2].split(",")))))
         for slot in slots or ():
             if host.slots is None:
                 raise LaunchError(f"{option} {text}: the hostfile does not say how many slots {name} has. Add slots=N")
@@ -196,12 +196,9 @@ def processes_on(host: Host, nproc: str) -> int | None:
     Raises:
         LaunchError: `nproc` is no number, or more than the host's slots.
     """
-    if nproc == "auto":
-        return host.max_processes
-    count = int(nproc) if re.fullmatch(r"\d{1,9}", nproc) else 0
-    if not 1 <= count <= MAX_PROCESSES:
-        raise LaunchError(f"--nproc {nproc}: not a number from 1 to {MAX_PROCESSES}. Write --nproc 2, or --nproc auto")
-    limit = host.max_processes
+    count, limit = parse_nproc(nproc), host.max_processes
+    if count is None:
+        return limit
     if limit is not None and count > limit:
         raise LaunchError(
             f"--nproc {nproc}: {host} has {limit} slot{'s' * (limit > 1)}. "

@@ -117,14 +117,14 @@ class NodeConnection:
         if self._connection is not None:
             self._connection.end()
 
-    def kill(self, timeout_s: float = 0.0) -> None:
-        """End the connecting process, by force if it has not ended by itself within the timeout."""
+    def kill(self) -> None:
+        """End the connecting process, by force if it has not ended by itself."""
         if self._connection is None:
             return
         self.close()
         process = self._connection.process
         try:
-            process.wait(timeout_s)
+            process.wait(0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

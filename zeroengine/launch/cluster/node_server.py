@@ -195,7 +195,6 @@ class NodeServer:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._interface)
         if message["bind"]:
             environment[BIND_VARIABLE] = cores_by_rank(message["bind"], nproc)
-        command = job.worker_command(message["target"], message["arguments"], message["module"])
         # The store takes the socket over, so it must not be closed here any more.
         listener, self._listener = self._listener if assignment.node == 0 else None, None
         if listener is not None:
@@ -203,7 +202,8 @@ class NodeServer:
             network.drop_pending_connections(listener)
         rendezvous = Rendezvous(assignment, listener)
         with Pipes(nproc, self._send_output) as pipes:
-            outcome = run_ranks(job.Job(nproc, command, environment), pipes, rendezvous, self._launcher)
+            local_job = job.Job(nproc, job.worker_command(message["words"]), environment)
+            outcome = run_ranks(local_job, pipes, rendezvous, self._launcher)
         # The failures have their times by this node's clock.
         failures = [dataclasses.asdict(failure) for failure in outcome.failures]
         ended = {"failures": failures, "interrupted": outcome.stop_signal, "clock": time.monotonic()}
@@ -227,7 +227,7 @@ def node_facts(message: Message) -> Message:
         except ZeroEngineError as error:
             config_error = str(error)
     try:
-        job.check_target(message["target"], message["module"])
+        job.check_target(message["words"])
     except LaunchError as error:
         missing.append(str(error))
     gpus = 0 if message["cpu"] else job.count_gpus()

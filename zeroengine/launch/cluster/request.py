@@ -21,9 +21,7 @@ class ClusterRequest:
     min_nodes: int  # with fewer nodes the run cannot go on
     shell: RemoteShell
     folder: str
-    target: str  # the script, or the module's name
-    arguments: Sequence[str]
-    module: bool = False
+    words: Sequence[str]  # the script, or -m and the module, and its arguments
     nproc: str = "auto"
     cpu: bool = False
     environment: dict[str, str] = field(default_factory=dict)  # of every node's agent, which its ranks inherit
@@ -57,9 +55,8 @@ class ClusterRequest:
         Args:
             first: Whether this is the first node, which checks the configuration for all of them.
         """
-        overrides = list(self.overrides) if first else None
-        target = {"target": self.target, "module": self.module, "config": self.config, "overrides": overrides}
-        return {"do": "facts", "cpu": self.cpu, "silence": self.node_timeout_s, **target}
+        checked = {"config": self.config, "overrides": list(self.overrides) if first else None}
+        return {"do": "facts", "cpu": self.cpu, "silence": self.node_timeout_s, "words": list(self.words), **checked}
 
     def num_ranks_on(self, node: NodeConnection) -> int:
         """Return the number of ranks that the node has when it takes part."""
@@ -80,6 +77,5 @@ class ClusterRequest:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (host.chosen or range(node.nproc))[: node.nproc]))
         if self.elastic:
             environment["ZEROENGINE_FULL_WORLD_SIZE"] = str(full_world_size)
-        target = {"target": self.target, "arguments": list(self.arguments), "module": self.module}
         where = {"place": assignment, "nproc": node.nproc, "host": host.label, "bind": self.bind}
-        return {"do": "run", "environment": environment, **target, **where}
+        return {"do": "run", "environment": environment, "words": list(self.words), **where}

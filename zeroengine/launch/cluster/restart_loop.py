@@ -66,11 +66,8 @@ def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console, events:
 class RestartLoop:
     """The rounds of a run. See "Rounds" above."""
 
-    def __init__(
-        self, request: ClusterRequest, nodes: Nodes, console: Console, events: LauncherEvents | None = None
-    ) -> None:
-        self._request, self._nodes, self._console = request, nodes, console
-        self._events = LauncherEvents() if events is None else events
+    def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console, events: LauncherEvents) -> None:
+        self._request, self._nodes, self._console, self._events = request, nodes, console, events
         # Idle rounds are those in a row that have lost nodes before a step was taken.
         self._round_index = self._idle_rounds = 0
         # This becomes True when any round has reported a step.

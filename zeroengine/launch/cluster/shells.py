@@ -55,18 +55,6 @@ class RemoteShell:
         return self.command(host, f"exec {shlex.quote(sys.executable)} -u -c {shlex.quote(STARTER)}")
 
 
-def split_words(option: str, text: str, example: str) -> list[str]:
-    """Return the words of an option's value, as a shell would split it.
-
-    Raises:
-        LaunchError: The quotation is wrong.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise LaunchError(f"{option} {text}: {str(error).lower()}. Write {example}") from None
-
-
 def ssh_shell(command: str | None = None, connect_timeout_s: float = 30.0) -> RemoteShell:
     """Return plain ssh, or the command that `--ssh` names instead, such as `ssh -p 2222 -i key`.
 
@@ -78,7 +66,10 @@ def ssh_shell(command: str | None = None, connect_timeout_s: float = 30.0) -> Re
     Raises:
         LaunchError: `command` is no command.
     """
-    words = SSH_COMMAND if command is None else split_words("--ssh", command, EXAMPLE)
+    try:
+        words = SSH_COMMAND if command is None else shlex.split(command)
+    except ValueError as error:
+        raise LaunchError(f"--ssh {command}: {str(error).lower()}. Write {EXAMPLE}") from None
     if not words:
         raise LaunchError(f"--ssh: an empty command. Write {EXAMPLE}")
     options = {**SSH_OPTIONS, "ConnectTimeout": str(math.ceil(connect_timeout_s / 3))}

@@ -6,10 +6,11 @@ import difflib
 import json
 import os
 import pkgutil
+import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -49,17 +50,28 @@ class Job:
                 port = server.getsockname()[1]
         lines = []
         for rank in range(self.nproc):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc, "LOCAL_WORLD_SIZE": self.nproc}
-            variables = own | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port} | masked(self.environment)
-            lines.append(" ".join(f"{key}={shlex.quote(str(value))}" for key, value in variables.items()))
-            lines[-1] += f" {shlex.join(self.command)}"
+            own: dict[str, object] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self.nproc,
+                "LOCAL_WORLD_SIZE": self.nproc,
+            }
+            own |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+            lines.append(shell_line({**own, **self.environment}, self.command))
         return "\n".join(lines)
 
 
-def worker_command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
-    """Return the command of one rank."""
+def worker_command(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of one rank: of a script, or `-m` and a module, and its arguments."""
     # `-u` disables Python's buffer, so that output before a crash is not lost.
-    return (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
+    return (sys.executable, "-u", worker.__file__, *words)
+
+
+def shell_line(variables: Mapping[str, object], command: Sequence[str]) -> str:
+    """Return a command with its variables as a line for a shell, without secrets."""
+    # The line may end up in a log or a bug report.
+    shown = masked({key: str(value) for key, value in variables.items()})
+    return shlex.join(["env", *(f"{key}={value}" for key, value in shown.items()), *command])
 
 
 def rank_environment(
@@ -85,25 +97,31 @@ def omp_threads(processes: int) -> str:
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // processes))
 
 
+def parse_nproc(nproc: str) -> int | None:
+    """Return the number of processes that `--nproc` gives; None for `auto`.
+
+    Raises:
+        LaunchError: It is neither.
+    """
+    if nproc == "auto":
+        return None
+    count = int(nproc) if re.fullmatch(r"\d{1,9}", nproc) else 0
+    if not 1 <= count <= MAX_PROCESSES:
+        raise LaunchError(f"--nproc {nproc}: not a number from 1 to {MAX_PROCESSES}. Write --nproc 2, or --nproc auto")
+    return count
+
+
 def count_processes(nproc: str, cpu: bool) -> int:
     """Return the number of processes that `--nproc` means here: at most one per GPU, or any number on the CPU.
 
     Raises:
         LaunchError: `nproc` is no number of processes, or there are too few GPUs.
     """
+    processes = parse_nproc(nproc)
     # torch is asked only where GPUs matter, for its import takes a while.
     gpus = 0 if cpu else count_gpus()
-    if nproc == "auto":
+    if processes is None:
         return gpus or CPU_PROCESSES
-    remedy = "Write --nproc 2, or --nproc auto"
-    try:
-        processes = int(nproc)
-    except ValueError:
-        raise LaunchError(f"--nproc {nproc}: not a number. {remedy}") from None
-    if processes < 1:
-        raise LaunchError(f"--nproc {nproc}: at least one process is needed. {remedy}")
-    if processes > MAX_PROCESSES:
-        raise LaunchError(f"--nproc {nproc}: at most {MAX_PROCESSES} processes fit on a node. {remedy}")
     if gpus and processes > gpus:
         raise LaunchError(
             f"--nproc {nproc}: only {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each process needs its own."
@@ -142,13 +160,16 @@ def check_config(config: str | None, overrides: Sequence[str]) -> None:
         load(config, overrides)
 
 
-def check_target(target: str, module: bool) -> None:
-    """Check that the script or module exists and can be run.
+def check_target(words: Sequence[str]) -> None:
+    """Check that the script, or after `-m` the module, exists and can be run.
 
     Raises:
         LaunchError: It cannot; the message names a similar one if there is one.
     """
-    (_check_module if module else _check_script)(target)
+    if words[0] == "-m":
+        _check_module(words[1])
+    else:
+        _check_script(words[0])
 
 
 def _check_script(script: str) -> None:
