@@ -112,8 +112,8 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    assert "no such file" in complaint(tmp_path / "missing.json")
-    assert "this is a directory" in complaint(tmp_path)
+    assert "cannot be read: No such file" in complaint(tmp_path / "missing.json")
+    assert "cannot be read: Is a directory" in complaint(tmp_path)
     assert "the file is empty" in complaint(tmp_path / "a.json", " \n")
     assert "UTF-8" in complaint(tmp_path / "b.json", b"\xff\xfe{")
     assert "the top level is [1] (a list); write an object" in complaint(tmp_path / "c.json", "[1]")

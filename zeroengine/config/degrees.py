@@ -130,11 +130,12 @@ class DegreesSection(Section):
         Raises:
             ValueError: They do not divide one another or the number of ranks. The message says which would do.
         """
-        own = _as_numbers(self, "degrees", world_size, ranks_per_node, whole)
+        key = "zero_optimization.degrees"
+        own = _as_numbers(self, key, world_size, ranks_per_node, whole)
         resolved = self.model_copy(update=own)
-        entries, levels = [], {own[name]: f"degrees.{name}" for name in reversed(STATES)}
+        entries, levels = [], {own[name]: f"{key}.{name}" for name in reversed(STATES)}
         for index, (pattern, degrees) in enumerate(resolved.by_pattern()):
-            where = f"degrees.per_unit.{index}"
+            where = f"{key}.per_unit.{index}"
             numbers = _as_numbers(degrees, where, world_size, ranks_per_node, whole)
             _check_one_chain(levels, numbers, where, world_size)
             levels |= {numbers[name]: f"{where}.{name}" for name in STATES if numbers[name] not in levels}
@@ -224,12 +225,7 @@ def _check_one_chain(levels: dict[Any, str], numbers: dict[str, Any], where: str
         number = numbers[name]
         other = next((d for d in known if isinstance(number, int) and number % d and d % number), None)
         if other is not None:
-            fitting = [
-                d
-                for d in range(1, world_size + 1)
-                if world_size % d == 0 and all(d % level == 0 or level % d == 0 for level in known)
-            ]
             raise ValueError(
                 f"{where}.{name} is {number}, and {levels[other]} is {other}: of two degrees, also of different units, "
-                f"one must divide the other; write {' or '.join(map(str, fitting))}"
+                f"one must divide the other; write {other}"
             )

@@ -69,7 +69,7 @@ def changed_source(source: ConfigSource, loaded: dict[str, Any], present: dict[s
             for name, value in after.items():
                 write_changes((*path, name), before[name], value)
         else:
-            _write(source, path, after, "model_copy")
+            source.put(path, after, "from model_copy")
 
     for name, value in present.items():
         write_changes((name,), loaded[name], value)
@@ -112,24 +112,13 @@ def _fill_key(source: ConfigSource, path: KeyPath, value: Any, framework: str, m
         # A file that names no precision leaves it to the framework, although absence means false without one.
         is_open = is_open or (path in PRECISION_KEYS and all(source.get(key) is None for key in PRECISION_KEYS))
     if is_open:
-        _write(source, path, value, framework)
+        source.put(path, value, f"from {framework}")
     elif must_match and _plain(current) != _plain(value):
         present = f"found {as_json(current)}" if is_written else f"absent, which means {as_json(current)}"
         choices = [*(['"auto"'] if "auto" in words else []), as_json(value)]
         remedy = f"write {' or '.join(choices)}, or give {framework} {as_json(current)}"
         return Problem(path, f"{present}, and {framework} has {as_json(value)}; {remedy}.")
     return None
-
-
-def _write(source: ConfigSource, path: KeyPath, value: Any, framework: str) -> None:
-    node = source.tree
-    for name in path[:-1]:
-        # A section may be absent or null.
-        if not isinstance(node.get(name), dict):
-            node[name] = {}
-        node = node[name]
-    node[path[-1]] = value
-    source.places[path] = f"from {framework}"
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from zeroengine.config import batch, sinks
 from zeroengine.config.degrees import DegreesSection
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
-from zeroengine.config.local_steps import LocalSteps, LocalStepsField
+from zeroengine.config.local_steps import LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio
 from zeroengine.config.optimizers import OptimizerConfig
@@ -282,18 +282,18 @@ class Config(Section):
             else section
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
-        local_steps = self._resolve_local_steps(world_size, ranks_per_node, shard_ranks)
-        zero, whole = self.zero_optimization, "ranks"
-        if local_steps is not None and isinstance(local_steps.replica_ranks, int):
-            world_size, whole = local_steps.replica_ranks, "ranks of a replica (local_steps)"
-        if zero.degrees is not None or shard_ranks is not None:
-            try:
-                degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node, whole)
-                if shard_ranks is not None:
-                    degrees = DegreesSection.of_mesh(degrees, zero.stage, shard_ranks)
-                zero = zero.model_copy(update={"degrees": degrees})
-            except ValueError as error:
-                raise ConfigError(f"{self._source}: zero_optimization: {error}") from None
+        zero, local_steps, whole = self.zero_optimization, self.local_steps, "ranks"
+        try:
+            if local_steps is not None:
+                local_steps = local_steps.over(world_size, ranks_per_node, zero.degrees, shard_ranks)
+                if isinstance(local_steps.replica_ranks, int):
+                    world_size, whole = local_steps.replica_ranks, "ranks of a replica (local_steps)"
+            degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node, whole)
+            if shard_ranks is not None:
+                degrees = DegreesSection.of_mesh(degrees, zero.stage, shard_ranks)
+        except ValueError as error:
+            raise ConfigError(f"{self._source}: {error}") from None
+        zero = zero.model_copy(update={"degrees": degrees})
         resolved = self.model_copy(
             update={**sizes, "bf16": bf16, "fp16": fp16, "zero_optimization": zero, "local_steps": local_steps}
         )
@@ -313,17 +313,6 @@ class Config(Section):
         open_sizes = {name: size for name, size in sizes.items() if getattr(self, name) is None and size is not None}
         autos = [f"{name} = {size}" for name, size in open_sizes.items() if written.get(name) == "auto"]
         return f'"auto" stands for {", ".join(autos)}.' if autos else None
-
-    def _resolve_local_steps(
-        self, world_size: int, ranks_per_node: int | None, shard_ranks: int | None
-    ) -> LocalSteps | None:
-        """Return the section with a number as `replica_ranks`. See `LocalSteps.over`."""
-        if self.local_steps is None:
-            return None
-        try:
-            return self.local_steps.over(world_size, ranks_per_node, self.zero_optimization.degrees, shard_ranks)
-        except ValueError as error:
-            raise ConfigError(f"{self._source}: {error}") from None
 
     def replica_ranks(self, world_size: int) -> int:
         """Return the number of ranks that hold every state once: those of a replica, or all. Needs `resolve`."""

@@ -52,6 +52,19 @@ class ConfigSource:
         place = next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
         return f"{written} ({place})" if place else written
 
+    def put(self, path: KeyPath, value: Any, place: str) -> None:
+        """Write a value, and make the sections around it where they are absent or null."""
+        node = self.tree
+        for name in path[:-1]:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        node[path[-1]] = value
+        # Messages must not name the line of a value that is replaced.
+        for replaced in [known for known in self.places if known[: len(path)] == path]:
+            del self.places[replaced]
+        self.places[path] = place
+
     def get(self, path: KeyPath) -> Any:
         """Return the value at `path`, or None where there is none."""
         node: Any = self.tree
@@ -80,16 +93,12 @@ def read_file(path: Path) -> ConfigSource:
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes, so it is no configuration. Check the path.")
         text = data.decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (looked for {path.absolute()}). Check the path.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: this is a directory. Give a JSON, YAML or HJSON file in it.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
-    except ConfigError:
-        raise
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror} ({path.absolute()}). Give a JSON, YAML or HJSON file."
+        ) from None
     except ValueError as error:
         # The path holds a NUL character.
         raise ConfigError(f"{printable(str(path))}: this is not the path of a file ({error}).") from None
@@ -110,24 +119,18 @@ def override(source: ConfigSource, text: str) -> None:
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or len(path) > MAX_DEPTH:
         raise ConfigError(f"override {printable(text)!r}: write KEY=VALUE, such as zero_optimization.stage=3.")
-    node = source.tree
-    for depth, part in enumerate(path[:-1], start=1):
-        node = node.setdefault(part, {})
+    for depth in range(1, len(path)):
         # The override would have to replace a value by an object, which is hardly meant.
-        if not isinstance(node, dict):
-            parent = ".".join(path[:depth])
+        if not isinstance(node := source.get(path[:depth]), dict | None):
             raise ConfigError(
-                f"override {printable(text)!r}: {parent} is {describe(node)}, so nothing can be set below it."
+                f"override {printable(text)!r}: {'.'.join(path[:depth])} is {describe(node)}, so nothing can be set "
+                "below it."
             )
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         value = raw
-    node[path[-1]] = copy_tree(value, f"override {printable(text)!r}")
-    # Messages must not name the line of a value that the override replaced.
-    for replaced in [known for known in source.places if known[: len(path)] == path]:
-        del source.places[replaced]
-    source.places[path] = f"override {printable(text)}"
+    source.put(path, copy_tree(value, f"override {printable(text)!r}"), f"override {printable(text)}")
 
 
 def describe(value: Any) -> str:
@@ -318,33 +321,21 @@ def _parse_hjson(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise ConfigError(f"{name}: not HJSON that a configuration can hold: {error}.") from None
 
 
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)((?:\.\d+)?(?:[eE][-+]?\d+)?)")
+
+
 def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     # Most configurations are JSON, and need not wait for this import.
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """PyYAML's reader of YAML 1.1, with the numbers of JSON.
-
-        So 1e-4 is a number, and 010, 1:30 and 2026-01-31 are strings; in YAML 1.1 they are 8, 90 and a date.
-        """
-
-        yaml_implicit_resolvers = {  # noqa: RUF012
-            first: [item for item in resolvers if item[0].rpartition(":")[2] not in ("int", "float", "timestamp")]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-    integer = r"(?:0|[1-9][0-9_]*)"
-    for kind, pattern in (
-        ("int", rf"[-+]?{integer}\Z"),
-        ("float", rf"[-+]?(?:{integer}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\Z"),
-        ("float", r"[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"),
-    ):
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list("-+0123456789."))
     lines: dict[KeyPath, int] = {}
     count = 0
 
     def note_lines(node: Any, path: KeyPath) -> None:
-        """Note the line of every key below `node`, before any value is constructed."""
+        """Note the line of every key below `node`, and read numbers as JSON does, before any value is constructed.
+
+        So 1e-4 is a number, and 010, 1:30 and 2026-01-31 are strings; in YAML 1.1 they are 8, 90 and a date.
+        """
         nonlocal count
         count += 1
         if count > 2 * MAX_VALUES or len(path) > MAX_DEPTH:
@@ -357,11 +348,17 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
                 mark, key_path = key.start_mark, (*path, str(key.value))
                 _note_line(lines, key_path, mark.line + 1, mark.column + 1, name, text)
                 note_lines(value, key_path)
+        elif node.style is None and node.value and node.value[0] in "+-.0123456789":
+            number = _JSON_NUMBER.fullmatch(node.value)
+            kind = "str" if number is None else "float" if number[1] else "int"
+            node.tag = f"tag:yaml.org,2002:{kind}"
 
     try:
-        root = yaml.compose(text, Loader)
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is None:
+            return None, lines
         note_lines(root, ())
-        return (Loader("").construct_document(root) if root is not None else None), lines
+        return yaml.SafeLoader("").construct_document(root), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = (error.problem or error.context or "malformed YAML").capitalize()
