@@ -14,7 +14,7 @@ from zeroengine.cli.zero_report import main
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for section in ("software", "machine", "gpus", "interfaces", "compiled"):
+    for section in ("software", "machine", "interfaces", "compiled"):
         monkeypatch.setattr(zero_report, section, lambda: iter(()))
     folder = write_run(tmp_path / "run", ranks=64, steps=120, restart=True)
     with open(folder / "events.jsonl", "a") as events:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import socket
 import sys
@@ -52,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
         "machine": machine,
-        "GPUs": gpus,
         "network": interfaces,
         "compiled": compiled,
     }
@@ -88,36 +86,25 @@ def _rows_or_failure(rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def software() -> Iterator[Row]:
-    """Yield versions of the packages, and what torch reports about the system around it."""
+    """Yield versions of the packages, and what torch reports about the system, its compilers and its GPUs."""
     import torch
     from torch.utils.collect_env import get_env_info
 
     yield from installed_versions().items()
     yield "interpreter", sys.executable
-    for name in ("numpy", "pydantic", "safetensors", "transformers"):
+    for name in ("pydantic", "safetensors", "transformers"):
         yield name, version_of(name)
-    facts = get_env_info()
-    yield "system", f"{facts.os}, {facts.python_platform}"
-    yield "CUDA of torch", str(torch.version.cuda or "none")
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
-    for name, value in {
-        "NVIDIA driver": facts.nvidia_driver_version,
-        "CUDA runtime": facts.cuda_runtime_version,
-        "cuDNN": facts.cudnn_version,
-        "GCC": facts.gcc_version,
-        "Clang": facts.clang_version,
-    }.items():
-        yield name, str(value or "none").strip()
+    for name, value in get_env_info()._asdict().items():
+        # Some values, such as those of several GPUs, have several lines.
+        yield name.replace("_", " "), "; ".join(" ".join(line.split()) for line in str(value or "none").splitlines())
     # Only the names are shown, because values may hold secrets.
     variables = sorted(name for name in os.environ if name.startswith(REPORTED_PREFIXES))
     yield "environment", ", ".join(variables) or "none of ours"
 
 
 def machine() -> Iterator[Row]:
-    """Yield processor, cores and memory."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    yield "processor", next(models, platform.processor() or "unknown")
+    """Yield cores and memory."""
     num_nodes = len(numa_nodes())
     nodes = f"{num_nodes or 1} NUMA node{'s' * (num_nodes > 1)}"
     yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
@@ -126,18 +113,6 @@ def machine() -> Iterator[Row]:
     # Ranks of one node exchange tensors through this file system, and containers often make it small.
     shm = shutil.disk_usage("/dev/shm")
     yield "/dev/shm", f"{shm.free / 2**30:.1f} of {shm.total / 2**30:.1f} GiB free"
-
-
-def gpus() -> Iterator[Row]:
-    """Yield name, memory and compute capability of each GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        yield "none", "torch sees no GPU"
-        return
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        yield str(index), f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
 
 
 def interfaces() -> Iterator[Row]:
