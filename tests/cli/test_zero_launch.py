@@ -187,7 +187,9 @@ total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 print(total.item(), sys.argv[1], os.environ["ZEROENGINE_OVERRIDES"])
 """
-    arguments = ["--nproc", "2", "--cpu", "--dry-run", "--set", "a=b c", script(body), "x $y"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    arguments = ["--nproc", "2", "--cpu", "--port", port, "--dry-run", "--set", "a=b c", script(body), "x $y"]
     assert main(arguments) == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["env", "RANK=0"], ["env", "RANK=1"]]

@@ -56,7 +56,7 @@ def test_the_lines_of_a_dry_run_survive_a_shell_on_both_sides(
     request = ClusterRequest(
         [Host("a", 1)], 1, RemoteShell(("sh", "-c")), str(show.parent), [show.name, *arguments], environment=variables
     )
-    for lines in (describe_run(request), Job(1, worker_command([show.name, *arguments]), variables).describe()):
+    for lines in (describe_run(request), Job(1, worker_command([show.name, *arguments]), variables).describe(29500)):
         line = lines.partition(", which starts\n")[2] or lines
         subprocess.run(["sh", "-c", line], check=True)
         assert given_to(0) == [arguments, variables]

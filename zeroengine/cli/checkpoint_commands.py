@@ -219,20 +219,11 @@ def _table(*columns: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Print a table; on a narrow terminal without the columns that matter least, which --json has."""
     from rich.console import Console
-    from rich.measure import Measurement
 
     console = Console()
-    if not console.is_terminal:
-        # A program that reads the output expects one line for each row, so nothing may be wrapped.
-        console = Console(width=10_000)
-    wide = console.options.update(max_width=10_000)
-    # Columns are dropped one by one until the table fits.
-    for spare in ("versions", "optimizer"):
-        if Measurement.get(console, wide, table).maximum > console.width:
-            table.columns = [column for column in table.columns if column.header != spare]
-    console.print(table)
+    # A program that reads the output expects one line for each row, so nothing may be wrapped.
+    (console if console.is_terminal else Console(width=10_000)).print(table)
 
 
 def _count(number: int, what: str) -> str:

@@ -194,24 +194,12 @@ def check_options(options: argparse.Namespace) -> None:
     for name, launchers in HONORED_BY.items():
         # An option that has its default value was not given, or asks for nothing special.
         if launcher not in launchers and getattr(options, name) != launch_parser.get_default(name):
-            if launcher == "local" and name in ("include", "exclude"):
-                raise LaunchError(_choice_of_hosts(name, getattr(options, name)))
             alternative = f": {ALTERNATIVES[launcher]}" if launcher in ALTERNATIVES else ""
+            # DeepSpeed chooses GPUs of this machine by these options.
+            if launcher == "local" and name in ("include", "exclude"):
+                alternative = ". To choose GPUs of this machine, set CUDA_VISIBLE_DEVICES=0,1 before the command"
             raise LaunchError(
                 f"--{name.replace('_', '-')} has no meaning with --launcher {launcher}, but with "
                 f"{', '.join(launchers)}{alternative}. Leave one of them out"
             )
     options.launcher = launcher
-
-
-def _choice_of_hosts(option: str, value: str) -> str:
-    """Return the message for `--include` or `--exclude` without a hostfile, which DeepSpeed takes for GPUs here."""
-    host, _, slots = value.partition(":")
-    is_here = option == "include" and host == "localhost" and all(slot.isdecimal() for slot in slots.split(","))
-    remedy = (
-        f"To use these GPUs of this machine, write CUDA_VISIBLE_DEVICES={slots} zero-launch --nproc "
-        f"{len(slots.split(','))}"
-        if is_here
-        else "Add --hostfile FILE, or choose GPUs of this machine with CUDA_VISIBLE_DEVICES"
-    )
-    return f"--{option} {value}: it chooses from the hosts of a --hostfile, and there is none. {remedy}"

@@ -77,7 +77,7 @@ def launch_locally(options: argparse.Namespace) -> int:
     local_job = job.Job(nproc, job.worker_command(options.words), environment)
     # A dry run imports neither torch nor anything of the launcher's machinery.
     if options.dry_run:
-        print(local_job.describe(options.port))
+        print(local_job.describe(options.port or job.DRY_RUN_PORT))
         return 0
 
     from zeroengine.launch.local import agent, network, pipes, rendezvous

@@ -300,14 +300,10 @@ def test_long_names_are_told_apart_and_said() -> None:
         (["--launcher", "ssh"], "--launcher ssh: which hosts? Name a file of them with --hostfile"),
         (["--sbatch", "--time=1:00:00"], "--sbatch --time=1:00:00: write a batch script and submit it with sbatch"),
         (
-            ["--include", "a"],
-            "--include a: it chooses from the hosts of a --hostfile, and there is none. Add",
-        ),
-        (
             ["--include", "localhost:0,1"],
-            "--include localhost:0,1: it chooses from the hosts of a --hostfile, and there is none. To use these GPUs "
-            "of this machine, write CUDA_VISIBLE_DEVICES=0,1 zero-launch --nproc 2",
+            "--include has no meaning with --launcher local, but with ssh, slurm. To",
         ),
+        (["--hostfile", "h", "--launcher", "slurm"], "--hostfile has no meaning with --launcher slurm, but with ssh."),
         (["--nnodes", "2"], "--nnodes 2: on which hosts? Name a file of them with --hostfile"),
         (["--port", "70000"], "--port 70000: ports go from 1 to 65535."),
         (["--max-restarts", "-1"], "--max-restarts -1: write 0 for none, or a positive number"),

@@ -6,10 +6,7 @@ import shlex
 
 from zeroengine.launch.cluster.hosts import processes_on
 from zeroengine.launch.cluster.request import ClusterRequest
-from zeroengine.launch.local.job import count_processes, shell_line, worker_command
-
-# This port stands for the free one that a real run chooses.
-PORT = 29500
+from zeroengine.launch.local.job import DRY_RUN_PORT, count_processes, shell_line, worker_command
 
 
 def describe_run(request: ClusterRequest) -> str:
@@ -26,7 +23,7 @@ def describe_run(request: ClusterRequest) -> str:
         for local_rank in range(count):
             own: dict[str, object] = {"RANK": rank, "LOCAL_RANK": local_rank, "ZEROENGINE_HOST": host.label}
             own |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": count}
-            own |= {"MASTER_ADDR": address, "MASTER_PORT": request.port or PORT}
+            own |= {"MASTER_ADDR": address, "MASTER_PORT": request.port or DRY_RUN_PORT}
             if host.chosen is not None:
                 own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.chosen))
             variables = {**own, **request.environment, **request.ranks_environment}

@@ -10,8 +10,9 @@ from pathlib import Path
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local.job import MAX_PROCESSES, parse_nproc, suggest
 
-EXAMPLE = "Write a host and its processes, such as: node-a slots=4"
-HOST_NAME = re.compile(r"[A-Za-z0-9_.%:+\[\]-]+(@[A-Za-z0-9_.%:+\[\]-]+)?")
+EXAMPLE = f"Write a host and its processes, from 1 to {MAX_PROCESSES}, such as: node-a slots=4"
+# A host's name, perhaps after that of a user, and its slots.
+LINE = re.compile(r"((?!-)[\w.%:+\[\]-]+(?:@[\w.%:+\[\]-]+)?)(?:\s+slots=(\d{1,9}))?", re.ASCII)
 # The form `host:4` of other launchers' files. An IPv6 address has more colons.
 HOST_WITH_COUNT = re.compile(r"[^:]+:\d*")
 
@@ -67,24 +68,14 @@ def parse_hosts(text: str, source: str) -> list[Host]:
     hosts: list[Host] = []
     line_of_host: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        text = line.partition("#")[0].strip()
+        if not text:
             continue
-        where = f"{source}, line {number}"
-        name, *options = words
-        if name.startswith("-") or not HOST_NAME.fullmatch(name) or HOST_WITH_COUNT.fullmatch(name):
-            raise LaunchError(f"{where}: {name!r} is no host's name. {EXAMPLE}")
-        slots = None
-        for option in options:
-            key, _, value = option.partition("=")
-            if key != "slots":
-                raise LaunchError(f"{where}: {option!r} is not understood. {EXAMPLE}")
-            if slots is not None or not re.fullmatch(r"\d{1,9}", value) or not 1 <= int(value) <= MAX_PROCESSES:
-                raise LaunchError(
-                    f"{where}: {option!r} should be slots= and one number from 1 to {MAX_PROCESSES}. {EXAMPLE}"
-                )
-            slots = int(value)
-        host = Host(name, slots)
+        where, match = f"{source}, line {number}", LINE.fullmatch(text)
+        slots = int(match[2]) if match and match[2] else None
+        if match is None or HOST_WITH_COUNT.fullmatch(match[1]) or not (slots is None or 1 <= slots <= MAX_PROCESSES):
+            raise LaunchError(f"{where}: {text!r} is not understood. {EXAMPLE}")
+        host = Host(match[1], slots)
         if host.label in line_of_host:
             earlier = line_of_host[host.label]
             raise LaunchError(f"{where}: {host.label} is there already, on line {earlier}. Keep one of them")

@@ -8,7 +8,6 @@ import os
 import pkgutil
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.masking import masked
 
 LOOPBACK = "127.0.0.1"
+# In a dry run this port stands for the free one that a real run chooses.
+DRY_RUN_PORT = 29500
 # The number of processes that `--nproc auto` starts on a machine without a GPU.
 CPU_PROCESSES = 2
 # The most processes on a node. Each costs the launcher memory and four file descriptors.
@@ -36,18 +37,14 @@ class Job:
     command: tuple[str, ...]  # what each rank executes, beginning with the interpreter
     environment: dict[str, str]  # every rank's variables in addition to the launcher's own
 
-    def describe(self, port: int = 0) -> str:
+    def describe(self, port: int) -> str:
         """Return the run as lines for a shell, one per rank.
 
         Started side by side, the lines are the run, except that secrets are masked.
 
         Args:
-            port: The port of the ranks' store; 0 for a free one.
+            port: The port of the ranks' store.
         """
-        if not port:
-            # The port is free now, which is enough for lines that a person starts by hand.
-            with socket.create_server((LOOPBACK, 0)) as server:
-                port = server.getsockname()[1]
         lines = []
         for rank in range(self.nproc):
             own: dict[str, object] = {
