@@ -8,10 +8,8 @@ import os
 import shutil
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
@@ -19,15 +17,8 @@ from zeroengine.launch.cluster.versions import installed_versions, version_of
 from zeroengine.launch.local.core_binding import numa_nodes
 from zeroengine.launch.local.job import count_cores
 from zeroengine.launch.local.network import address_of
-from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
-from zeroengine.utils.masking import masked_tree
-from zeroengine.utils.paths import path_argument
-from zeroengine.view.live_line import plain_line
-from zeroengine.view.run_reader import EVENTS_FILE, STEPS_FILE, RunReader, last_objects
 
 REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
-# Of a run, so many of its newest events and steps are attached, and so many values of a list.
-REPORTED_EVENTS, REPORTED_STEPS, MAX_REPORTED_VALUES = 10, 3, 8
 Row = tuple[str, str]
 
 
@@ -37,16 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     about = "Print the versions and devices that a bug report should contain."
     parser = CommandParser("zero-report", "zero-report [options]", about)
     add = parser.add_argument
-    run_help = "a run folder: attach its newest steps and events"
-    add("--run", metavar="DIR", type=path_argument, default=os.environ.get(RUN_FOLDER_VARIABLE), help=run_help)
     add("--json", action="store_true", help="print JSON")
-    # Earlier versions measured the disk and the collectives.
-    add("--disk", "--no-probes", nargs="*", help=argparse.SUPPRESS)
+    # What earlier versions measured and attached.
+    add("--disk", "--no-probes", "--run", dest="removed", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.disk is not None:
+    if options.removed is not None:
         raise ZeroEngineError(
-            "zero-report measures nothing any more: leave --disk and --no-probes out. zero-io DIR measures a disk, and "
-            "zero-plan --measure the collectives"
+            "leave --disk, --no-probes and --run out: zero-io DIR measures a disk, zero-plan --measure collectives, "
+            "and zero-view RUN --html FILE writes a page about a run that holds no secrets"
         )
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
@@ -54,12 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         "network": interfaces,
         "compiled": compiled,
     }
-    if options.run is not None:
-        sections[f"run {options.run}"] = lambda: newest_records(Path(options.run))
     # Every section is collected before anything is printed, so that JSON and text show the same facts.
     rows_by_title = {title: list(_rows_or_failure(rows)) for title, rows in sections.items()}
     if options.json:
-        print(json.dumps({title: dict(_with_unique_names(rows)) for title, rows in rows_by_title.items()}, indent=2))
+        print(json.dumps({title: dict(rows) for title, rows in rows_by_title.items()}, indent=2))
         return 0
     for title, rows in rows_by_title.items():
         print(title)
@@ -67,14 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in rows:
             print(f"  {name:<{width}}  {value}".rstrip())
     return 0
-
-
-def _with_unique_names(rows: list[Row]) -> Iterator[Row]:
-    """Yield the rows with a number behind a name that is there again, since JSON has a name once."""
-    counts: Counter[str] = Counter()
-    for name, value in rows:
-        counts[name] += 1
-        yield (name if counts[name] == 1 else f"{name} ({counts[name]})"), value
 
 
 def _rows_or_failure(rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
@@ -151,37 +130,6 @@ def compiled() -> Iterator[Row]:
     yield "CPU kernels", "in use" if in_use else "not there: torch's own serve. See the notice of pip install"
     yield "compiler", next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none")
     yield "nvcc", shutil.which("nvcc") or "none"
-
-
-def newest_records(folder: Path) -> Iterator[Row]:
-    """Yield how a run went, and its newest events and steps as they were written, without secrets."""
-    reader = RunReader(folder)
-    yield "state", f"{reader.state()}: {plain_line(reader)}"
-    for notice in reader.notices():
-        yield "notice", notice
-    facts = {key: value for key, value in reader.facts.items() if key not in ("hosts", "units")}
-    yield "run.json", _json(facts)
-    for name, count in ((EVENTS_FILE, REPORTED_EVENTS), (STEPS_FILE, REPORTED_STEPS)):
-        for value in last_objects(folder / name, count):
-            kind = value.get("kind", "record")
-            yield f"{kind} at step {value.get('step')}", _json(shortened(value))
-
-
-def shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without the rest of long lists, such as those of many ranks."""
-    short: dict[str, Any] = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            short[key] = shortened(value)
-        elif isinstance(value, list) and len(value) > MAX_REPORTED_VALUES:
-            short[key] = [*value[:MAX_REPORTED_VALUES], f"and {len(value) - MAX_REPORTED_VALUES} more"]
-        else:
-            short[key] = value
-    return short
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(masked_tree(value), separators=(",", ":"))
 
 
 if __name__ == "__main__":
