@@ -30,6 +30,7 @@ from zeroengine.launch.cluster.restart_loop import RestartLoop
 from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local.console import Console
+from zeroengine.launch.local.run_events import LauncherEvents
 
 STAND_IN = """
 import json, os, select, sys, time
@@ -85,7 +86,7 @@ def run_stand_ins(num_nodes: int, fan_out: int) -> None:
             nodes.check()
             connected = time.monotonic()
             descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-            outcome = RestartLoop(request, nodes, console).run()
+            outcome = RestartLoop(request, nodes, console, LauncherEvents()).run()
             ended = time.monotonic()
         closed = time.monotonic()
         os.dup2(screen, 1)

@@ -18,7 +18,7 @@ def test_pauses_double_up_to_a_minute() -> None:
 def test_a_node_that_is_lost_twice_in_a_short_time_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     excluded = []
     unused: Any = SimpleNamespace(print_notice=lambda _: None)
-    loop = RestartLoop(unused, unused, unused)
+    loop = RestartLoop(unused, unused, unused, unused)
     for now, label in ((0.0, "a"), (1.0, "b"), (EXCLUSION_S + 1.0, "a"), (EXCLUSION_S + 2.0, "a")):
         node: Any = SimpleNamespace(
             host=SimpleNamespace(label=label), retry_after=lambda _, event=(now, label): excluded.append(event)
