@@ -85,15 +85,13 @@ def test_a_contradiction_says_which_to_change_and_to_what() -> None:
     message = str(caught.value)
     assert "train_batch_size is 64, but" in message
     assert "(4) x gradient_accumulation_steps (2) x 4 ranks = 32" in message
-    assert (
-        "train_batch_size to 32, or gradient_accumulation_steps to 4, or train_micro_batch_size_per_gpu to 8" in message
-    )
+    assert "Change train_batch_size to 32, or remove one of the three." in message
 
 
 def test_sizes_that_do_not_divide_name_the_nearest_that_do() -> None:
-    with pytest.raises(ConfigError, match="train_batch_size to 24 or 32, or train_micro_batch_size_per_gpu to 3"):
+    with pytest.raises(ConfigError, match="train_batch_size to 24 or 32, or train_micro_batch_size_per_gpu"):
         resolve(2, **{TRAIN: 30, MICRO: 4})
-    with pytest.raises(ConfigError, match=r"is not a multiple of .* 8 ranks = 8. Change train_batch_size to 8\."):
+    with pytest.raises(ConfigError, match=r"is not a multiple of .* 8 ranks = 8. Change train_batch_size to 8, or"):
         resolve(8, **{TRAIN: 3})
 
 

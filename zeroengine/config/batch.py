@@ -60,7 +60,11 @@ def resolve(
     elif steps is None:
         steps = _divide(train, MICRO, micro, full, source)
     elif train != micro * steps * full:
-        raise ConfigError(_contradiction(train, micro, steps, full, source))
+        product = micro * steps * full
+        raise ConfigError(
+            f"{source}: {TRAIN} is {train}, but {MICRO} ({micro}) x {STEPS} ({steps}) x {_ranks(full)} = {product}. "
+            f"Change {TRAIN} to {product}, or remove one of the three."
+        )
     if full != world_size:
         # Fewer ranks take over the work of those that are gone, so the loss curve stays comparable.
         micro, steps = _adapt(train, micro, steps, world_size, full, source)
@@ -101,16 +105,10 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
     if train % divisor == 0:
         return train // divisor
     # The message offers the nearest sizes that work.
-    below, above = train // divisor * divisor, -(-train // divisor) * divisor
-    choices = [f"{TRAIN} to {below} or {above}" if below else f"{TRAIN} to {above}"]
-    if train % world_size == 0:
-        share = train // world_size
-        # Of two divisors at the same distance the smaller one is offered.
-        nearest = min(_divisors(share), key=lambda d: (abs(d - value), d))
-        choices.append(f"{name} to {nearest}")
+    nearest = [multiple for multiple in (train // divisor * divisor, -(-train // divisor) * divisor) if multiple]
     raise ConfigError(
         f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {divisor}. "
-        f"Change {', or '.join(choices)}."
+        f"Change {TRAIN} to {' or '.join(map(str, nearest))}, or {name}."
     )
 
 
@@ -118,18 +116,6 @@ def _divisors(number: int) -> list[int]:
     # Divisors come in pairs, so it is enough to search up to the square root.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return [*small, *(number // d for d in small)]
-
-
-def _contradiction(train: int, micro: int, steps: int, world_size: int, source: str) -> str:
-    choices = [f"{TRAIN} to {micro * steps * world_size}"]
-    for name, other in ((STEPS, micro), (MICRO, steps)):
-        # Only changes that lead to whole numbers are offered.
-        if train % (other * world_size) == 0:
-            choices.append(f"{name} to {train // (other * world_size)}")
-    return (
-        f"{source}: {TRAIN} is {train}, but {MICRO} ({micro}) x {STEPS} ({steps}) x {_ranks(world_size)} = "
-        f"{micro * steps * world_size}. Change {', or '.join(choices)}; or remove one of the three."
-    )
 
 
 def _ranks(world_size: int) -> str:

@@ -10,6 +10,7 @@ A row is silent where the key's value asks for nothing: "auto", one of `off`, or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -240,37 +241,28 @@ class KeySorter:
         self.notices: list[str] = []
         self.comments: list[str] = []
 
-    def sort(self, tree: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+    def sort(
+        self, tree: dict[str, Any], path: KeyPath = (), table: Mapping[str, DeepSpeedKey] = TABLE
+    ) -> dict[str, Any]:
         """Return the part of `tree`, which stands at `path`, that the models read; record the rest."""
         rest: dict[str, Any] = {}
         for key, value in tree.items():
             key_path = (*path, str(key))
-            row = TABLE.get(".".join(key_path))
+            row = table.get(".".join(key_path))
             if key_path[-1].startswith(COMMENT_PREFIXES):
-                self._ignore_comment(key_path)
+                self.comments.append(f"{self._source.label(key_path)} is ignored: it is a comment.")
             elif row is not None:
                 # DeepSpeed ignores the other keys of a precision that is off, so refusing them would refuse working
                 # files.
                 if not is_disabled_precision(tree, path):
                     self._apply(row, key_path, value)
-            elif key_path == ("optimizer", "params") and is_import_path(tree.get("type")):
-                # The imported class decides which parameters it takes.
-                rest[key] = self._without_comments(value, key_path)
+            elif isinstance(value, dict):
+                # An imported class decides which parameters it takes.
+                is_foreign = key_path == ("optimizer", "params") and is_import_path(tree.get("type"))
+                rest[key] = self.sort(value, key_path, {} if is_foreign else table)
             else:
-                rest[key] = self.sort(value, key_path) if isinstance(value, dict) else value
+                rest[key] = value
         return rest
-
-    def _ignore_comment(self, path: KeyPath) -> None:
-        self.comments.append(f"{self._source.label(path)} is ignored: it is a comment.")
-
-    def _without_comments(self, params: Any, path: KeyPath) -> Any:
-        # A value of the wrong kind is left for the model, whose message says what to write.
-        if not isinstance(params, dict):
-            return params
-        comments = [key for key in params if str(key).startswith(COMMENT_PREFIXES)]
-        for key in comments:
-            self._ignore_comment((*path, str(key)))
-        return {key: value for key, value in params.items() if key not in comments}
 
     def _apply(self, row: DeepSpeedKey, path: KeyPath, value: Any) -> None:
         """Record what `row` says of a key with this value."""

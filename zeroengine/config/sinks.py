@@ -13,11 +13,16 @@ from pydantic import Field
 from zeroengine.config.fields import AUTO, Count, Folder, NonNegative, Positive, Section
 
 
-class _Files(Section):
-    """Keys of loggers that write a folder."""
+class _Logger(Section):
+    """What all loggers have."""
 
     enabled: Annotated[bool, AUTO] = False
     """Write the numbers of each step to this logger."""
+
+
+class _Files(_Logger):
+    """Keys of loggers that write a folder."""
+
     output_path: Annotated[Folder, AUTO] = ""
     """Folder that the job's folder is made in. Empty: the directory that the script was started in."""
     job_name: Annotated[Folder, AUTO] = "DeepSpeedJobName"
@@ -32,11 +37,9 @@ class CSVMonitor(_Files):
     """One CSV file for each metric."""
 
 
-class WeightsAndBiases(Section):
+class WeightsAndBiases(_Logger):
     """Weights & Biases. Needs the package wandb. Offline if there is no API key, or WANDB_MODE says so."""
 
-    enabled: Annotated[bool, AUTO] = False
-    """Write the numbers of each step to this logger."""
     group: str | None = None
     """Group that the run belongs to."""
     team: str | None = None
@@ -45,11 +48,9 @@ class WeightsAndBiases(Section):
     """Project that the run belongs to."""
 
 
-class Comet(Section):
+class Comet(_Logger):
     """Comet. Needs the package comet_ml. Offline if there is no API key. null: what Comet's own settings say."""
 
-    enabled: Annotated[bool, AUTO] = False
-    """Write the numbers of each step to this logger."""
     samples_log_interval: Annotated[Positive, AUTO] = 100
     """Samples between two values of a metric."""
     project: str | None = None
@@ -68,11 +69,9 @@ class Comet(Section):
     """Continue the experiment of `experiment_key`, make one, or either."""
 
 
-class MLflow(Section):
+class MLflow(_Logger):
     """MLflow. Needs the package mlflow or mlflow-skinny."""
 
-    enabled: Annotated[bool, AUTO] = False
-    """Write the numbers of each step to this logger."""
     tracking_uri: Annotated[str | None, AUTO] = None
     """Server, database or folder that the run is stored in. null: what MLFLOW_TRACKING_URI or MLflow says."""
     experiment: Annotated[str, AUTO] = "zeroengine"

@@ -61,9 +61,8 @@ class ConfigSource:
             node = node[name]
         node[path[-1]] = value
         # Messages must not name the line of a value that is replaced.
-        for replaced in [known for known in self.places if known[: len(path)] == path]:
-            del self.places[replaced]
-        self.places[path] = place
+        others = {known: self.places[known] for known in self.places if known[: len(path)] != path}
+        self.places = {**others, path: place}
 
     def get(self, path: KeyPath) -> Any:
         """Return the value at `path`, or None where there is none."""
@@ -107,7 +106,10 @@ def read_file(path: Path) -> ConfigSource:
     # A file without a known suffix is JSON where it begins like JSON.
     is_yaml = path.suffix in (".yaml", ".yml") or (path.suffix != ".json" and not text.lstrip().startswith("{"))
     parse = _parse_hjson if path.suffix == ".hjson" else _parse_yaml if is_yaml else _parse_json
-    tree, lines = parse(text, str(path))
+    try:
+        tree, lines = parse(text, str(path))
+    except RecursionError:
+        raise too_large(str(path)) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level is {describe(tree)}; write an object, {{...}}, of keys and values.")
     return ConfigSource(str(path), copy_tree(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
@@ -219,13 +221,9 @@ def _parse_json(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     except json.JSONDecodeError as error:
         hint = _json_hint(text, error.pos, error.msg)
         raise _syntax_error(name, text, error.lineno, error.colno, error.msg, hint) from None
-    except RecursionError:
-        raise too_large(name) from None
     except ValueError:
         # Python limits the digits of an integer that it parses.
         raise ConfigError(f"{name}: a number has more than 4300 digits.") from None
-    # The copy is discarded: making it checks the size.
-    copy_tree(tree, name)
     return tree, _json_lines(text, name)
 
 
@@ -314,8 +312,6 @@ def _parse_hjson(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         return hjson.loads(text, object_pairs_hook=object_without_repetition), {}
     except hjson.HjsonDecodeError as error:
         raise _syntax_error(name, text, error.lineno, error.colno, error.msg) from None
-    except RecursionError:
-        raise too_large(name) from None
     except (ValueError, ArithmeticError) as error:
         # Python limits the digits of an integer, and the parser cannot represent a number such as 1e999.
         raise ConfigError(f"{name}: not HJSON that a configuration can hold: {error}.") from None
@@ -368,9 +364,7 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise _syntax_error(name, text, mark.line + 1, mark.column + 1, problem, hint) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {error}.") from None
-    except RecursionError:
-        raise too_large(name) from None
-    except ConfigError:
+    except (ConfigError, RecursionError):
         raise
     except Exception as error:
         # The constructors of tags, such as `!!int x`, raise errors of many kinds.
