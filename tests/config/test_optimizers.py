@@ -77,7 +77,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "AdamW", "params": {"amsgrad": True}}, "AMSGrad is not available"),
         (
             {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
-            "optimizer.params.betas: SGD does not take it; Adam, AdamW and Lion do",
+            "optimizer.params.betas: SGD does not take it; Adam and AdamW and Lion do",
         ),
         ({"type": "SGD", "params": {"nesterov": True}}, 'write for example "momentum": 0.9'),
     ],

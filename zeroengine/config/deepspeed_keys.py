@@ -31,7 +31,6 @@ class DeepSpeedKey:
         path: The key's path in the file, joined by dots. A row below may stand for several, separated by spaces.
         reason: Why, and what to write instead; the end of a sentence, without its full stop.
         off: The values that ask for nothing.
-        keys: The keys that a block may have, separated by spaces. An empty string leaves them unchecked.
         switch: The key that turns a block on; a block without it is off. An empty string: the block is always on.
     """
 
@@ -39,7 +38,6 @@ class DeepSpeedKey:
     path: str
     reason: str
     off: tuple[Any, ...] = (False, None)
-    keys: str = ""
     switch: str = "enabled"
 
     def is_off(self, value: Any) -> bool:
@@ -100,19 +98,13 @@ _ROWS = {
         _fixed("aio.overlap_events", "requests are always under way together"),
         _no_effect("aio.use_gds", "states go through CPU memory"),
         _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own"),
-        _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
-            keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
-                 "synchronize_checkpoint_boundary profile", switch=""),
+        _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint: the same results", switch=""),
         _fixed("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank"),
         _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
         _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
-        _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
-            switch=""),
+        _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", switch=""),
         _fixed("checkpoint.checkpoint_serialization", _DS_FORMAT),
-        _no_effect("checkpoint.writer", _DS_FORMAT,
-            keys="type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier",
-            switch=""),
-        _no_effect("datastates_ckpt", _DS_FORMAT, switch=""),
+        _no_effect("checkpoint.writer datastates_ckpt", _DS_FORMAT, switch=""),
         _refused("nebula quantize_training progressive_layer_drop sparse_attention eigenvalue", _REMOVED),
         _fixed("fp16.auto_cast", "floating inputs are always cast"),
         _refused("fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
@@ -140,11 +132,7 @@ _ROWS = {
         _refused("compression_training", _REMOVED, switch=""),
         _refused("data_efficiency", "data sampling and routing are yours; do them in your data loader and model"),
         _refused("compile", "DeepCompile is not available; use torch.compile on the model's blocks",
-            switch="deepcompile",
-            keys="deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
-                 "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
-                 "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
-                 "keep_int_input_tensors keep_all_input_tensors passes"),
+            switch="deepcompile"),
         _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
         _refused("sparse_gradients", "gradients are reduced dense"),
         _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
@@ -172,8 +160,7 @@ _ROWS = {
             "engine.full_state_dict() gathers at every stage"),
         _no_effect("module_granularity_threshold stage3_module_granularity_threshold",
             "name modules in `units` to gather them whole", off=(0, None)),
-        _no_effect("leaf_module", "name modules in `units` to gather them whole", keys="classes names name_suffixes",
-            switch=""),
+        _no_effect("leaf_module", "name modules in `units` to gather them whole", switch=""),
         _no_effect("use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params",
             "gathers land in place, with nothing to concatenate"),
         _no_effect("allgather_sequential stage3_allgather_sequential",
@@ -228,8 +215,7 @@ class KeySorter:
     """Separates one configuration's own keys from comments and from the keys in `TABLE`.
 
     Attributes:
-        refused: What is wrong with each refused key and each malformed block, by its path.
-        unknown: The paths of unknown keys within blocks of the table.
+        refused: Why each refused key is refused, by its path.
         notices: A sentence for each key that has no effect.
         comments: A sentence for each comment.
     """
@@ -237,7 +223,6 @@ class KeySorter:
     def __init__(self, source: ConfigSource) -> None:
         self._source = source
         self.refused: dict[KeyPath, str] = {}
-        self.unknown: list[KeyPath] = []
         self.notices: list[str] = []
         self.comments: list[str] = []
 
@@ -266,9 +251,6 @@ class KeySorter:
 
     def _apply(self, row: DeepSpeedKey, path: KeyPath, value: Any) -> None:
         """Record what `row` says of a key with this value."""
-        if row.keys and isinstance(value, dict):
-            known = row.keys.split()
-            self.unknown += [(*path, str(key)) for key in value if key not in known]
         # A key that asks for nothing is accepted silently, as files often list every key with its default.
         if row.is_off(value):
             return

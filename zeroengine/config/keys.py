@@ -72,9 +72,6 @@ def siblings(path: KeyPath) -> tuple[str, ...]:
     """Return the keys that may stand beside a key."""
     # The entries of a list have the same keys, whatever their number.
     parent = ".".join(part for part in path[:-1] if not part.isdigit())
-    # Keys of a DeepSpeed block stand in one string of its row and not in the paths.
-    if (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
-        return tuple(row.keys.split())
     return _names_in(parent, known_paths())
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, UNSET_ALIASES, KeySorter, is_disabled_precision
 from zeroengine.config.filling import changed_source, filled_source
-from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
+from zeroengine.config.messages import TYPES, Problem, explain
 from zeroengine.config.model import Config
 from zeroengine.config.schedulers import long_warmup
 from zeroengine.config.source import ConfigSource, copy_tree, describe, override, printable, read_file, walk
@@ -145,10 +145,7 @@ def _check(source: ConfigSource) -> Config:
     """Return the checked configuration, or raise a ConfigError that lists everything wrong with it."""
     sorter = KeySorter(source)
     tree = sorter.sort(source.tree)
-    problems = [
-        *(Problem(path, text) for path, text in sorter.refused.items()),
-        *unknown_keys((path, None) for path in sorter.unknown),
-    ]
+    problems = [Problem(path, text) for path, text in sorter.refused.items()]
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:

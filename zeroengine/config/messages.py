@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,10 +17,6 @@ from zeroengine.config.schedulers import NEEDED_PARAMS, SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
 TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
-_EXAMPLES = {
-    **NEEDED_PARAMS,
-    "params": "an object, {...}, with the parameters of this type",
-}
 # pydantic speaks of values in Python.
 _IN_JSON = {"tuple": "list", "a valid boolean": "true or false", "'": '"'}
 # The types of values in Python that pydantic's errors ask for.
@@ -65,7 +61,7 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
             misspelt = "" if meant == path[-1] else f"unknown key. If {meant} is meant: "
             verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings)
             return Problem(
-                path, f"{misspelt}{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}."
+                path, f"{misspelt}{kind} does not take it; {' and '.join(others)} {verb}. {kind} takes {known}."
             )
     if not is_long and (near := keys.nearest(path, siblings)):
         return Problem(path, f"unknown key. Did you mean {near}?")
@@ -82,10 +78,6 @@ def unknown_keys(paths: Iterable[tuple[KeyPath, str | None]]) -> list[Problem]:
         unknown_key(path, kind) if index < MAX_SUGGESTIONS else Problem(path, "unknown key.")
         for index, (path, kind) in enumerate(paths)
     ]
-
-
-def _enumerate(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
@@ -129,7 +121,7 @@ def _problem(item: Any, path: KeyPath, value: Any) -> Problem:
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
-        return Problem(path, f"missing; write {_EXAMPLES.get(path[-1], 'a value')}.")
+        return Problem(path, f"missing; write {NEEDED_PARAMS.get(path[-1], 'a value')}.")
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
         # A misspelt "type" key makes the whole section unknown, so the message names the key and not the section.
         typo = None if "type" in value else keys.most_similar("type", [str(k) for k in value if k != "params"])
@@ -149,8 +141,7 @@ def _unknown_type(section: str, value: Any) -> str:
     if section == "optimizer":
         choices += ", the import path of a class such as torch.optim.RAdam,"
     remedy = f"or pass your own to initialize({'optimizer' if section == 'optimizer' else 'lr_scheduler'}=...)"
-    unavailable = UNAVAILABLE_TYPES if section == "optimizer" else {}
-    reason = next((why for name, why in unavailable.items() if name.lower() == str(value).lower()), None)
+    reason = next((why for name, why in UNAVAILABLE_TYPES.items() if name.lower() == str(value).lower()), None)
     # A type that exists in DeepSpeed is no spelling mistake, so no other name is suggested.
     nearest = keys.most_similar(str(value), names) if reason is None else None
     hint = f" It is not available: {reason}." if reason else f" Did you mean {nearest}?" if nearest else ""

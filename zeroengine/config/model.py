@@ -334,19 +334,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Config:
-        contradictions = []
         # Each of these precisions decides by itself which dtype a module computes in.
         if len(names := self._enabled()) > 1:
-            contradictions.append(
+            raise ValueError(
                 f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "
                 f'"{names[-1]}": {{"enabled": false}}'
             )
         if self.gradient_accumulation_steps == batch.MANUAL and self.train_batch_size is not None:
-            contradictions.append(batch.manual_with_train(self.train_batch_size))
+            raise ValueError(batch.manual_with_train(self.train_batch_size))
         if self.local_steps is not None and self.scales_loss:
-            contradictions.append(SCALED_REPLICAS)
-        if contradictions:
-            raise ValueError("; and ".join(contradictions))
+            raise ValueError(SCALED_REPLICAS)
         return self
 
     def to_dict(self) -> dict[str, Any]:

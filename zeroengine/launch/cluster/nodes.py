@@ -11,11 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.connections import (
-    DESCRIPTORS_PER_CONNECTION,
-    POLL_INTERVAL_S,
-    ConnectionThread,
-)
+from zeroengine.launch.cluster.connections import DESCRIPTORS_PER_CONNECTION, POLL_INTERVAL_S, ConnectionThread
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
 from zeroengine.launch.cluster.preflight import find_problems, problem_table
