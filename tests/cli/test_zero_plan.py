@@ -124,7 +124,8 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
         ([*NUMBERS, *GPUS, "--batch", "100"], "Change train_batch_size to 96 or 112"),
         ([*FEW, *GPUS, "--choose", "9999"], "--choose 9999: write a number of the table"),
         ([*NUMBERS, *GPUS, "--set", "zero_optimization.stgae=1"], "stage"),
-        ([*FEW, *GPUS, "--html", "/no/such/folder/x.html"], "--html /no/such/folder/x.html: it cannot be written"),
+        ([*FEW, *GPUS, "--write", "/no/such/folder/x.json"], "--write /no/such/folder/x.json: it cannot be written"),
+        ([*FEW, "--html", "x.html"], "Write --all for a table of all candidates, or --json"),
     ],
 )
 def test_a_wrong_request_says_what_to_write(

@@ -32,7 +32,7 @@ examples:
   zero-plan train:build --config ds.json                    a function of train.py, on this machine
   zero-plan llama/config.json --seq 4096 --machine h100-80gb --nodes 2 --batch 512
   zero-plan --params 7e9 --layers 32 --width 4096 --vocab 32000 --seq 4096 --machine a100-40gb
-  zero-plan train:build --machine a100-80gb --write best.json --html plan.html
+  zero-plan train:build --machine a100-80gb --write best.json
   zero-plan --measure                                       how fast this machine is, in under two minutes
 """
 # The preset whose rates stand for a machine of which only the memory is given.
@@ -61,9 +61,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     network = _bytes_per_second(options.network, "--network")
     _check_model(options)
-    for option, path in (("--html", options.html), ("--write", options.write)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ZeroEngineError(f"{option} {path}: it cannot be written; write a file in a folder that exists")
+    if options.html is not None:
+        raise ZeroEngineError("--html: zero-plan writes no page. Write --all for a table of all candidates, or --json")
+    if (path := options.write) is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ZeroEngineError(f"--write {path}: it cannot be written; write a file in a folder that exists")
     with _progress() as progress:
         progress("starting")
         plan = _plan(options, sizes, network, progress)
@@ -74,8 +75,6 @@ def main(argv: list[str] | None = None) -> int:
         print(plan.to_json())
     else:
         print(plan.to_table(everything=options.all, color=sys.stdout.isatty()))
-    if options.html:
-        write_output(options.html, plan.to_html(), "--html")
     if options.write:
         if not plan.estimates[chosen - 1].fits:
             reason = "; ".join(plan.estimates[chosen - 1].reasons)
@@ -119,8 +118,7 @@ def _parser() -> CommandParser:
     add = parser.add_argument_group("the result").add_argument
     add("--all", action="store_true", help="show every candidate")
     add("--json", action="store_true", help="print JSON")
-    page = "write a page with the memory and time of each candidate"
-    add("--html", metavar="PAGE", type=path_argument, help=page)
+    add("--html", help=argparse.SUPPRESS)
     add("--write", metavar="FILE", type=path_argument, help="write the configuration of the best candidate")
     add("--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)")
     add("--measure", metavar="FILE", nargs="?", const="", help="measure this machine, and keep the result")

@@ -7,7 +7,7 @@ rates of a machine. The folders, each of which imports those above it alone:
   fills a bucket, which buffer is used again), its own rules are run here over numbers.
 - ``seconds``: what a step takes, by the rates of a machine.
 - ``search``: what is compared, what ``initialize`` chooses, and what fits.
-- ``report``: the plan as Python, as JSON, as a table and as a page.
+- ``report``: the plan as Python, as JSON and as a table.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""The plan as Python, as JSON, as a table and as a page."""
+"""The plan as Python, as JSON and as a table."""

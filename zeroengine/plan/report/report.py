@@ -50,7 +50,7 @@ def table(plan: Json, width: int | None = None, *, everything: bool = False, col
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
-def offload_text(candidate: Json) -> str:
+def _offload_text(candidate: Json) -> str:
     """Return where a candidate's states go: `-` for none, `optimizer CPU`, or `all CPU` with the parameters."""
     optimizer, param = candidate["offload_optimizer"], candidate["offload_param"]
     if optimizer == param != "none":
@@ -59,13 +59,13 @@ def offload_text(candidate: Json) -> str:
     return ", ".join(f"{state} {PLACE_NAMES[place]}" for state, place in moved.items() if place != "none") or "-"
 
 
-def stage_text(candidate: Json) -> str:
+def _stage_text(candidate: Json) -> str:
     """Return a candidate's stage, with the name of its degrees where they are not those of the stage: `3 hpZ`."""
     degrees = "" if candidate["degrees"] == DEFAULT else f" {candidate['degrees']}"
     return f"{candidate['stage']}{degrees}"
 
 
-def machine_text(plan: Json) -> str:
+def _machine_text(plan: Json) -> str:
     """Return the machine in one line."""
     machine = plan["machine"]
     ranks, nodes = machine["ranks_per_node"], machine["nodes"]
@@ -78,18 +78,18 @@ def machine_text(plan: Json) -> str:
     return f"{machine['name']}: {devices}; a node has {host} CPU memory{disk}"
 
 
-def model_text(plan: Json) -> str:
+def _model_text(plan: Json) -> str:
     """Return the model in one line."""
     model = plan["model"]
-    trainable = f" ({count_text(model['trainable'])} trainable)" if model["trainable"] != model["parameters"] else ""
+    trainable = f" ({_count_text(model['trainable'])} trainable)" if model["trainable"] != model["parameters"] else ""
     tokens = f", {model['tokens_per_sample']:,} tokens a sample" if model["tokens_per_sample"] else ""
     return (
-        f"{model['name']}: {count_text(model['parameters'])} parameters{trainable}{tokens}; {plan['precision']}, "
+        f"{model['name']}: {_count_text(model['parameters'])} parameters{trainable}{tokens}; {plan['precision']}, "
         f"{plan['optimizer']}"
     )
 
 
-def count_text(count: float) -> str:
+def _count_text(count: float) -> str:
     """Return a large count in words: `6.74 B`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if count >= size:
@@ -97,26 +97,22 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def rate_text(candidate: Json) -> str:
+def _rate_text(candidate: Json) -> str:
     """Return tokens per second, or samples per second where samples have no tokens."""
     rate = candidate["tokens_per_second"] or candidate["samples_per_second"]
     return "-" if not rate else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def rate_unit(plan: Json) -> str:
-    """Return the unit of `rate_text`."""
-    return "tokens/s" if plan["model"]["tokens_per_sample"] else "samples/s"
-
-
 def _report(plan: Json, width: int, everything: bool) -> RenderableType:
     candidates = plan["candidates"] if everything else plan["candidates"][: plan["shown"]]
-    parts: list[RenderableType] = [Text(model_text(plan), style="bold"), Text(machine_text(plan)), Text("")]
+    parts: list[RenderableType] = [Text(_model_text(plan), style="bold"), Text(_machine_text(plan)), Text("")]
     if any(candidate["fits"] for candidate in candidates):
         parts += [_candidates(plan, candidates, width), Text("")]
         if width < WIDE:
             parts += [_states_of_best(plan["candidates"][0]), Text("")]
-        if degrees := written_degrees(candidates):
-            parts += [Text("Degrees, as a configuration says them", style="bold"), _written_degrees(degrees), Text("")]
+        if any(candidate["degrees"] != DEFAULT for candidate in candidates):
+            title = Text("Degrees, as a configuration says them", style="bold")
+            parts += [title, _written_degrees(candidates), Text("")]
     else:
         parts += [Text("Nothing fits.", style="bold red"), Text("")]
     for title, rows in (("Does not fit", _failures(plan)), ("Largest that fits", _largest(plan))):
@@ -139,7 +135,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     memory = "GPU GiB" if plan["machine"]["device"] == "cuda" else "GiB"
     on_host = any(candidate["host_total"] and sum(candidate["cpu"].values()) for candidate in candidates)
     on_disk = any(candidate["disk_total"] for candidate in candidates)
-    candidates_offload = any(offload_text(candidate) != "-" for candidate in candidates)
+    candidates_offload = any(_offload_text(candidate) != "-" for candidate in candidates)
     numbers = [memory, *(STATE_COLUMNS if wide else ()), "free"]
     numbers += ["node CPU"] * (wide and on_host) + ["disk"] * (wide and on_disk)
     numbers += [
@@ -164,35 +160,32 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
         cells += [_gib(plan["machine"]["device_bytes"] - candidate["device_total"])]
         cells += [_gib(candidate["host_total"])] * (wide and on_host)
         cells += [_gib(candidate["disk_total"])] * (wide and on_disk)
-        cells += [seconds_text(seconds["total"]) if seconds else "-"]
+        cells += [_seconds_text(seconds["total"]) if seconds else "-"]
         if wide:
-            cells += [seconds_text(seconds[kind]) if seconds else "-" for kind in EXPOSED]
+            cells += [_seconds_text(seconds[kind]) if seconds else "-" for kind in EXPOSED]
         style = "bold green" if candidate["number"] == 1 else None if candidate["has_headroom"] else "yellow"
         rows.add_row(
             str(candidate["number"]),
-            stage_text(candidate),
-            offload_text(candidate),
+            _stage_text(candidate),
+            _offload_text(candidate),
             f"{candidate['micro_batch']} x {candidate['accumulation']}",
             "yes" if candidate["checkpointing"] else "no",
             *cells,
-            rate_text(candidate),
+            _rate_text(candidate),
             style=style if candidate["fits"] else "dim",
         )
     return rows
 
 
-def written_degrees(candidates: Sequence[Json]) -> dict[str, str]:
+def _written_degrees(candidates: Sequence[Json]) -> Table:
     """Return what a configuration says for the degrees of candidates that differ from those of the stage, by name."""
-    return {
-        stage_text(candidate): json.dumps({"degrees": candidate["configuration"]["zero_optimization"]["degrees"]})[1:-1]
+    texts = {
+        _stage_text(candidate): json.dumps({"degrees": candidate["configuration"]["zero_optimization"]["degrees"]})[1:-1]
         for candidate in candidates
         if candidate["degrees"] != DEFAULT
     }
-
-
-def _written_degrees(degrees: Mapping[str, str]) -> Table:
     rows = Table(box=None, pad_edge=False, show_header=False)
-    for name, text in degrees.items():
+    for name, text in texts.items():
         rows.add_row(name, text)
     return rows
 
@@ -203,49 +196,45 @@ def _states_of_best(candidate: Json) -> Text:
     return Text(f"Memory of candidate {candidate['number']} in GiB: {', '.join(sizes)}.")
 
 
-def failures(plan: Json) -> list[Json]:
-    """Return the candidates that lack least, one of each stage, degrees and offload that never fit.
+def _failures(plan: Json) -> Table | None:
+    """Return why the candidates that lack least do not fit, one of each stage, degrees and offload that never fit.
 
     One that lacks no less than one before it at the same stage is left out.
     """
     least: dict[tuple[str, str], Json] = {}
     fitting = set()
     for candidate in plan["candidates"]:
-        key = (stage_text(candidate), offload_text(candidate))
+        key = (_stage_text(candidate), _offload_text(candidate))
         if candidate["fits"]:
             fitting.add(key)
         elif key not in least or candidate["headroom"] > least[key]["headroom"]:
             least[key] = candidate
-    rows: list[Json] = []
-    order = dict.fromkeys((stage_text(setting), offload_text(setting)) for setting in plan["settings"])
-    for key in [k for k in order if k in least and k not in fitting]:
-        earlier = [row["headroom"] for row in rows if row["stage"] == least[key]["stage"]]
-        if least[key]["headroom"] > max(earlier, default=-math.inf):
-            rows.append(least[key])
-    return rows
-
-
-def _failures(plan: Json) -> Table | None:
-    """Return why settings do not fit."""
+    least_by_stage: dict[int, float] = {}
     rows = Table(box=None, pad_edge=False, show_header=False)
-    for candidate in failures(plan):
-        rows.add_row(f"{candidate['title']}, micro-batch {candidate['micro_batch']}", "; ".join(candidate["reasons"]))
+    order = dict.fromkeys((_stage_text(setting), _offload_text(setting)) for setting in plan["settings"])
+    for key in [k for k in order if k in least and k not in fitting]:
+        candidate = least[key]
+        if candidate["headroom"] > least_by_stage.get(candidate["stage"], -math.inf):
+            least_by_stage[candidate["stage"]] = candidate["headroom"]
+            title = f"{candidate['title']}, micro-batch {candidate['micro_batch']}"
+            rows.add_row(title, "; ".join(candidate["reasons"]))
     return rows if rows.row_count else None
 
 
-def largest_rows(plan: Json) -> list[tuple[str, ...]]:
+def _largest(plan: Json) -> Table | None:
     """Return the largest micro-batch, without and with checkpointing, and the largest model of each kind of settings.
 
     Settings are of a kind if their stage, degrees and offload are equal. A row is left out if one before it at the same
     stage holds as large ones.
     """
-    models = {(stage_text(m), offload_text(m)): m for m in plan["largest_models"]}
+    models = {(_stage_text(m), _offload_text(m)): m for m in plan["largest_models"]}
     sizes: dict[tuple[str, str], dict[bool, int]] = {}
     for setting in plan["settings"]:
-        by_checkpointing = sizes.setdefault((stage_text(setting), offload_text(setting)), {})
+        by_checkpointing = sizes.setdefault((_stage_text(setting), _offload_text(setting)), {})
         by_checkpointing[setting["checkpointing"]] = setting["largest_micro_batch"]
     kept: list[tuple[str, tuple[int, ...]]] = []
-    rows = []
+    columns = [Column(head, justify="right", no_wrap=True) for head in LARGEST_HEADS[2:]]
+    rows = Table(*LARGEST_HEADS[:2], *columns, box=None, pad_edge=False, header_style="bold")
     for (stage_and_degrees, offload), by_checkpointing in sizes.items():
         model = models.get((stage_and_degrees, offload), {"blocks": 0})
         stage = stage_and_degrees.partition(" ")[0]
@@ -255,19 +244,11 @@ def largest_rows(plan: Json) -> list[tuple[str, ...]]:
             continue
         kept.append((stage, largest))
         text = (
-            f"{count_text(model['parameters'])}, {model['blocks']:,} block{'s' * (model['blocks'] > 1)}"
+            f"{_count_text(model['parameters'])}, {model['blocks']:,} block{'s' * (model['blocks'] > 1)}"
             if model["blocks"]
             else "-"
         )
-        rows.append((stage_and_degrees, offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text))
-    return rows
-
-
-def _largest(plan: Json) -> Table | None:
-    columns = [Column(head, justify="right", no_wrap=True) for head in LARGEST_HEADS[2:]]
-    rows = Table(*LARGEST_HEADS[:2], *columns, box=None, pad_edge=False, header_style="bold")
-    for row in largest_rows(plan):
-        rows.add_row(*row)
+        rows.add_row(stage_and_degrees, offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text)
     return rows if rows.row_count else None
 
 
@@ -275,6 +256,6 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.1f}" if abs(nbytes) >= 10 * GIB else f"{nbytes / GIB:.2f}"
 
 
-def seconds_text(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     """Return seconds with three digits."""
     return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3g}" if seconds >= 0.001 else f"{seconds:.1g}"

@@ -1,4 +1,4 @@
-"""The result of planning: the candidates in order, and what a page, a table and a program show of them."""
+"""The result of planning: the candidates in order, and what a table and a program show of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroengine.plan.report.report import table
-from zeroengine.plan.report.report_page import page
 from zeroengine.plan.search.candidates import Estimate, ZeroSetting
 from zeroengine.plan.search.estimator import LargestModel
 from zeroengine.plan.seconds.machine import Machine
@@ -132,10 +131,6 @@ class Plan:
     def to_json(self) -> str:
         """Return everything as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
-
-    def to_html(self) -> str:
-        """Return a page that needs no network: the memory and the time of each candidate as bars, and the table."""
-        return page(self.to_dict())
 
     def to_table(self, width: int | None = None, *, everything: bool = False, color: bool = False) -> str:
         """Return the table for people.
