@@ -85,22 +85,6 @@ def test_the_largest_micro_batch_fits_and_one_more_sample_does_not() -> None:
     assert size > 1 and fits == [True, False]
 
 
-@pytest.mark.slow
-def test_the_largest_model_fits_when_it_is_built() -> None:
-    target = machine(int(2.6 * GIB))
-    plan = zeroengine.plan(decoder(), BF16, target, checkpointing=True, overrides=["zero_optimization.stage=1"])
-    found = next(model for model in plan.largest_models if model.setting.offload_optimizer == "none")
-    assert found.blocks > 4
-    given = {**BF16, "train_micro_batch_size_per_gpu": 1}
-    fits = {}
-    for blocks in (int(0.9 * found.blocks), int(1.1 * found.blocks) + 1):
-        built = zeroengine.plan(decoder(blocks), given, target, checkpointing=True)
-        fits[blocks] = next(e.fits for e in built.estimates if e.candidate.setting == found.setting)
-    # The blocks' share of activations is an estimate.
-    assert list(fits.values()) == [True, False]
-    assert found.parameters == pytest.approx(decoder(found.blocks).num_parameters, rel=0.01)
-
-
 def test_what_the_configuration_gives_stays() -> None:
     config = {**BF16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     config["train_micro_batch_size_per_gpu"] = 2

@@ -27,7 +27,7 @@ from zeroengine.plan.search.candidates import (
     shown_estimates,
 )
 from zeroengine.plan.search.degree_choices import degree_choices
-from zeroengine.plan.search.estimator import Estimator, LargestModel
+from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.search.scaling import merged
 from zeroengine.plan.seconds.known_machines import load_machine
 from zeroengine.plan.seconds.machine import Machine
@@ -164,10 +164,6 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
             f"Build the model under zeroengine.meta_init(): otherwise its values take "
             f"{format_byte_size(values)} on each node, which has {format_byte_size(machine.host_bytes)} of CPU memory.",
         ]
-    progress("searching the largest model")
-    # Checkpointing holds the largest model, where it is allowed.
-    settings = [s for s in largest_micro_batch if s.checkpointing == max(choices.checkpointing)]
-    models = [estimator.largest_model(setting, choices) for setting in settings]
     config = estimator.config(in_order[0].candidate)
     low = config.low_precision or config.autocast_dtype
     return Plan(
@@ -181,7 +177,6 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
         estimates=in_order,
         num_shown=len(shown),
         largest_micro_batch=largest_micro_batch,
-        largest_models=[model for model in models if isinstance(model, LargestModel)],
         configurations=[estimator.tree(estimate.candidate) for estimate in in_order],
         notes=tuple(notes),
     )

@@ -7,7 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
-from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks, with_omitted_units
+from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks
 from zeroengine.runtime import mixed_precision
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
@@ -64,7 +64,6 @@ class MicroStep:
             copied into its bucket, and temporaries. Parameters and buffers of the model do not count.
         forward_flops: Floating-point operations of matrix products and convolutions in forward.
         backward_flops: The same of backward. Recomputation counts.
-        unit_flops: Of forward, by the name of the unit.
         forward: The operations of forward.
         backward: The operations of backward. Recomputation counts.
     """
@@ -75,7 +74,6 @@ class MicroStep:
     peak_bytes: int
     forward_flops: int
     backward_flops: int
-    unit_flops: Mapping[str, int]
     forward: Sequence[OperationCount]
     backward: Sequence[OperationCount]
 
@@ -119,7 +117,7 @@ def _trace(
     plans = model.plans(config)
     replica = _copy(model.model)
     modules = dict(zip(model.model.modules(), replica.modules(), strict=True))
-    units = [(plan.name, [modules[module] for module in plan.modules]) for plan in plans]
+    units = [[modules[module] for module in plan.modules] for plan in plans]
     params = dict(zip(model.model.parameters(), replica.parameters(), strict=True))
     dtypes = {params[param]: plan.dtype for plan in plans for _, param in plan.params}
     runs = omit_equal_blocks(replica) if omits_blocks else []
@@ -130,7 +128,6 @@ def _trace(
             _leave_out_dropout_of_attention(replica)
         mixed_precision.prepare_buffers(replica, config, torch.device("cpu"), lambda buffer: None, undo)
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
-        flops_by_unit = _watch_units(units, trace, undo)
         if checkpointing:
             _checkpoint_blocks(units, attention)
         for run in runs:
@@ -139,7 +136,7 @@ def _trace(
         undo.enter_context(attention())
         undo.enter_context(trace)
         try:
-            micro = _run(model, replica, trace, flops_by_unit, micro_batch, checkpointing)
+            return _run(model, replica, trace, micro_batch, checkpointing)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
@@ -149,18 +146,10 @@ def _trace(
             raise ZeroEngineError(
                 f"{model.name}: a micro-step with micro-batch {micro_batch} failed: {type(error).__name__}: {error}"
             ) from error
-    flops = dict(micro.unit_flops)
-    with_omitted_units(flops, runs, lambda block: [name for name, of_unit in units if block in of_unit])
-    return replace(micro, unit_flops=flops)
 
 
 def _run(
-    model: ModelFacts,
-    replica: nn.Module,
-    trace: OperationTrace,
-    flops_by_unit: Mapping[str, int],
-    micro_batch: int,
-    checkpointing: bool,
+    model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int, checkpointing: bool
 ) -> MicroStep:
     assert model.make_batch is not None
     args, kwargs = map_tensors(_on_cpu, model.make_batch(micro_batch))
@@ -178,7 +167,6 @@ def _run(
         peak_bytes=trace.peak_bytes,
         forward_flops=forward_flops,
         backward_flops=trace.flops,
-        unit_flops=dict(flops_by_unit),
         forward=forward,
         backward=_counts(trace.operations),
     )
@@ -237,30 +225,6 @@ def _drop_gradient(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def _watch_units(
-    units: Sequence[tuple[str, Sequence[nn.Module]]], trace: OperationTrace, undo: contextlib.ExitStack
-) -> dict[str, int]:
-    """Count the FLOPs of each unit's forwards, into the dict that this returns."""
-    flops_by_unit: dict[str, int] = {name: 0 for name, _ in units}
-    seen: set[nn.Module] = set()
-    starts: list[int] = []
-
-    def enter(module: nn.Module, args: Any) -> None:
-        starts.append(trace.flops)
-
-    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        flops_by_unit[name] += trace.flops - starts.pop()
-
-    for name, modules in units:
-        for module in modules:
-            # A block with parameters of several dtypes is several units. Its first one stands for it.
-            if module not in seen:
-                seen.add(module)
-                undo.callback(module.register_forward_pre_hook(enter).remove)
-                undo.callback(module.register_forward_hook(partial(leave, name)).remove)
-    return flops_by_unit
-
-
 def _leave_out_dropout_of_attention(model: nn.Module) -> None:
     """Do as ``AttentionWithoutDropout`` does, for modules whose attention no function mode sees.
 
@@ -272,15 +236,15 @@ def _leave_out_dropout_of_attention(model: nn.Module) -> None:
 
 
 def _checkpoint_blocks(
-    units: Sequence[tuple[str, Sequence[nn.Module]]], attention: Callable[[], AbstractContextManager[Any]]
+    units: Sequence[Sequence[nn.Module]], attention: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     """Run the forward of each unit's module that has child modules under ``torch.utils.checkpoint``.
 
     Args:
-        units: The names and the modules of units.
+        units: The modules of each unit.
         attention: The context of forwards. A backward leaves it, and its recomputations enter it again.
     """
-    blocks = {module: None for _, modules in units for module in modules if next(module.children(), None) is not None}
+    blocks = {module: None for modules in units for module in modules if next(module.children(), None) is not None}
     for block in blocks:
         # Fake tensors draw no random numbers.
         block.forward = partial(

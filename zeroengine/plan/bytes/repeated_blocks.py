@@ -10,7 +10,7 @@ at the beginning of the last one's, so the peak is that of all blocks. Operation
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -149,15 +149,3 @@ def _first_differentiable(values: Any) -> Iterator[torch.Tensor]:
         if tensor.requires_grad:
             yield tensor
             return
-
-
-def with_omitted_units(
-    flops_by_unit: dict[str, int], runs: Sequence[BlockRun], names_of: Callable[[nn.Module], list[str]]
-) -> None:
-    """Give the units of omitted blocks the FLOPs of the block that stands for them, which was counted several times."""
-    for run in runs:
-        for name in names_of(run.second):
-            flops_by_unit[name] //= len(run.omitted) + 1
-        for block in run.omitted:
-            for name, other in zip(names_of(run.second), names_of(block), strict=True):
-                flops_by_unit[other] = flops_by_unit[name]

@@ -29,7 +29,6 @@ STATE_COLUMNS = {
     "other": ("temporaries", "overhead"),
 }
 EXPOSED = ("gather", "reduce", "update", "offload")
-LARGEST_HEADS = ("stage", "offload", "micro-batch", "checkpointed", "model")
 Json = Mapping[str, Any]
 
 
@@ -115,7 +114,7 @@ def _report(plan: Json, width: int, everything: bool) -> RenderableType:
             parts += [title, _written_degrees(candidates), Text("")]
     else:
         parts += [Text("Nothing fits.", style="bold red"), Text("")]
-    for title, rows in (("Does not fit", _failures(plan)), ("Largest that fits", _largest(plan))):
+    for title, rows in (("Does not fit", _failures(plan)), ("Largest micro-batch that fits", _largest(plan))):
         if rows is not None:
             parts += [Text(title, style="bold"), rows, Text("")]
     folded = len(plan["candidates"]) - plan["shown"]
@@ -222,33 +221,26 @@ def _failures(plan: Json) -> Table | None:
 
 
 def _largest(plan: Json) -> Table | None:
-    """Return the largest micro-batch, without and with checkpointing, and the largest model of each kind of settings.
+    """Return the largest micro-batch of each kind of settings, without and with checkpointing.
 
     Settings are of a kind if their stage, degrees and offload are equal. A row is left out if one before it at the same
     stage holds as large ones.
     """
-    models = {(_stage_text(m), _offload_text(m)): m for m in plan["largest_models"]}
     sizes: dict[tuple[str, str], dict[bool, int]] = {}
     for setting in plan["settings"]:
         by_checkpointing = sizes.setdefault((_stage_text(setting), _offload_text(setting)), {})
         by_checkpointing[setting["checkpointing"]] = setting["largest_micro_batch"]
-    kept: list[tuple[str, tuple[int, ...]]] = []
-    columns = [Column(head, justify="right", no_wrap=True) for head in LARGEST_HEADS[2:]]
-    rows = Table(*LARGEST_HEADS[:2], *columns, box=None, pad_edge=False, header_style="bold")
+    shown: list[tuple[str, int, int]] = []
+    columns = [Column(head, justify="right", no_wrap=True) for head in ("micro-batch", "checkpointed")]
+    rows = Table("stage", "offload", *columns, box=None, pad_edge=False, header_style="bold")
     for (stage_and_degrees, offload), by_checkpointing in sizes.items():
-        model = models.get((stage_and_degrees, offload), {"blocks": 0})
         stage = stage_and_degrees.partition(" ")[0]
-        largest = (by_checkpointing.get(False, 0), by_checkpointing.get(True, 0), model["blocks"])
-        is_no_larger = any(all(x <= y for x, y in zip(largest, other, strict=True)) for s, other in kept if s == stage)
-        if is_no_larger or not any(largest):
+        plain, checkpointed = by_checkpointing.get(False, 0), by_checkpointing.get(True, 0)
+        is_no_larger = any(s == stage and plain <= p and checkpointed <= c for s, p, c in shown)
+        if is_no_larger or not (plain or checkpointed):
             continue
-        kept.append((stage, largest))
-        text = (
-            f"{_count_text(model['parameters'])}, {model['blocks']:,} block{'s' * (model['blocks'] > 1)}"
-            if model["blocks"]
-            else "-"
-        )
-        rows.add_row(stage_and_degrees, offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text)
+        shown.append((stage, plain, checkpointed))
+        rows.add_row(stage_and_degrees, offload, *(f"{size:,}" if size else "-" for size in (plain, checkpointed)))
     return rows if rows.row_count else None
 
 

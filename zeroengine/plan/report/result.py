@@ -10,7 +10,6 @@ from typing import Any
 
 from zeroengine.plan.report.report import table
 from zeroengine.plan.search.candidates import Estimate, ZeroSetting
-from zeroengine.plan.search.estimator import LargestModel
 from zeroengine.plan.seconds.machine import Machine
 
 # The version of the JSON.
@@ -32,7 +31,6 @@ class Plan:
         estimates: Every candidate: first those that a table shows, the best first; then the others, in the same order.
         num_shown: The number of estimates that a table shows.
         largest_micro_batch: The largest micro-batch of each setting that fits, or 0.
-        largest_models: The largest model of each setting that fits.
         configurations: The configuration of each estimate.
         notes: Sentences that the user should read, such as what was assumed.
     """
@@ -47,7 +45,6 @@ class Plan:
     estimates: Sequence[Estimate]
     num_shown: int
     largest_micro_batch: Mapping[ZeroSetting, int]
-    largest_models: Sequence[LargestModel]
     configurations: Sequence[Mapping[str, Any]]
     notes: tuple[str, ...] = ()
 
@@ -88,11 +85,6 @@ class Plan:
             "settings": [
                 {**setting._asdict(), "title": setting.title, "largest_micro_batch": size}
                 for setting, size in self.largest_micro_batch.items()
-            ],
-            "largest_models": [
-                {**model.setting._asdict(), "title": model.setting.title, "parameters": model.parameters}
-                | {"blocks": model.blocks}
-                for model in self.largest_models
             ],
         }
 

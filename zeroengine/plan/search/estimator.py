@@ -1,10 +1,10 @@
-"""Estimate candidates on a machine, and search the largest micro-batch and the largest model that fit."""
+"""Estimate candidates on a machine, and search the largest micro-batch that fits."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zeroengine.config import Config, load
@@ -22,14 +22,7 @@ from zeroengine.plan.search.candidates import (
     micro_batches,
     settings_of,
 )
-from zeroengine.plan.search.scaling import (
-    extrapolated,
-    largest,
-    merged,
-    repeated_units,
-    states_with_blocks,
-    with_blocks,
-)
+from zeroengine.plan.search.scaling import extrapolated, largest, merged
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.step_time import predict_step, topology_of
 from zeroengine.utils.byte_size import format_byte_size
@@ -47,25 +40,8 @@ ALLOCATOR_SHARE = 0.03
 HEAP_SHARE = 0.5
 # A larger micro-batch is hardly meant, and would make the search endless where activations are unknown or tiny.
 MAX_MICRO_BATCH = 1 << 16
-# The most blocks that the search for the largest model tries.
-MAX_BLOCKS = 1 << 14
 # Traces at these sizes determine those of all larger ones, because bytes and FLOPs grow linearly with the samples.
 TRACED_SIZES = (1, 2)
-
-
-@dataclass(frozen=True)
-class LargestModel:
-    """The largest model of the same kind that fits with a setting: its blocks repeated, its other parts unchanged.
-
-    Attributes:
-        setting: The setting.
-        parameters: The number of parameters. 0: not even one block fits.
-        blocks: The number of blocks.
-    """
-
-    setting: ZeroSetting
-    parameters: int
-    blocks: int
 
 
 class Estimator:
@@ -238,25 +214,6 @@ class Estimator:
             for size in micro_batches(choices, self.machine.world_size, max(sizes[setting], 1), with_headroom):
                 estimates.append(self.estimate(self.candidate(setting, size, choices)))
         return estimates, sizes
-
-    def largest_model(self, setting: ZeroSetting, choices: Choices) -> LargestModel | None:
-        """Return the largest model that fits at the given micro-batch or at 1, or None if the model has no blocks."""
-        blocks, last, before = repeated_units(self._plans)
-        if not blocks:
-            return None
-        candidate = self.candidate(setting, choices.micro_batch or 1, choices)
-        states, micro, names = self.states(candidate), self.micro_step(candidate), {plan.name for plan in blocks}
-        # The model without its last block tells what each block takes.
-        shorter = [plan for plan in self._plans if not any(plan is other for other in last)]
-        minus_one = predict_states(shorter, self.config(candidate), self._topology)
-
-        def fits(count: int) -> bool:
-            scaled = with_blocks(micro, names, before, count) if micro is not None else None
-            return self._weigh(candidate, states_with_blocks(states, minus_one, count - before), scaled).fits
-
-        count = largest(fits, MAX_BLOCKS)
-        numel = sum(plan.numel for plan in self._plans) + sum(plan.numel for plan in last) * (count - before)
-        return LargestModel(setting, numel if count else 0, count)
 
 
 def _shortage(name: str, need: int, size: int) -> str:

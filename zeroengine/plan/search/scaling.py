@@ -1,16 +1,12 @@
-"""Scale what was traced: to another micro-batch size, and to another number of blocks."""
+"""Scale what was traced to another micro-batch size, search the largest one, and merge keys of configurations."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.bytes.activations import MicroStep, OperationCount
-from zeroengine.plan.bytes.state_bytes import StateBytes
 
 
 def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:
@@ -33,7 +29,6 @@ def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:
         backward_flops=line(small.backward_flops, large.backward_flops),
         forward=_extrapolated_operations(small.forward, large.forward, factor, line),
         backward=_extrapolated_operations(small.backward, large.backward, factor, line),
-        unit_flops={name: line(small.unit_flops.get(name, 0), flops) for name, flops in large.unit_flops.items()},
     )
 
 
@@ -56,66 +51,6 @@ def _extrapolated_operations(
         replace(op, flops=int(op.flops * factor), nbytes=int(op.nbytes * factor), new_bytes=int(op.new_bytes * factor))
         for op in large
     ]
-
-
-def repeated_units(plans: Sequence[UnitPlan]) -> tuple[list[UnitPlan], list[UnitPlan], int]:
-    """Return the units of the model's repeated blocks, those of the last block, and the number of blocks.
-
-    The repeated blocks are the units whose names differ in a number alone. Of several kinds, such as those of an
-    encoder and a decoder, all count that are as many as the largest kind.
-    """
-    names = [plan.name.partition(" (")[0] for plan in plans]
-    last_names = {_pattern(name): name for name in names}
-    counts = Counter(_pattern(name) for name in dict.fromkeys(names))
-    numel: Counter[str] = Counter()
-    for name, plan in zip(names, plans, strict=True):
-        numel[_pattern(name)] += plan.numel if counts[_pattern(name)] > 1 else 0
-    if not any(numel.values()):
-        return [], [], 0
-    count = counts[numel.most_common(1)[0][0]]
-    blocks = [(name, plan) for name, plan in zip(names, plans, strict=True) if counts[_pattern(name)] == count]
-    last = [plan for name, plan in blocks if last_names[_pattern(name)] == name]
-    return [plan for _, plan in blocks], last, count
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-def with_blocks(micro: MicroStep, block_names: set[str], before: int, after: int) -> MicroStep:
-    """Return the micro-step of the model with `after` instead of `before` blocks.
-
-    The blocks' share of activations is taken to be their share of FLOPs.
-    """
-    total = sum(micro.unit_flops.values())
-    share = sum(flops for name, flops in micro.unit_flops.items() if name in block_names) / total if total else 1.0
-    more_bytes = int(micro.saved_bytes * share * (after - before) / before)
-    factor = 1 + share * (after - before) / before
-    return replace(
-        micro,
-        saved_bytes=micro.saved_bytes + more_bytes,
-        peak_bytes=micro.peak_bytes + more_bytes,
-        forward_flops=int(micro.forward_flops * factor),
-        backward_flops=int(micro.backward_flops * factor),
-    )
-
-
-def states_with_blocks(states: StateBytes, minus_one: StateBytes, more: int) -> StateBytes:
-    """Return the states of a model with more, or fewer, blocks than that of `states`.
-
-    Args:
-        states: The states of the model.
-        minus_one: Those of the model with one block less.
-        more: The number of blocks to add; negative: to remove.
-    """
-
-    def line(name: str) -> Any:
-        high, low = getattr(states, name), getattr(minus_one, name)
-        if isinstance(high, Mapping):
-            return {key: high[key] + (high[key] - low[key]) * more for key in high}
-        return high + (high - low) * more
-
-    return replace(states, **{field.name: line(field.name) for field in fields(states)})
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
