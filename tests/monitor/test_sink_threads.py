@@ -85,12 +85,12 @@ def test_a_sink_that_cannot_be_opened_costs_one_warning(caplog: pytest.LogCaptur
     def refuse() -> ListSink:
         raise ConnectionError("no server at 127.0.0.1:5000")
 
-    sinks = SinkThreads({"mlflow": refuse, "folder": lambda: healthy})
+    sinks = SinkThreads({"comet": refuse, "folder": lambda: healthy})
     for step in range(1, 4):
         sinks.step(record(step))
     sinks.close()
     assert healthy.steps == [1, 2, 3]
-    assert len(warnings(caplog)) == 1 and "mlflow failed" in warnings(caplog)[0]
+    assert len(warnings(caplog)) == 1 and "comet failed" in warnings(caplog)[0]
 
 
 def test_nothing_waits_for_a_sink_that_hangs_and_its_oldest_records_are_dropped(

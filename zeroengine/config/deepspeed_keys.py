@@ -135,6 +135,7 @@ _ROWS = {
             switch="deepcompile"),
         _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
         _refused("sparse_gradients", "gradients are reduced dense"),
+        _refused("mlflow", "it is no logger here; log to MLflow in your loop, or by your trainer"),
         _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
         _refused("autotuning", "zero-plan compares stages, offloads and micro-batches instead; remove the block"),
         _no_effect("optimizer.legacy_fusion", "there is one fused update"),

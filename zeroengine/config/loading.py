@@ -27,8 +27,17 @@ MAX_LISTED = 100
 DEEPSPEED_REQUIRES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 # DeepSpeed does not have these keys, so a file with one of them was written for zeroengine.
 ZEROENGINE_ONLY = {
-    *"$schema checkpoint.async_save checkpoint.keep comm keep_fp32_modules local_steps mlflow monitor".split(),
-    *"optimizer_state_dtype trace units zero_optimization.degrees".split(),
+    "$schema",
+    "checkpoint.async_save",
+    "checkpoint.keep",
+    "comm",
+    "keep_fp32_modules",
+    "local_steps",
+    "monitor",
+    "optimizer_state_dtype",
+    "trace",
+    "units",
+    "zero_optimization.degrees",
 }
 
 

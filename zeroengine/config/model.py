@@ -150,8 +150,6 @@ class Config(Section):
     """Weights & Biases."""
     comet: Annotated[sinks.Comet, NULL] = sinks.Comet()
     """Comet."""
-    mlflow: Annotated[sinks.MLflow, NULL] = sinks.MLflow()
-    """MLflow."""
     wall_clock_breakdown: Annotated[bool, AUTO] = False
     """Print where the time of a step went, every steps_per_print or 10 steps."""
     memory_breakdown: Annotated[bool, AUTO] = False

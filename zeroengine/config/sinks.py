@@ -1,6 +1,6 @@
 """The sections of the loggers that take the records of a run, and of the profiles that it prints.
 
-Names, defaults and folders are those of DeepSpeed 0.19 (``deepspeed/monitor/config.py``), except for MLflow's.
+Names, defaults and folders are those of DeepSpeed 0.19 (``deepspeed/monitor/config.py``).
 """
 
 from __future__ import annotations
@@ -67,15 +67,6 @@ class Comet(_Logger):
     """true: send to the server. false: write an archive for `comet upload`. null: online if there is an API key."""
     mode: Literal["get", "create", "get_or_create"] | None = None
     """Continue the experiment of `experiment_key`, make one, or either."""
-
-
-class MLflow(_Logger):
-    """MLflow. Needs the package mlflow or mlflow-skinny."""
-
-    tracking_uri: Annotated[str | None, AUTO] = None
-    """Server, database or folder that the run is stored in. null: what MLFLOW_TRACKING_URI or MLflow says."""
-    experiment: Annotated[str, AUTO] = "zeroengine"
-    """Experiment that the run belongs to. It is made if it is absent."""
 
 
 class FlopsProfile(Section):

@@ -26,7 +26,7 @@ from zeroengine.monitor.sinks.choose import asks_for_sinks, choose_sinks
 
 RUN = {"world_size": 2, "config": {"zero_optimization": {"stage": 3}}}
 LOSS = "Train/Samples/train_loss"
-KEYS = ("WANDB_API_KEY", "WANDB_MODE", "COMET_API_KEY", "MLFLOW_TRACKING_URI")
+KEYS = ("WANDB_API_KEY", "WANDB_MODE", "COMET_API_KEY")
 FOLDERS = ("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "COMET_OFFLINE_DIRECTORY")
 # Each step's number of samples and its loss.
 EXPECTED = [(SAMPLES * step, 4.0 / step) for step in (1, 2, 3)]
@@ -71,7 +71,6 @@ class Logged:
 
     folder: Path
     warnings: list[str]
-    later_warnings: list[str]
 
 
 def write(folder: Path, config: dict[str, Any], variables: dict[str, str], *steps: int) -> list[str]:
@@ -91,15 +90,11 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Logged:
         "csv_monitor": files,
         "tensorboard": files,
         "wandb": {"project": "p", "group": "g"},
-        "mlflow": {"tracking_uri": "mlruns", "experiment": "e"},
         "comet": {"experiment_name": "n", "samples_log_interval": 2 * SAMPLES},
     }
     warnings = write(folder, config, {}, 1, 2, 3)
-    # Otherwise MLflow tries for minutes, on the sink's own thread.
-    variables = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    gone = {"tracking_uri": f"http://127.0.0.1:{closed_port()}"}
-    later_warnings = write(folder, {"csv_monitor": files, "tensorboard": files, "mlflow": gone}, variables, 2)
-    return Logged(folder, warnings, later_warnings)
+    write(folder, {"csv_monitor": files, "tensorboard": files}, {}, 2)
+    return Logged(folder, warnings)
 
 
 def test_csv_files_are_deepspeeds_and_a_later_run_appends(logged: Logged) -> None:
@@ -222,29 +217,6 @@ def leveldb_log(content: bytes) -> Iterator[bytes]:
             entry = b""
 
 
-def test_mlflow_keeps_the_run_in_a_folder(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    from mlflow.tracking import MlflowClient
-
-    assert not any(text.startswith("mlflow") for text in logged.warnings)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient(tracking_uri=(logged.folder / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("e")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, LOSS)
-    assert [(value.step, value.value) for value in history] == EXPECTED
-    assert run.data.params["config.zero_optimization.stage"] == "3"
-    assert run.data.tags["zeroengine.checkpoint"] == "step 3: saved runs/a in 2.0 s"
-    assert run.info.status == "FINISHED"
-
-
-def test_mlflow_whose_server_is_gone_costs_one_warning(logged: Logged) -> None:
-    pytest.importorskip("mlflow")
-    (warning,) = (text for text in logged.later_warnings if text.startswith("mlflow"))
-    assert "mlflow failed, and training goes on" in warning
-
-
 def test_comet_without_a_key_archives_the_experiment(logged: Logged) -> None:
     pytest.importorskip("comet_ml")
     (warning,) = (text for text in logged.warnings if text.startswith("comet"))
@@ -263,11 +235,11 @@ def test_a_logger_whose_package_is_missing_is_left_out_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = load({"mlflow": {"enabled": True}, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}})
+    config = load({"comet": {"enabled": True}, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}})
     assert asks_for_sinks(config)
     assert list(choose_sinks(config, RUN)) == ["csv_monitor"]
     (warning,) = (entry.getMessage() for entry in caplog.records)
-    assert "pip install mlflow-skinny" in warning
+    assert "pip install comet_ml" in warning
 
 
 def test_numbers_that_are_not_finite_reach_the_logger(tmp_path: Path) -> None:

@@ -16,21 +16,19 @@ from zeroengine.monitor.sink_threads import OpenSink
 from zeroengine.monitor.sinks.comet import CometSink
 from zeroengine.monitor.sinks.csv_files import CSVSink
 from zeroengine.monitor.sinks.log_folder import LogFolder
-from zeroengine.monitor.sinks.mlflow import MLflowSink
 from zeroengine.monitor.sinks.step_printer import StepPrinter
 from zeroengine.monitor.sinks.tensorboard import TensorBoardSink
 from zeroengine.monitor.sinks.wandb import WandbSink
 
 log = logging.getLogger("zeroengine")
 
-# The package that each section needs, and its name for pip.
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "mlflow": "mlflow"}
-PIP_NAMES = {**PACKAGES, "mlflow": "mlflow-skinny"}
+# The package that each section needs.
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def asks_for_sinks(config: Config) -> bool:
     """Return whether a configuration has a logger or a printer on, so that steps must be recorded."""
-    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow)
+    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet)
     return any(section.enabled for section in sections) or StepPrinter.is_asked_for(config)
 
 
@@ -49,7 +47,6 @@ def choose_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
         "csv_monitor": (config.csv_monitor, CSVSink),
         "wandb": (config.wandb, partial(WandbSink, config.wandb, run=run)),
         "comet": (config.comet, partial(CometSink, config.comet, run=run)),
-        "mlflow": (config.mlflow, partial(MLflowSink, config.mlflow, run=run)),
     }
     openers: dict[str, OpenSink] = {}
     for name, (section, open_logger) in loggers.items():
@@ -61,7 +58,7 @@ def choose_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
                 "%s is enabled, and its package is not installed, so nothing is logged to it: pip install %s, or write "
                 '"enabled": false',
                 name,
-                PIP_NAMES[name],
+                package,
             )
             continue
         # Loggers are opened on threads of their own, in any order, so folders are chosen here.
