@@ -110,8 +110,11 @@ def _report(plan: Json, width: int, everything: bool) -> RenderableType:
         if width < WIDE:
             parts += [_states_of_best(plan["candidates"][0]), Text("")]
         if any(candidate["degrees"] != DEFAULT for candidate in candidates):
-            title = Text("Degrees, as a configuration says them", style="bold")
-            parts += [title, _written_degrees(candidates), Text("")]
+            parts += [
+                Text("Degrees, as a configuration says them", style="bold"),
+                _written_degrees(candidates),
+                Text(""),
+            ]
     else:
         parts += [Text("Nothing fits.", style="bold red"), Text("")]
     for title, rows in (("Does not fit", _failures(plan)), ("Largest micro-batch that fits", _largest(plan))):
@@ -178,14 +181,10 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
 
 def _written_degrees(candidates: Sequence[Json]) -> Table:
     """Return what a configuration says for the degrees of candidates that differ from those of the stage, by name."""
-    texts = {
-        _stage_text(candidate): json.dumps({"degrees": candidate["configuration"]["zero_optimization"]["degrees"]})[1:-1]
-        for candidate in candidates
-        if candidate["degrees"] != DEFAULT
-    }
     rows = Table(box=None, pad_edge=False, show_header=False)
-    for name, text in texts.items():
-        rows.add_row(name, text)
+    for name, candidate in {_stage_text(c): c for c in candidates if c["degrees"] != DEFAULT}.items():
+        degrees = candidate["configuration"]["zero_optimization"]["degrees"]
+        rows.add_row(name, json.dumps({"degrees": degrees})[1:-1])
     return rows
 
 
