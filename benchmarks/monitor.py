@@ -82,7 +82,7 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
                 seconds[name].append(time.perf_counter() - begin)
         num_steps = WARMUP + options.steps
         thread_us = thread_cpu_seconds(thread) / num_steps * 1e6
-        bytes_sent = engines["monitored"]._parts.reports.monitor._collector.bytes_per_step
+        bytes_sent = 8 * len(engines["monitored"]._parts.reports.monitor._collector._layout.names)
         for engine in engines.values():
             engine.close()
         floor = list(map(json.loads, Path(folders[1], "steps.jsonl").read_text().splitlines()))

@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from zeroengine.monitor.collector import Collector, RankStep
 from zeroengine.monitor.record import RunEvent, StepRecord
-from zeroengine.monitor.timer import StepTimes, Timer
+from zeroengine.monitor.timer import Timer
 
 UNITS = ["layers.0"]
 
@@ -42,7 +43,7 @@ def test_events_behind_a_step_that_waits_for_another_rank_are_kept(monkeypatch: 
         return gather(row)
 
     monkeypatch.setattr(collector, "_gather", late)
-    times = StepTimes([0.0] * len(Timer(UNITS).slot_names))
+    times = Timer(UNITS, torch.device("cpu")).end_step()
     collector.put(RankStep(1, 0.0, times, {}, None, 1, [0.1], 1.0, lambda: 1.0, True, {}))
     collector.put(RunEvent(0.0, 1, "checkpoint", "saved"))
     assert not collector.close(None, 0.2)
@@ -61,7 +62,7 @@ def test_an_engine_that_is_deleted_on_the_thread_of_the_monitor_ends_its_run(cap
         collector.close_at_exit()
         return 1.0
 
-    times = StepTimes([0.0] * len(Timer(UNITS).slot_names))
+    times = Timer(UNITS, torch.device("cpu")).end_step()
     collector.put(RankStep(1, 0.0, times, {}, None, 1, [0.1], 1.0, norm, True, {}))
     collector._thread.join(10)
     deadline = time.monotonic() + 10

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeroengine.monitor.timer import MAX_DEVICE_MARKS, StepTimes, Timer, _DeviceRecorder
+from zeroengine.monitor.timer import MAX_MARKS, DeviceClock, StepTimes, Timer, _MarkRecorder
 
 UNITS = ["layers.0", "layers.1"]
 
@@ -136,7 +136,7 @@ class LateEvent:
 
     def synchronize(self) -> None:
         # The first event is made before the device has anything to do.
-        assert self.query() or LateEvent.num_records in (1, 20_001), "the host waits in a step"
+        assert self.query() or LateEvent.num_records in (1, 20_002), "the host waits in a step"
 
     def elapsed_time(self, later: LateEvent) -> float:
         return later.number - self.number
@@ -144,10 +144,10 @@ class LateEvent:
 
 def test_a_step_of_many_micro_steps_keeps_few_marks_of_a_device_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
-    recorder = _DeviceRecorder(2)
+    recorder = _MarkRecorder(2, DeviceClock())
     for number in range(20_000):
         recorder.mark(number % 2)
-    assert len(recorder._marks) < 2 * MAX_DEVICE_MARKS and LateEvent.num_made < 2 * MAX_DEVICE_MARKS
+    assert len(recorder._marks) < 2 * MAX_MARKS and LateEvent.num_made < 2 * MAX_MARKS
     assert recorder.take().wait()[0] == pytest.approx([10.0, 10.0])
 
 
@@ -165,7 +165,7 @@ class OldEvent(LateEvent):
 def test_the_timeline_of_a_device_is_as_exact_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", OldEvent)
     OldEvent.first = LateEvent.num_records + 1
-    recorder = _DeviceRecorder(2)
+    recorder = _MarkRecorder(2, DeviceClock())
     recorder.mark(0)
     recorder.take().wait()
     recorder.trace(True)

@@ -126,11 +126,6 @@ class Collector:
         self._thread = threading.Thread(target=self._run, name="zeroengine-monitor", daemon=True)
         self._thread.start()
 
-    @property
-    def bytes_per_step(self) -> int:
-        """Return the bytes that each rank sends to rank 0 in a step."""
-        return 8 * len(self._layout.names)
-
     def put(self, item: RankStep | RunEvent | TraceRequest) -> None:
         """Hand over a step, an event or the end of a trace. Return at once."""
         if isinstance(item, RankStep):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zeroengine.config.sinks import FlopsProfile
 from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
 from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
+from zeroengine.monitor.timer import clock_of
 from zeroengine.utils.replaced_file import replace_file
 
 log = logging.getLogger("zeroengine")
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """The marks around the forwards of a module: seconds, or events of a GPU."""
-
-    begin: Any
-    end: Any
 
 
 class ForwardProfiler:
@@ -51,7 +42,7 @@ class ForwardProfiler:
         self, model: nn.Module, section: FlopsProfile, units: Collection[str], rank: ProfiledRank, device: torch.device
     ) -> None:
         self._section, self._units, self._rank = section, units, rank
-        self._on_cuda = device.type == "cuda"
+        self._clock = clock_of(device)
         self._model = model
         self._modules = dict(_profiled_modules(model))
         self._is_compiled = any(map(_is_compiled, model.modules()))
@@ -102,28 +93,26 @@ class ForwardProfiler:
     def _time(self, num_steps: int) -> Iterator[None]:
         """Time every module, and print the table."""
         began: dict[str, list[Any]] = {name: [] for name in self._modules}
-        timed: dict[str, list[_Timed]] = {name: [] for name in self._modules}
+        timed: dict[str, list[tuple[Any, Any]]] = {name: [] for name in self._modules}
 
         def begin(name: str) -> None:
-            began[name].append(self._mark())
+            began[name].append(self._clock.now())
 
         def end(name: str) -> None:
-            timed[name].append(_Timed(began[name].pop(), self._mark()))
+            timed[name].append((began[name].pop(), self._clock.now()))
 
         with self._hooked(begin, end):
             yield
         self._has_ended = True
-        if self._on_cuda:
-            # This is the only place that waits, once in a run, since the user asked for it.
-            torch.cuda.synchronize()
         assert self._flops is not None
+        # This is the only place that waits for a GPU, once in a run, since the user asked for it.
         profiles = [
             ModuleProfile(
                 name,
                 type(module).__name__,
                 sum(param.numel() for param in module.parameters()),
                 self._flops[name],
-                sum(map(self._seconds, timed[name])),
+                sum(self._clock.wait_seconds(*moments) for moments in timed[name]),
                 name in self._units,
             )
             for name, module in self._modules.items()
@@ -151,18 +140,6 @@ class ForwardProfiler:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _mark(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, timed: _Timed) -> float:
-        if not self._on_cuda:
-            return float(timed.end - timed.begin)
-        return float(timed.begin.elapsed_time(timed.end)) / 1000
 
     def _publish(self, table: str) -> None:
         path = self._section.output_file

@@ -31,8 +31,10 @@ from zeroengine.monitor.record import KINDS, Kind
 from zeroengine.utils.profiling import profile_range
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-# A step of very many micro-steps has more marks on a GPU than this. Then complete ones are added up before its end.
-MAX_DEVICE_MARKS = 2048
+# A step of very many micro-steps has more marks than this. Then complete ones are added up before its end.
+MAX_MARKS = 2048
+# A slot, and the moment until which the time belongs to it: seconds of the host, or an event of a GPU.
+_Mark = tuple[int, Any]
 
 
 class Interval(NamedTuple):
@@ -47,24 +49,22 @@ class StepTimes:
     """The times of one step. ``wait`` returns them, on any thread.
 
     Args:
+        recorder: Adds up the marks.
+        marks: The marks of the step that are not added up yet.
         seconds: Seconds by slot, without those of ``marks``.
-        timeline: The step's intervals on the host's clock, if the step is traced.
-        device: The recorder and the marks of a GPU, which are not read yet.
+        timeline: Takes the step's intervals, if the step is traced.
     """
 
     def __init__(
-        self,
-        seconds: list[float],
-        timeline: list[Interval] | None = None,
-        device: tuple[_DeviceRecorder, list[tuple[int, torch.cuda.Event]]] | None = None,
+        self, recorder: _MarkRecorder, marks: list[_Mark], seconds: list[float], timeline: list[Interval] | None
     ) -> None:
-        self._seconds, self._timeline, self._device = seconds, timeline, device
+        self._recorder, self._marks, self._seconds, self._timeline = recorder, marks, seconds, timeline
 
     def wait(self) -> tuple[list[float], list[Interval]]:
         """Return the seconds of each slot, and the intervals of a traced step. Wait until the device has run it."""
-        if self._device is not None:
-            (recorder, marks), self._device = self._device, None
-            recorder.add_up(marks, self._seconds, self._timeline)
+        if self._marks:
+            marks, self._marks = self._marks, []
+            self._recorder.add_up(marks, self._seconds, self._timeline)
         return self._seconds, self._timeline or []
 
 
@@ -92,8 +92,7 @@ class Timer:
         # The work in progress, and that of the spans around it, the outermost first.
         self._slot, self._outer_slots = 0, list[int]()
         if device is not None:
-            num_slots = len(self.slot_names)
-            self._recorder = _DeviceRecorder(num_slots) if self._on_cuda else _HostRecorder(num_slots)
+            self._recorder = _MarkRecorder(len(self.slot_names), clock_of(device))
 
     def span(self, kind: Kind, unit: str = "", label: str = "") -> AbstractContextManager[Any]:
         """Return a context whose time belongs to ``kind`` and ``unit``.
@@ -183,115 +182,107 @@ class _Span:
         self._timer.end(self._depth)
 
 
-class _HostRecorder:
-    """Marks on the clock of the host."""
+class HostClock:
+    """The clock of the host: a moment is a number of seconds of ``perf_counter``."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._seconds = [0.0] * num_slots
-        # The seconds and the number of intervals as of the last ``keep``.
-        self._kept, self._num_kept = [0.0] * num_slots, 0
-        self._timeline: list[Interval] | None = None
-        # The intervals of the timeline that ``rename`` has seen.
-        self._num_renamed = 0
-        self._since = time.perf_counter()
+    def now(self) -> float:
+        """Return this moment."""
+        return time.perf_counter()
 
-    def mark(self, slot: int) -> None:
-        """Add the time since the last mark to ``slot``."""
-        now = time.perf_counter()
-        self._seconds[slot] += now - self._since
-        if self._timeline is not None:
-            self._timeline.append(Interval(slot, self._since, now))
-        self._since = now
+    def is_over(self, moment: float) -> bool:
+        """Return whether a moment has come."""
+        return True
 
-    def keep(self) -> None:
-        """Keep the time up to the last mark in its slots."""
-        self._kept, self._num_kept = self._seconds.copy(), len(self._timeline or ())
+    def wait_seconds(self, before: float, moment: float) -> float:
+        """Return the seconds from ``before`` to ``moment``."""
+        return moment - before
 
-    def move_since_kept(self, slot: int, excepted: int) -> None:
-        """Give the time since the last ``keep`` to ``slot``, except for that of ``excepted``, and keep it there."""
-        moved = 0.0
-        for other, seconds in enumerate(self._kept):
-            if other != excepted:
-                moved += self._seconds[other] - seconds
-                self._seconds[other] = seconds
-        self._seconds[slot] += moved
-        if self._timeline is not None:
-            for index in range(self._num_kept, len(self._timeline)):
-                if self._timeline[index].slot != excepted:
-                    self._timeline[index] = self._timeline[index]._replace(slot=slot)
-        self.keep()
+    def host_time(self, moment: float) -> float:
+        """Return a moment in seconds of ``perf_counter``."""
+        return moment
 
-    def rename(self, slot: int, new_slot: int) -> None:
-        """Give the intervals of ``slot`` since the last call to ``new_slot``. Sums do not change."""
-        if self._timeline is not None:
-            for index in range(self._num_renamed, len(self._timeline)):
-                if self._timeline[index].slot == slot:
-                    self._timeline[index] = self._timeline[index]._replace(slot=new_slot)
-            self._num_renamed = len(self._timeline)
-
-    def trace(self, keeps: bool) -> None:
-        """Keep the intervals from now on, or do not."""
-        self._timeline = [] if keeps else None
-
-    def take(self) -> StepTimes:
-        """Return the times since the last call."""
-        times = StepTimes(self._seconds, self._timeline)
-        self._seconds, self._num_renamed = [0.0] * self._num_slots, 0
-        self.trace(self._timeline is not None)
-        self.keep()
-        return times
+    def free(self, moment: float) -> None:
+        """Do nothing."""
 
 
-class _DeviceRecorder:
-    """Marks on the clock of a GPU."""
+class DeviceClock:
+    """The clock of a GPU: a moment is an event on the current stream."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._seconds = [0.0] * num_slots
-        self._timeline: list[Interval] | None = None
+    def __init__(self) -> None:
         # Events that may be recorded again. The thread that reads the times returns them.
         self._free: deque[torch.cuda.Event] = deque()
         # The device has nothing to do when an engine is made, so its clock can be related to the host's here.
-        self._origin = self._event()
-        self._origin.record()
+        self._origin = self.now()
         self._origin.synchronize()
         self._origin_time = time.perf_counter()
+
+    def now(self) -> torch.cuda.Event:
+        """Record an event."""
+        # A thread that waits for a blocking event leaves its core to others.
+        event = self._free.popleft() if self._free else torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return event
+
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        """Return whether the device has come to an event."""
+        return bool(event.query())
+
+    def wait_seconds(self, before: torch.cuda.Event, event: torch.cuda.Event) -> float:
+        """Wait for ``event``, and return the seconds since ``before``."""
+        event.synchronize()
+        # Events of two streams may be out of order.
+        return max(float(before.elapsed_time(event)), 0.0) / 1000
+
+    def host_time(self, event: torch.cuda.Event) -> float:
+        """Return when the event was, in seconds of ``perf_counter``."""
+        return self._origin_time + float(self._origin.elapsed_time(event)) / 1000
+
+    def free(self, event: torch.cuda.Event) -> None:
+        """Let an event be recorded again."""
+        self._free.append(event)
+
+
+def clock_of(device: torch.device) -> HostClock | DeviceClock:
+    """Return the clock that computations on ``device`` are timed by."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class _MarkRecorder:
+    """The marks of a step, each with the slot that the time before it belongs to."""
+
+    def __init__(self, num_slots: int, clock: HostClock | DeviceClock) -> None:
+        self._num_slots, self._clock = num_slots, clock
+        self._seconds = [0.0] * num_slots
+        self._traces = False
         # The end of the last traced interval; 0 if the last step was not traced.
         self._traced_until = 0.0
-        # The slot of each mark. The first one begins the step.
-        self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
+        # The first mark begins the step.
+        self._marks: list[_Mark] = [(0, clock.now())]
         self._num_renamed = 1
         # The marks that ``move_since_kept`` must not change.
         self._num_kept = 1
         # The marks at which complete ones are added up.
-        self._max_marks = MAX_DEVICE_MARKS
-
-    def _event(self) -> torch.cuda.Event:
-        # A thread that waits for a blocking event leaves its core to others.
-        return self._free.popleft() if self._free else torch.cuda.Event(enable_timing=True, blocking=True)
+        self._max_marks = MAX_MARKS
 
     def mark(self, slot: int) -> None:
-        """Add the time since the last mark to ``slot``, once it is known."""
-        event = self._event()
-        event.record()
-        self._marks.append((slot, event))
-        if len(self._marks) > self._max_marks and self._timeline is None:
+        """Give the time since the last mark to ``slot``."""
+        self._marks.append((slot, self._clock.now()))
+        if len(self._marks) > self._max_marks and not self._traces:
             self._add_up_complete()
 
     def _add_up_complete(self) -> None:
         # A host that is ahead of the device never sees its latest mark complete, so the older half is looked at. A look
         # takes a microsecond, so the next one comes many marks later.
         # The work of a loop that never calls the whole model is never noted, so its slots are final at some point.
-        if len(self._marks) > 1.5 * MAX_DEVICE_MARKS:
+        if len(self._marks) > 1.5 * MAX_MARKS:
             self.keep()
         # Marks whose slots may still change are not added up.
         middle = min(len(self._marks) // 2, self._num_kept - 1)
-        if middle > 0 and self._marks[middle][1].query():
+        if middle > 0 and self._clock.is_over(self._marks[middle][1]):
             self.add_up(self._marks[: middle + 1], self._seconds, None)
             del self._marks[:middle]
             self._num_kept -= middle
-        self._max_marks = len(self._marks) + MAX_DEVICE_MARKS // 2
+        self._max_marks = len(self._marks) + MAX_MARKS // 2
 
     def keep(self) -> None:
         """Keep the time up to the last mark in its slots."""
@@ -313,34 +304,28 @@ class _DeviceRecorder:
 
     def trace(self, keeps: bool) -> None:
         """Keep the intervals from now on, or do not."""
-        self._timeline = [] if keeps else None
+        self._traces = keeps
 
     def take(self) -> StepTimes:
         """Return the times since the last call."""
-        times = StepTimes(self._seconds, self._timeline, (self, self._marks))
+        times = StepTimes(self, self._marks, self._seconds, [] if self._traces else None)
         self._seconds, self._num_renamed, self._num_kept = [0.0] * self._num_slots, 1, 1
-        self._marks, self._max_marks = [self._marks[-1]], MAX_DEVICE_MARKS
-        self.trace(self._timeline is not None)
+        self._marks, self._max_marks = [self._marks[-1]], MAX_MARKS
         return times
 
-    def add_up(
-        self, marks: list[tuple[int, torch.cuda.Event]], seconds: list[float], timeline: list[Interval] | None
-    ) -> None:
-        """Wait for the events, and add the time before each one to its slot. All but the last event are free then."""
+    def add_up(self, marks: list[_Mark], seconds: list[float], timeline: list[Interval] | None) -> None:
+        """Wait for the marks, and add the time before each one to its slot. All but the last mark are free then."""
         before = marks[0][1]
         if timeline is None:
             self._traced_until = 0.0
-        for slot, event in marks[1:]:
-            event.synchronize()
-            # Events of two streams may be out of order.
-            elapsed = max(before.elapsed_time(event), 0.0) / 1000
+        for slot, moment in marks[1:]:
+            elapsed = self._clock.wait_seconds(before, moment)
             seconds[slot] += elapsed
             if timeline is not None:
                 # A day after the origin CUDA's float32 milliseconds are 8 ms apart, so only the first interval is
                 # placed by it, and each other one by its predecessor.
-                begin = self._traced_until or self._origin_time + self._origin.elapsed_time(before) / 1000
+                begin = self._traced_until or self._clock.host_time(before)
                 self._traced_until = begin + elapsed
                 timeline.append(Interval(slot, begin, self._traced_until))
-            if before is not self._origin:
-                self._free.append(before)
-            before = event
+            self._clock.free(before)
+            before = moment
