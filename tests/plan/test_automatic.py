@@ -103,10 +103,8 @@ def test_a_warning_takes_the_place_of_the_refusal_where_it_is_asked_for() -> Non
     assert notice is None
 
 
-def test_too_little_on_every_machine_names_the_ranks_or_the_unit_that_are_the_cause() -> None:
-    with pytest.raises(
-        ZeroEngineError, match=r"No stage and no offload fits .* Stage 3 fits on 16 ranks with memory like"
-    ):
+def test_too_little_on_every_machine_names_zero_plan_or_the_unit_that_is_the_cause() -> None:
+    with pytest.raises(ZeroEngineError, match=r"No stage and no offload fits .* zero-plan --nodes N says"):
         fit_configuration(planner_of({"stage": 3}), lambda _: free(2.2, host=0.1))
     with pytest.raises(ZeroEngineError, match=r"Even unit 0 alone, 128\.0 MiB where it is gathered, is too large: cut"):
         fit_configuration(planner_of({"stage": 3}), lambda _: free(0.1))

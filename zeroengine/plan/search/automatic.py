@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.transports.choose import expected_transport
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
@@ -38,9 +37,8 @@ LEAST_SAVING = 0.05
 # Places in the order of their cost in time.
 PLACES = ("none", "cpu", "nvme")
 SECTIONS = ("offload_optimizer", "offload_param")
-# A message names so many alternatives, and looks for a number of ranks up to so many times those of now.
+# A message names so many alternatives.
 NUM_SHOWN = 2
-MAX_GROWTH = 1024
 
 
 @dataclass(frozen=True)
@@ -103,21 +101,18 @@ class MemoryRequirement:
 
     def shortage(self, free: FreeMemory, device: str) -> str:
         """Return what does not fit, in words."""
-        parts = []
-        if self.device > free.device:
-            memory = "GPU memory" if device == "cuda" else "CPU memory"
-            shares = f", its share of what {free.ranks_per_host} ranks of a machine have"
-            parts.append(
-                f"{format_byte_size(self.device)} of a rank's {memory}, and {format_byte_size(free.device)} are free"
-                f"{shares if device == 'cpu' and free.ranks_per_host > 1 else ''} (rank {free.scarcest_rank})"
-            )
-        if self.host > free.host:
-            parts.append(
-                f"{format_byte_size(self.host)} of CPU memory a rank, and {format_byte_size(free.host)} are free"
-            )
-        if self.disk > free.disk:
-            parts.append(f"{format_byte_size(self.disk)} of disk a rank, and {format_byte_size(free.disk)} are free")
-        return "; and ".join(parts)
+        shares = f", its share of what {free.ranks_per_host} ranks of a machine have"
+        note = f"{shares if device == 'cpu' and free.ranks_per_host > 1 else ''} (rank {free.scarcest_rank})"
+        needs = (
+            (self.device, free.device, f"of a rank's {'GPU' if device == 'cuda' else 'CPU'} memory", note),
+            (self.host, free.host, "of CPU memory a rank", ""),
+            (self.disk, free.disk, "of disk a rank", ""),
+        )
+        return "; and ".join(
+            f"{format_byte_size(need)} {where}, and {format_byte_size(size)} are free{note}"
+            for need, size, where, note in needs
+            if need > size
+        )
 
     def breakdown(self) -> str:
         """Return the bytes of the device by state, in words."""
@@ -177,19 +172,12 @@ class StatePlanner:
     def requirement(self, choice: StateChoice) -> MemoryRequirement:
         """Return what a choice takes."""
         if choice not in self._requirements:
-            self._requirements[choice] = self._predict(choice, self._topology)
+            states = predict_states(self.plans, choice.applied(self.config), self._topology, self._probe)
+            # The model's own values are counted as taken already, and are freed while the units are made.
+            values = sum(value_bytes(plan, self._topology.device) for plan in self.plans)
+            device = states.device_total + states.peak_device_extra - states.shared_pages - values
+            self._requirements[choice] = MemoryRequirement(states, device, states.cpu_total, states.disk_files)
         return self._requirements[choice]
-
-    def _predict(self, choice: StateChoice, topology: RankTopology) -> MemoryRequirement:
-        states = predict_states(self.plans, choice.applied(self.config), topology, self._probe)
-        # The model's own values are counted as taken already, and are freed while the units are made.
-        values = sum(value_bytes(plan, topology.device) for plan in self.plans)
-        return MemoryRequirement(
-            states,
-            states.device_total + states.peak_device_extra - states.shared_pages - values,
-            states.cpu_total,
-            states.disk_files,
-        )
 
     @cached_property
     def _serves_offload(self) -> bool:
@@ -321,26 +309,7 @@ class StatePlanner:
                 f"{text}. Even unit {unit.name} alone, {format_byte_size(unit_bytes)} where it is gathered, is too "
                 'large: cut the model into smaller units ("units": ["layers.*"]), or take devices with more memory'
             )
-        more = self._ranks_that_fit(free)
-        if more is None:
-            return text
-        # With local_steps the states of one replica have to fit.
-        ranks = "ranks" if self._topology.num_replicas == 1 else "ranks in each replica (local_steps.replica_ranks)"
-        return f"{text}. Stage {more[1].stage} fits on {more[0]} {ranks} with memory like theirs"
-
-    def _ranks_that_fit(self, free: FreeMemory) -> tuple[int, StateChoice] | None:
-        """Return a number of ranks with which the highest stage fits without offload."""
-        choice, transport = StateChoice(max(STAGES)), self._topology.transport
-        if self._topology.world_size == 1:
-            transport = expected_transport(self._topology.device, self.config.comm.transport, 2, 1).name
-        growth = 2
-        while self._serves_stages and growth <= MAX_GROWTH:
-            world_size = self._topology.world_size * growth
-            topology = dataclasses.replace(self._topology, world_size=world_size, transport=transport)
-            if self._predict(choice, topology).fits(free):
-                return world_size, choice
-            growth *= 2
-        return None
+        return f"{text}. zero-plan --nodes N says whether more machines suffice"
 
     def advice(self) -> tuple[list[str], list[str]]:
         """Return stages, and offloads, that take less of the device than the configuration, with numbers."""
