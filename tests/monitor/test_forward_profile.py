@@ -76,7 +76,7 @@ def test_the_table_has_the_operations_of_the_formula_and_the_time_of_the_slow_mo
     by_name = rows(table)
     block = 2 * TOKENS * 2 * WIDTH * 3 * WIDTH
     head = 2 * TOKENS * WIDTH * VOCAB
-    assert f"{(3 * block + head) / 1e3:.3g} kFLOP" in table and f"{2 * (3 * block + head) / 1e3:.3g} kFLOP" in table
+    assert f"{(3 * block + head) / 1e3:.3g} k FLOP" in table and f"{2 * (3 * block + head) / 1e3:.3g} k FLOP" in table
     # class, parameters, k, share, FLOPs, k, share, time, ms, share, rate, prefix, MFU
     assert by_name["up"][4:6] == [f"{block / 2 / 1e3:.3g}", "k"]
     assert [name for name in by_name if name.endswith("*")] == ["0*", "1*", "2*"]
@@ -102,8 +102,8 @@ def test_the_summary_shows_the_classes_that_take_most_time_and_a_file_takes_the_
     ((_, printed),) = run_ranks(1, train, 0, section, {})
     assert not any(printed)
     _, facts, head, *lines = path.read_text().splitlines()
-    forward, backward = (float(number) for number in re.findall(r"([\d.]+) [kM]FLOP", facts))
-    assert "MFLOP" in facts and backward * 1e6 == pytest.approx(3 * forward * 1e3, rel=0.01)
+    forward, backward = (float(number) for number in re.findall(r"([\d.]+) [kM] FLOP", facts))
+    assert "M FLOP" in facts and backward * 1e6 == pytest.approx(3 * forward * 1e3, rel=0.01)
     assert head.split()[:3] == ["depth", "class", "parameters"]
     assert lines[0].split()[:2] == ["0", "SleepingLM"]
     assert [line.split()[0] for line in lines] == ["0", "1", "1", "2"]

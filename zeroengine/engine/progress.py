@@ -15,8 +15,8 @@ from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_count, format_loss
 from zeroengine.utils.small_transfers import HostCopy
-from zeroengine.view.formats import format_count, format_loss
 
 log = logging.getLogger("zeroengine")
 

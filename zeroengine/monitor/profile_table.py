@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroengine.config.sinks import FlopsProfile
+from zeroengine.utils.formats import format_count
 from zeroengine.utils.text_table import aligned
 
-_SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 HEADS = ("parameters", "share", "FLOPs", "share", "time", "share", "FLOP/s", "MFU")
 
 
@@ -67,13 +67,13 @@ def profile_table(profiles: Sequence[ModuleProfile], section: FlopsProfile, rank
     shown_depth = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
     backward = round((2 + section.recompute_fwd_factor) * model.flops)
     operations = (
-        f"{_scaled(backward, 'FLOP')} in the backward, if every parameter is trained"
+        f"{format_count(backward)} FLOP in the backward, if every parameter is trained"
         if model.flops
         else "no operations are counted, as in a model with compiled parts"
     )
     lines = [
         f"forward after {step} steps, on rank 0 of {rank.world_size}, {rank.micro_batch} samples in a micro-batch:",
-        f"  {_scaled(model.flops, 'FLOP')} and {model.seconds * 1000:.2f} ms in the forward; {operations}",
+        f"  {format_count(model.flops)} FLOP and {model.seconds * 1000:.2f} ms in the forward; {operations}",
     ]
     rows: list[tuple[str, ...]] = [("depth", "class", *HEADS)]
     for depth in range(shown_depth + 1):
@@ -111,21 +111,15 @@ def _by_class(profiles: Sequence[ModuleProfile], depth: int) -> Iterator[ModuleP
 
 def _cells(profile: ModuleProfile, model: ModuleProfile, rank: ProfiledRank) -> Iterator[str]:
     rate = profile.flops / profile.seconds if profile.seconds > 0 else 0.0
-    yield _scaled(profile.num_parameters)
+    yield format_count(profile.num_parameters)
     yield _share(profile.num_parameters, model.num_parameters)
-    yield _scaled(profile.flops)
+    yield format_count(profile.flops)
     yield _share(profile.flops, model.flops)
     yield f"{profile.seconds * 1000:.2f} ms"
     yield _share(profile.seconds, model.seconds)
-    yield _scaled(rate)
+    yield format_count(rate)
     yield f"{rate / rank.peak_flops:.1%}" if rank.peak_flops else "-"
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _scaled(number: float, unit: str = "") -> str:
-    """Return a number with three digits and a decimal prefix: ``1.23 G``."""
-    scale, prefix = next(((scale, prefix) for scale, prefix in _SCALES if number >= scale), (1.0, ""))
-    return f"{number / scale:.3g} {prefix}{unit}".rstrip()

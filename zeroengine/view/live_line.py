@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zeroengine.utils.durations import format_duration
-from zeroengine.view.formats import format_count, format_loss, format_memory, format_share
+from zeroengine.utils.formats import format_count, format_loss, format_memory, format_share
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import memory_of, progress, speed
 
@@ -115,10 +115,10 @@ def _last_event(reader: RunReader, now: float, since: float = 0.0) -> str:
     """Return the newest event with its age, after a colon; empty if there is none."""
     events = reader.events
     moment = events[-1].get("time") if events else None
-    if not isinstance(moment, (int, float)) or moment < since:
+    if moment is None or moment < since:
         return ""
     age = f" ({format_duration(round(now - moment))} ago)" if now >= moment + 1.0 else ""
-    return f": {events[-1].get('text', events[-1].get('kind', ''))}{age}"
+    return f": {events[-1]['text']}{age}"
 
 
 def split_in_words(split: dict[str, float]) -> str:

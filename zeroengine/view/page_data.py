@@ -43,7 +43,7 @@ def run_data(reader: RunReader, name: str) -> dict[str, Any]:
         "summary": summary,
         "points": spans(points, started) | {"series": point_series(points)},
         "columns": spans(columns, started)
-        | {"units": unit_waits(reader, columns), "ranks": rank_delays(columns, hosts_of(reader))}
+        | {"units": unit_waits(reader, columns), "ranks": rank_delays(columns, reader.facts.get("hosts", []))}
         | {"delays": [list(slowest_ranks(reader, group))[:MAX_DELAYS] for group in columns]},
         "events": shown_events(reader, started),
     }
@@ -143,19 +143,13 @@ def row_label(first: int, last: int, hosts: Sequence[str]) -> str:
     return f"{text} ({on[0]}{' ...' if len(on) > 1 else ''})" if on else text
 
 
-def hosts_of(reader: RunReader) -> list[str]:
-    """Return the host of each rank, or nothing if run.json does not say."""
-    hosts = reader.facts.get("hosts")
-    return list(map(str, hosts)) if isinstance(hosts, list) else []
-
-
 def shown_events(reader: RunReader, origin: float) -> dict[str, Any]:
     """Return the events of the page: all where they are few; else the rare kinds, and some of the others.
 
     Returns:
         `rows` of `{time, step, kind, text}` in order, and `hidden`, the number of events without a row.
     """
-    events = [event for event in reader.events if isinstance(event.get("kind"), str)]
+    events = reader.events
     rare = [index for index, event in enumerate(events) if event["kind"] not in FREQUENT_EVENTS]
     frequent = [index for index, event in enumerate(events) if event["kind"] in FREQUENT_EVENTS]
     room = max(0, MAX_EVENTS - len(rare))
@@ -163,14 +157,9 @@ def shown_events(reader: RunReader, origin: float) -> dict[str, Any]:
     chosen = sorted(rare[-MAX_EVENTS:] + (frequent[::every] if room else []))
     rows = []
     for event in (events[index] for index in chosen):
-        moment, step = event.get("time"), event.get("step")
+        time = rounded(event["time"] - origin, 7) if "time" in event else None
         rows.append(
-            {
-                "time": rounded(moment - origin, 7) if isinstance(moment, (int, float)) else None,
-                "step": step if isinstance(step, int) else None,
-                "kind": event["kind"],
-                "text": str(masked_tree(str(event.get("text", "")))),
-            }
+            {"time": time, "step": event.get("step"), "kind": event["kind"], "text": str(masked_tree(event["text"]))}
         )
     return {"rows": rows, "hidden": Counter(reader.num_events).total() - len(rows)}
 

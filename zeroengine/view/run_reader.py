@@ -25,7 +25,7 @@ from typing import Any
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.progress import Report, ignore_progress, progress
 from zeroengine.view.clean_values import clean_event, clean_facts
-from zeroengine.view.step_group import StepGroup, copy_group, merge_groups
+from zeroengine.view.step_group import StepGroup, merge_groups
 
 # The newest format of run.json that this code knows.
 KNOWN_FORMAT = 1
@@ -163,7 +163,7 @@ class RunReader:
         times = [self.facts.get("started"), *(event.get("time") for event in self.events[:1])]
         if self.total is not None:
             times.append(self.total.start)
-        return min((float(moment) for moment in times if isinstance(moment, (int, float))), default=None)
+        return min((float(moment) for moment in times if moment is not None), default=None)
 
     @property
     def total(self) -> StepGroup | None:
@@ -242,7 +242,7 @@ class RunReader:
             self.groups[-1].merge(step)
             return
         # The step stays among the recent ones, so the group that others are merged into is a copy.
-        self.groups.append(copy_group(step))
+        self.groups.append(merge_groups([step]))
         if len(self.groups) > self._max_groups:
             for first, second in zip(self.groups[::2], self.groups[1::2], strict=False):
                 first.merge(second)
@@ -265,7 +265,7 @@ class RunReader:
         """
         events = self.events
         for event in reversed(events):
-            kind = event.get("kind")
+            kind = event["kind"]
             if kind in ("end", "error"):
                 return "ended" if kind == "end" else "failed"
             # A step or a restart after the error means that the run went on.
@@ -274,7 +274,7 @@ class RunReader:
         now = time.time() if now is None else now
         event_time = events[-1].get("time") if events else None
         times = [event_time, self.facts.get("started"), self.total.end if self.total else None]
-        newest = max((float(t) for t in times if isinstance(t, (int, float))), default=0.0)
+        newest = max((t for t in times if t is not None), default=0.0)
         recent = self.recent
         step_seconds = recent.mean("seconds") if recent else None
         if now - newest > max(60.0, 10.0 * (step_seconds or 30.0)):
@@ -285,7 +285,7 @@ class RunReader:
         """Return sentences about what is missing, damaged or newer than this code knows."""
         notices = [self._facts_problem] if self._facts_problem else []
         written = self.facts.get("format", KNOWN_FORMAT)
-        if isinstance(written, int) and written > KNOWN_FORMAT:
+        if written > KNOWN_FORMAT:
             by = self.facts.get("zeroengine", "a newer version")
             notices.append(
                 f"the run folder has format {written}, written by zeroengine {by}, and this zeroengine knows format "

@@ -145,13 +145,8 @@ class StepGroup:
         return self.arrays.get(key, np.zeros(0)) / self.num_steps
 
 
-def copy_group(group: StepGroup) -> StepGroup:
-    """Return a copy that can be merged with others and leaves `group` as it is."""
-    return merge_groups([group])
-
-
 def merge_groups(groups: Iterable[StepGroup]) -> StepGroup:
-    """Return the sum of groups in order of their steps; there is at least one."""
+    """Return the sum of groups in order of their steps, a group of its own; there is at least one."""
     groups = iter(groups)
     first = next(groups)
     total = StepGroup(first.first_step, first.last_step, first.start, first.end, num_steps=0)

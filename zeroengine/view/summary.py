@@ -69,7 +69,6 @@ def progress(reader: RunReader, state: str) -> dict[str, Any]:
     total, repeated, recent = reader.total, reader.repeated, reader.recent
     step = reader.groups[-1].last_step if reader.groups else None
     planned = reader.facts.get("steps_planned")
-    planned = planned if isinstance(planned, int) else None
     step_seconds = recent.mean("seconds") if recent else None
     remaining = None
     if planned is not None and step is not None and step_seconds is not None and state != "ended":
@@ -118,12 +117,12 @@ def memory_of(group: StepGroup | None, place: str) -> dict[str, float]:
 
 def slowest_ranks(reader: RunReader, group: StepGroup | None) -> Iterator[dict[str, Any]]:
     """Yield the ranks that the others waited for, with the cause, those that cost the most time first."""
-    hosts = reader.facts.get("hosts")
+    hosts = reader.facts.get("hosts", [])
     delays = group.delays if group else {}
     for (rank, cause), delay in sorted(delays.items(), key=lambda item: -item[1].seconds):
         yield {
             "rank": rank,
-            "host": hosts[rank] if isinstance(hosts, list) and 0 <= rank < len(hosts) else None,
+            "host": hosts[rank] if 0 <= rank < len(hosts) else None,
             "cause": cause,
             "steps": delay.steps,
             "seconds": delay.seconds,
@@ -149,6 +148,5 @@ def waiting_units(reader: RunReader, group: StepGroup | None) -> Iterator[dict[s
 
 def unit_names(reader: RunReader, count: int) -> list[str]:
     """Return the names of the units, or numbers for those that run.json does not name."""
-    names = reader.facts.get("units")
-    known = [str(name) for name in names[:count]] if isinstance(names, list) else []
+    known: list[str] = reader.facts.get("units", [])[:count]
     return known + [f"unit {index}" for index in range(len(known), count)]

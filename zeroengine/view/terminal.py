@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import itertools
 import sys
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroengine.utils.durations import format_duration
-from zeroengine.view.formats import (
+from zeroengine.utils.formats import (
     MISSING,
     format_count,
     format_loss,
@@ -38,12 +37,9 @@ COLORS = {
     "other": "bright_black",
 }
 SPARKS = "▁▂▃▄▅▆▇█"
-PLAIN_CHARACTERS = str.maketrans(f"{SPARKS}░■·µ", "_.,-=+*#.#-u")
 # The blocks of a bar where there are no colors. A part that is not listed has its first letter.
 LETTERS = {"other": "."}
 STATE_COLORS = {"running": "green", "ended": "green", "failed": "red", "silent": "yellow", "starting": "cyan"}
-# A terminal of so many columns has two columns of tables.
-TWO_COLUMNS = 150
 TOP_ROWS = 5
 LAST_EVENTS = 8
 
@@ -52,17 +48,9 @@ def make_console(width: int | None = None) -> Console:
     """Return rich's console for stdout; where it is no terminal, text of 100 columns."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale without these characters, as in many batch jobs, would end the command with an error.
-        codecs.register_error("plain characters", plain_characters)
-        sys.stdout.reconfigure(errors="plain characters")
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False, width=width)
     return console if console.is_terminal or width else Console(highlight=False, width=100)
-
-
-def plain_characters(error: UnicodeError) -> tuple[str, int]:
-    """Return what to print instead of characters that the output's encoding lacks."""
-    assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end].translate(PLAIN_CHARACTERS)
-    return "".join(character if character.isascii() else "?" for character in text), error.end
 
 
 def render_run(reader: RunReader, width: int, colors: bool = True, now: float | None = None) -> RenderableType:
@@ -80,22 +68,11 @@ def render_run(reader: RunReader, width: int, colors: bool = True, now: float | 
         parts += [Text(), render_split(summary, width, colors)]
     memory, units, slowest = render_memory(summary), render_units(summary), render_slowest(summary)
     events = render_events(summary) if summary["events"] else None
-    if width >= TWO_COLUMNS:
-        # A wide terminal is often too low for everything in one column.
-        sides = Table.grid(expand=True, padding=(0, 4, 0, 0))
-        sides.add_column(ratio=1)
-        sides.add_column(ratio=1)
-        sides.add_row(spaced([memory, units]), spaced([slowest, events]))
-        parts.append(sides)
-    else:
-        parts.append(spaced([memory, units, slowest, events]))
+    for table in (memory, units, slowest, events):
+        if table is not None:
+            parts += [Text(), table]
     parts += [Text(f"! {notice}", style="yellow") for notice in summary["notices"]]
     return Group(*parts)
-
-
-def spaced(tables: Sequence[Table | None]) -> Group:
-    """Return the tables that there are, with an empty line before each."""
-    return Group(*(part for table in tables if table is not None for part in (Text(), table)))
 
 
 def render_head(summary: dict[str, Any]) -> Text:
@@ -247,9 +224,9 @@ def render_events(summary: dict[str, Any]) -> Table:
         add_cells(table, "", "", "", f"{hidden:,} earlier")
     for event in events:
         moment, since = event.get("time"), MISSING
-        if isinstance(moment, (int, float)) and isinstance(started, (int, float)):
+        if moment is not None and started is not None:
             since = f"+{format_duration(max(0.0, moment - started))}"
-        add_cells(table, since, str(event.get("step", "")), str(event.get("kind", "")), str(event.get("text", "")))
+        add_cells(table, since, str(event.get("step", "")), event["kind"], event["text"])
     return table
 
 
