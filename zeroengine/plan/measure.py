@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -43,8 +43,6 @@ UNIT_BYTES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
 COPY_BYTES = 256 * MIB
 DISK_FILE_BYTES, DISK_SECONDS = 256 * MIB, 1.0
 TIMEOUT_SECONDS = 60.0
-# The time of a collective between nodes is at least in this part that of the network.
-LEAST_NETWORK_SHARE = 0.1
 K = TypeVar("K")
 # The bytes that a fused Adam step and the norm before it read and write for each element, in fp32.
 UPDATE_BYTES = 28 + 4
@@ -143,7 +141,7 @@ def measure_on_ranks(folder: str | Path) -> Machine:
             new_memory=min(row[0].new_memory for row in rows),
             memory=min(row[1] for row in rows),
             host_memory=min(row[2] for row in rows) * ranks_per_node,
-            **links._asdict(),
+            **links,
             host_link=min(row[3] for row in rows),
             disk_read=min(row[4][0] for row in first_ranks),
             disk_write=min(row[4][1] for row in first_ranks),
@@ -183,80 +181,41 @@ def _update_rate(group: Group, device: torch.device) -> float:
     return UPDATE_BYTES * numel / median_seconds(update, device)
 
 
-class LinkRates(NamedTuple):
-    """Rates of collectives: the attributes of ``Rates`` by the same names."""
-
-    link: float
-    reduce_link: float
-    node_link: float
-    latency: float
-
-
-class Trial(NamedTuple):
-    """Collectives of a buffer between some ranks.
-
-    Attributes:
-        adds_by_host: ``TransportTraits.adds_by_host``.
-        nbytes: Bytes of the full buffer.
-        gather: Seconds of an all-gather, without ``latency``.
-        reduce: Seconds of a reduce-scatter, without ``latency``.
-        latency: Seconds of a collective of no size.
-    """
-
-    adds_by_host: bool
-    nbytes: int
-    gather: float
-    reduce: float
-    latency: float
-
-
-def link_rates(group: Group, ranks_per_node: int) -> LinkRates:
-    """Return the rates of links, equal on all ranks. The ranks of all nodes measure within their nodes at once.
+def link_rates(group: Group, ranks_per_node: int) -> dict[str, float]:
+    """Return the rates of links by the names of the attributes of ``Rates``, equal on all ranks.
 
     Args:
         group: All ranks.
         ranks_per_node: The ranks of each node.
     """
     world_size, size = group.world_size, ranks_per_node
-    if world_size == 1:
-        return LinkRates(0.0, 0.0, 0.0, 0.0)
-    everywhere = _trial(group)
-    received = everywhere.nbytes * (world_size - 1) / world_size
-    if world_size == size or size == 1:
-        rates = received / everywhere.gather, received / everywhere.reduce
-        return LinkRates(*rates, 0.0 if world_size == size else min(rates), everywhere.latency)
     nodes = [list(range(first, first + size)) for first in range(0, world_size, size)]
-    own_node = Group(torch.distributed.new_subgroups_by_enumeration(nodes)[0], group.device)
-    trials: list[Trial] = group.all_gather_object(_trial(own_node))
-    within = trials[0].nbytes * (size - 1) / size
-    link, reduce_link = (within / max(getattr(trial, name) for trial in trials) for name in ("gather", "reduce"))
-    if group.device.type == "cuda":
-        # A ring crosses the network of each node once.
-        return LinkRates(link, reduce_link, received / max(everywhere.gather, everywhere.reduce), everywhere.latency)
-    sent, own = everywhere.nbytes * (world_size - size) / world_size, (0.0, 0.0)
-    if everywhere.adds_by_host:
-        own = received / link, everywhere.nbytes * (size - 1) / size / reduce_link
-    else:
-        # Each rank sends to each other one.
-        sent *= size
-    times = everywhere.gather - own[0], everywhere.reduce - own[1]
-    # On a network as fast as the node's memory little is left of the whole.
-    least = LEAST_NETWORK_SHARE * min(everywhere.gather, everywhere.reduce)
-    return LinkRates(link, reduce_link, sent / max(*times, least), everywhere.latency)
+    counterparts = [list(range(local, world_size, size)) for local in range(size)]
+    within = _rates_between(group, nodes) if size > 1 else None
+    between = _rates_between(group, counterparts) if world_size > size else None
+    link, reduce_link, latency = within or between or (0.0, 0.0, 0.0)
+    # The ranks of a node use its network at once.
+    node_link = size * min(between[:2]) if between is not None else 0.0
+    return {"link": link, "reduce_link": reduce_link, "node_link": node_link, "latency": latency}
 
 
-def _trial(group: Group) -> Trial:
-    """Time collectives between the ranks of ``group``, and return the times of the slowest."""
-    transport = open_transport(group, "auto", TIMEOUT_SECONDS)
+def _rates_between(group: Group, parts: list[list[int]]) -> tuple[float, float, float]:
+    """Time collectives within all parts of ``group`` at once.
+
+    Returns:
+        The bytes per second that the slowest rank receives in all-gathers and in reduce-scatters, and the seconds of a
+        collective of no size.
+    """
+    part = Group(torch.distributed.new_subgroups_by_enumeration(parts)[0], group.device)
+    transport = open_transport(part, "auto", TIMEOUT_SECONDS)
     try:
-        numel = UNIT_BYTES[group.device.type] // 4 // group.world_size
-        small = 1024
-        gather, reduce = (trial(transport, numel, group.device) for trial in (_gather_seconds, _reduce_seconds))
-        latency = min(trial(transport, small, group.device) for trial in (_gather_seconds, _reduce_seconds))
-        slowest = group.all_gather_object((gather, reduce, latency))
-        gather, reduce, latency = (max(values) for values in zip(*slowest, strict=True))
-        nbytes = 4 * numel * group.world_size
-        return Trial(transport.adds_by_host, nbytes, max(gather - latency, 1e-9), max(reduce - latency, 1e-9), latency)
+        numel = UNIT_BYTES[group.device.type] // 4 // part.world_size
+        trials = [
+            trial(transport, n, group.device) for n in (numel, 1024) for trial in (_gather_seconds, _reduce_seconds)
+        ]
+        gather, reduce, *small = (max(times) for times in zip(*group.all_gather_object(trials), strict=True))
+        received = 4 * numel * (part.world_size - 1)
+        return received / max(gather - min(small), 1e-9), received / max(reduce - min(small), 1e-9), min(small)
     finally:
         transport.close()
 
