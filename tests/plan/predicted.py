@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,10 @@ import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
-from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, StateBytes, predict_states
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, StateBytes, planned_units, predict_states
+from zeroengine.plan.seconds.host_traffic import HostTraffic
+from zeroengine.plan.seconds.step_collectives import StepCollectives
 from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]
@@ -99,6 +102,17 @@ def predict(model: nn.Module, config: Mapping[str, Any], topology: RankTopology)
     """``predict_states`` for a model on the meta device."""
     resolved = resolve(config, model, topology.world_size * topology.num_replicas)
     return predict_states(units_of_model(model, resolved), resolved, topology)
+
+
+def bytes_between_hosts(
+    plans: Sequence[UnitPlan], config: Config, topology: RankTopology, micro_steps: int = 1
+) -> float:
+    """What the first host sends to the others in a step."""
+    units, _ = planned_units(plans, config, topology)
+    step, traffic = StepCollectives.of_units(units, micro_steps), HostTraffic.of_units(units, config, topology)
+    gathers = [*step.first, *step.updates, *((micro_steps - 1) * [*step.later]), *(micro_steps * [*step.backward])]
+    reduces = [*(micro_steps * [*step.sharded]), *step.whole]
+    return sum(map(traffic.gather_bytes, gathers)) + sum(map(traffic.reduce_bytes, reduces))
 
 
 def resolve(config: Mapping[str, Any], model: nn.Module, world_size: int) -> Config:

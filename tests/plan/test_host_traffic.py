@@ -16,10 +16,9 @@ from tests.distributed.experts import SINGLE, ExpertsLM, Style, draw
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
+from tests.plan.predicted import bytes_between_hosts
 from zeroengine.comm.transports.gloo import GlooChannel
-from zeroengine.plan.bytes.state_bytes import RankTopology, planned_units
-from zeroengine.plan.seconds.host_traffic import HostTraffic
-from zeroengine.plan.seconds.step_collectives import StepCollectives
+from zeroengine.plan.bytes.state_bytes import RankTopology
 
 WORLD_SIZE, RANKS_PER_HOST, MICRO_STEPS = 4, 2, 2
 NODE = {"parameters": "node", "gradients": "node"}
@@ -37,16 +36,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def predicted_bytes(engine: Any) -> int:
+def predicted_bytes(engine: Any) -> float:
     """What the planner says that a host sends in a step of an engine."""
     planner, transport = engine._parts.setup.planner, engine._parts.ranks.transport
     topology = RankTopology(WORLD_SIZE, "cpu", transport.name, RANKS_PER_HOST)
-    units, _ = planned_units(planner.plans, engine.config, topology)
-    collectives = StepCollectives.of_units(units, engine.config.micro_steps_in_mean)
-    return HostTraffic.of_units(units, engine.config, topology).step_bytes(collectives)
+    return bytes_between_hosts(planner.plans, engine.config, topology, engine.config.micro_steps_in_mean)
 
 
-def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, int]]:
+def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, float]]:
     """What this rank sends to other hosts in the second step of each case, and what the planner says for its host."""
     dist.init_process_group("gloo")
     imagine_hosts(RANKS_PER_HOST)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.plan.predicted import bytes_between_hosts
 from zeroengine.config import load
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts, from_numbers
-from zeroengine.plan.bytes.state_bytes import planned_units, predict_states
-from zeroengine.plan.seconds.host_traffic import HostTraffic
+from zeroengine.plan.bytes.state_bytes import predict_states
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.machine_presets import PRESETS
-from zeroengine.plan.seconds.step_collectives import StepCollectives
 from zeroengine.plan.seconds.step_time import StepTime, predict_step, topology_of
 
 
@@ -135,9 +134,9 @@ def test_two_hosts_send_and_rank_as_was_measured() -> None:
         config = load({"zero_optimization": zero}).resolve(world_size=4, ranks_per_node=2)
         topology = topology_of(two_hosts(200), config)
         assert topology.transport == "two-level"
-        units, _ = planned_units(facts.plans(config), config, topology)
-        sent = HostTraffic.of_units(units, config, topology).step_bytes(StepCollectives.of_units(units, 1))
-        assert sent / 1e6 == pytest.approx(megabytes, rel=0.01), name
+        assert bytes_between_hosts(facts.plans(config), config, topology) / 1e6 == pytest.approx(megabytes, rel=0.01), (
+            name
+        )
         states = predict_states(facts.plans(config), config, topology)
         for megabits, times in seconds.items():
             times[name] = predict_step(facts, config, micro, states, two_hosts(megabits)).total

@@ -11,7 +11,7 @@ directly    CPU ranks of several nodes over Gloo: each rank sends to each other 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from zeroengine.config import Config
 from zeroengine.plan.bytes.state_bytes import RankTopology
@@ -34,23 +34,10 @@ class Seconds(NamedTuple):
     hidden: float
     crosses: bool = False
 
-    @property
-    def total(self) -> float:
-        """Return the seconds of both."""
-        return self.own + self.hidden
 
-
-class Collectives(Protocol):
-    """The seconds of the collectives between the ranks of a run."""
-
-    def gather(self, gather: Gather) -> Seconds:
-        """Return the seconds of an all-gather."""
-
-    def reduce(self, unit: UnitBytes) -> Seconds:
-        """Return the seconds of the reduction of a unit's gradients."""
-
-
-def collectives_of(units: Sequence[UnitBytes], config: Config, topology: RankTopology, machine: Machine) -> Collectives:
+def collectives_of(
+    units: Sequence[UnitBytes], config: Config, topology: RankTopology, machine: Machine
+) -> RingCollectives | HostCollectives:
     """Return the seconds of the collectives of a run, or of one replica of ``local_steps``.
 
     Args:

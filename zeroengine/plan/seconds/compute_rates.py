@@ -72,7 +72,7 @@ SMALL = DecoderShape(1, 128, 512, 1, 64)
 UNBOUNDED = 1e18
 
 
-@dataclass(frozen=True)
+@dataclass
 class ComputeRates:
     """Rates as in ``machine.Rates``."""
 
@@ -100,18 +100,14 @@ def measure_compute(device: torch.device, meet: Callable[[], object]) -> Compute
         for shape in shapes:
             meet()
             samples.append(_time_decoder(shape, dtype, device))
-        rates = _with_dtype(rates, dtype, samples, is_cpu=device.type == "cpu")
+        _add_dtype(rates, dtype, samples, is_cpu=device.type == "cpu")
     return rates
 
 
-def _with_dtype(
-    rates: ComputeRates,
-    dtype: str,
-    samples: Sequence[tuple[float, Sequence[OperationCount]]],
-    *,
-    is_cpu: bool,
-) -> ComputeRates:
-    """Return ``rates`` with those of one more dtype, of which operations and their seconds are known."""
+def _add_dtype(
+    rates: ComputeRates, dtype: str, samples: Sequence[tuple[float, Sequence[OperationCount]]], *, is_cpu: bool
+) -> None:
+    """Add the rates of one more dtype, of which operations and their seconds are known."""
     rows: list[tuple[float, ...]] = []
     targets = []
     for seconds, operations in samples:
@@ -134,14 +130,9 @@ def _with_dtype(
             known += count * rates.dispatch + (mapped / rates.new_memory if rates.new_memory else 0.0)
         targets.append(max(seconds - known, seconds / 100))
     inverse = fit(rows, targets)
-    matmul, elementwise = (1 / value if value else UNBOUNDED for value in inverse[:2])
-    return ComputeRates(
-        rates.matmul | {dtype: matmul},
-        rates.elementwise | {dtype: elementwise},
-        inverse[2] if dtype == "fp32" else rates.dispatch,
-        (1 / inverse[3] if inverse[3] else 0.0) if dtype == "fp32" else rates.new_memory,
-        rates.attention,
-    )
+    rates.matmul[dtype], rates.elementwise[dtype] = (1 / value if value else UNBOUNDED for value in inverse[:2])
+    if dtype == "fp32":
+        rates.dispatch, rates.new_memory = inverse[2], 1 / inverse[3] if inverse[3] else 0.0
 
 
 def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:

@@ -6,16 +6,18 @@ import dataclasses
 import difflib
 import os
 import shutil
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from zeroengine.config import FLOATS
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
 from zeroengine.plan.bytes.free_memory import free_device_bytes
 from zeroengine.plan.seconds.machine import Machine, Rates, default_machine_file, read_machine
 from zeroengine.plan.seconds.machine_presets import PRESETS, presets_of_gpu
+from zeroengine.plan.seconds.timing import median_seconds
 
 THIS = "this"
 # The side of the square matrices, and the bytes of the copy, of a quick estimate.
@@ -87,22 +89,13 @@ def _preset_of_gpu() -> Machine:
 
 def _quick_estimate() -> Machine:
     """Return a CPU machine of one rank, with products and copies timed for some milliseconds."""
-
-    def seconds(function: object) -> float:
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            function()  # type: ignore[operator]
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    matmul = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    cpu, matmul = torch.device("cpu"), {}
+    for name, dtype in FLOATS.items():
         square = torch.ones(QUICK_SIDE, QUICK_SIDE, dtype=dtype)
-        matmul[name] = 2 * QUICK_SIDE**3 / seconds(lambda square=square: square @ square)
+        matmul[name] = 2 * QUICK_SIDE**3 / median_seconds(partial(torch.matmul, square, square), cpu, repeats=3)
     source = torch.zeros(QUICK_BYTES // 4)
     target = torch.zeros_like(source)
-    memory = 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    memory = 2 * source.nbytes / median_seconds(partial(target.copy_, source), cpu, repeats=3)
     quick, assumed = "a quick estimate; `zero-plan --measure` measures it", "assumed; `zero-plan --measure` measures it"
     return Machine(
         name=THIS,

@@ -10,19 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
 
+from zeroengine.config import FLOATS
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.replaced_file import replace_file
 
 FORMAT = 1
-# The keys of rates by dtype, and the rates that every machine has.
-DTYPES = ("fp32", "bf16", "fp16")
-ALWAYS_POSITIVE = ("matmul", "memory", "elementwise", "host_memory")
 # glibc maps larger blocks anew for each use (M_MMAP_THRESHOLD of mallopt(3), whose dynamic maximum this is).
 MAPPED_BYTES = 32 << 20
+
+
+def _has_all_dtypes(rates: Mapping[str, float]) -> Mapping[str, float]:
+    if missing := FLOATS.keys() - rates.keys():
+        raise ValueError(f"it lacks {', '.join(missing)}; write a rate of each dtype")
+    return rates
+
+
+RateByDtype = Annotated[Mapping[str, PositiveFloat], AfterValidator(_has_all_dtypes)]
 
 
 @dataclass(frozen=True)
@@ -51,36 +58,21 @@ class Rates:
             attention is as fast as other matrix products.
     """
 
-    matmul: Mapping[str, float]
-    memory: float
-    elementwise: Mapping[str, float]
-    host_memory: float
-    link: float
-    reduce_link: float
-    node_link: float
-    latency: float
-    host_link: float
-    disk_read: float
-    disk_write: float
-    dispatch: float
-    new_memory: float = 0.0
-    disk_both: float = 0.0
-    attention: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name == "attention":
-                if any(rate <= 0 for by_length in value.values() for rate in by_length.values()):
-                    raise ZeroEngineError(f"{name} is {value}; write numbers above 0")
-                continue
-            if isinstance(value, Mapping):
-                if missing := [dtype for dtype in DTYPES if dtype not in value]:
-                    raise ZeroEngineError(f"{name} lacks {', '.join(missing)}; write a rate of each dtype")
-            for rate in value.values() if isinstance(value, Mapping) else (value,):
-                # A link, a disk or a latency of 0 means that there is none. Every machine computes and has memory.
-                is_zero = rate == 0 and name not in ALWAYS_POSITIVE
-                if not (is_zero or rate > 0):
-                    raise ZeroEngineError(f"{name} is {rate}; write a number above 0")
+    matmul: RateByDtype
+    memory: PositiveFloat
+    elementwise: RateByDtype
+    host_memory: PositiveFloat
+    link: NonNegativeFloat
+    reduce_link: NonNegativeFloat
+    node_link: NonNegativeFloat
+    latency: NonNegativeFloat
+    host_link: NonNegativeFloat
+    disk_read: NonNegativeFloat
+    disk_write: NonNegativeFloat
+    dispatch: NonNegativeFloat
+    new_memory: NonNegativeFloat = 0.0
+    disk_both: NonNegativeFloat = 0.0
+    attention: Mapping[str, Mapping[int, PositiveFloat]] = field(default_factory=dict)
 
     def attention_rate(self, dtype: str, length: int) -> float:
         """Return the FLOP per second of fused attention over sequences of ``length`` tokens."""

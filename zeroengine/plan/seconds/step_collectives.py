@@ -13,7 +13,7 @@ reduces   of gradients that are sharded: in each micro-step. Of others: once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,27 +27,13 @@ class Gather(NamedTuple):
         unit: The unit.
         degree: The degree of the shards that are sent.
         within: The degree of what they become.
-        is_update: Whether updated parameters are sent. They are never quantized.
+        is_exact: Whether values are never quantized: after an update, and of the second copy of the parameters.
     """
 
     unit: UnitBytes
     degree: int
     within: int = 1
-    is_update: bool = False
-
-    @property
-    def is_from_second_copy(self) -> bool:
-        """Whether the shards are those of the second copy of the parameters."""
-        return not self.is_update and self.degree == self.unit.degrees.secondary
-
-    def ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that ``rank`` gathers with."""
-        degrees = self.unit.degrees
-        return (
-            degrees.secondary_owners(rank)
-            if self.is_from_second_copy
-            else degrees.owners(rank, self.degree, self.within)
-        )
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,7 @@ class StepCollectives:
         later: list[Gather] = []
         backward: list[Gather] = []
         for unit in gathered:
-            again = Gather(unit, unit.degrees.secondary or unit.degrees.parameters)
+            again = Gather(unit, unit.degrees.secondary or unit.degrees.parameters, is_exact=unit.degrees.secondary > 0)
             # A unit of several modules is such as an embedding that is tied to the head.
             uses = unit.plan.num_uses
             forward_uses = min(uses, 1) if unit is last else uses
@@ -98,7 +84,7 @@ class StepCollectives:
             later=later,
             backward=backward[::-1],
             updates=[
-                Gather(unit, unit.degrees.optimizer, unit.degrees.parameters, is_update=True)
+                Gather(unit, unit.degrees.optimizer, unit.degrees.parameters, is_exact=True)
                 for unit in trained
                 if unit.degrees.optimizer > unit.degrees.parameters
             ],
@@ -106,16 +92,3 @@ class StepCollectives:
             whole=[unit for unit in trained if unit.gradients is not None and not unit.gradients.is_sharded],
             micro_steps=micro_steps,
         )
-
-    def total(self, gather: Callable[[Gather], float], reduce: Callable[[UnitBytes], float]) -> float:
-        """Return the sum of a figure over all collectives of the step.
-
-        Args:
-            gather: Returns that of a gather.
-            reduce: Returns that of the reduction of a unit's gradients.
-        """
-        gathers = sum(map(gather, self.first)) + sum(map(gather, self.updates))
-        gathers += (self.micro_steps - 1) * sum(map(gather, self.later))
-        gathers += self.micro_steps * sum(map(gather, self.backward))
-        reduces = self.micro_steps * sum(map(reduce, self.sharded)) + sum(map(reduce, self.whole))
-        return gathers + reduces

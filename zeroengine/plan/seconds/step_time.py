@@ -11,7 +11,7 @@ reduce    the copy of gradients into buckets, and their sums. A transport that o
 network   between nodes the gathers of a backward and its sums take turns, so only what the sums leave of the backward
           hides the gathers. On CPUs the threads that move bytes between nodes take the cores' time (see
           ``CPU_HIDDEN_SHARE``)
-update    reads gradients for the norm, and reads and writes states once
+update    reads gradients for the norm, and reads and writes states once, those of the outer step of local_steps too
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
 
@@ -26,11 +26,11 @@ from zeroengine.config import Config
 from zeroengine.optim.replica_mean import sum_dtype
 from zeroengine.plan.bytes.activations import MicroStep, OperationCount
 from zeroengine.plan.bytes.model_facts import ModelFacts
-from zeroengine.plan.bytes.outer_bytes import outer_element_sizes, piece_numel
+from zeroengine.plan.bytes.outer_bytes import piece_numel
 from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, planned_units
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
-from zeroengine.plan.seconds.collective_seconds import Collectives, RingCollectives, Seconds, collectives_of
-from zeroengine.plan.seconds.machine import MAPPED_BYTES, Machine, Rates
+from zeroengine.plan.seconds.collective_seconds import HostCollectives, RingCollectives, Seconds, collectives_of
+from zeroengine.plan.seconds.machine import MAPPED_BYTES, Machine
 from zeroengine.plan.seconds.step_collectives import StepCollectives
 
 # The share of a computation on CPUs that hides what crosses the network meanwhile. Measured with two hosts of two ranks
@@ -123,13 +123,13 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     trained = (*step.sharded, *step.whole)
     reduce += accumulation * sum(_copy_bytes(unit) for unit in trained) / machine.rates.memory
     reduce += outer_step_seconds(units, config, machine)
-    update, offload = _update_seconds(units, _without_outer_state(units, states, config, machine), machine)
+    update, offload = _update_seconds(units, states, machine)
     offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
     return StepTime(accumulation * (forward + backward), gather, reduce, update, offload)
 
 
 def _exposed_seconds(
-    step: StepCollectives, collectives: Collectives, forward: float, backward: float
+    step: StepCollectives, collectives: RingCollectives | HostCollectives, forward: float, backward: float
 ) -> tuple[float, float]:
     """Return the seconds of the gathers and of the sums of a step that the computation does not hide.
 
@@ -165,27 +165,18 @@ def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> 
     on_gpu = machine.device == "cuda"
     device = host = 0.0
     for operation in operations:
-        arithmetic = operation.flops / flop_rate(operation, rates)
-        memory = operation.nbytes / rates.elementwise[operation.dtype]
+        dtype, length = operation.dtype, operation.attention_length
+        arithmetic = operation.flops / (rates.attention_rate(dtype, length) if length else rates.matmul[dtype])
+        memory = operation.nbytes / rates.elementwise[dtype]
         # On a GPU small products are bound by memory. On a CPU their operands come from caches.
-        seconds = max(arithmetic, memory) if on_gpu else (arithmetic or memory) + new_memory_seconds(operation, rates)
+        seconds = max(arithmetic, memory) if on_gpu else arithmetic or memory
+        # The C library maps memory of this size anew.
+        if rates.new_memory and operation.new_bytes >= MAPPED_BYTES:
+            seconds += operation.new_bytes / rates.new_memory
         device += operation.count * seconds
         host += operation.count * rates.dispatch
     # A GPU works off a queue that the host fills.
     return max(device, host) if on_gpu else device + host
-
-
-def flop_rate(operation: OperationCount, rates: Rates) -> float:
-    """Return the FLOP per second of an operation."""
-    if operation.attention_length:
-        return rates.attention_rate(operation.dtype, operation.attention_length)
-    return rates.matmul[operation.dtype]
-
-
-def new_memory_seconds(operation: OperationCount, rates: Rates) -> float:
-    """Return the seconds that one operation spends on memory that the C library maps anew."""
-    is_mapped = operation.new_bytes >= MAPPED_BYTES and rates.new_memory > 0
-    return operation.new_bytes / rates.new_memory if is_mapped else 0.0
 
 
 def _copy_bytes(unit: UnitBytes) -> int:
@@ -193,30 +184,6 @@ def _copy_bytes(unit: UnitBytes) -> int:
     assert unit.gradients is not None
     target = unit.gradients.reduce_dtype if unit.gradients.is_sharded else unit.gradients.dtype
     return unit.plan.numel * (unit.plan.dtype.itemsize + target.itemsize)
-
-
-def _without_outer_state(
-    units: Sequence[UnitBytes], states: StateBytes, config: Config, machine: Machine
-) -> StateBytes:
-    """Return the bytes of the states without what most updates leave alone: the state of the outer step."""
-    size = config.replica_ranks(machine.world_size)
-    outer = {
-        offloaded: sum(
-            sum(outer_element_sizes(unit, config)) * piece_numel(unit, size)
-            for unit in units
-            if unit.states_offloaded is offloaded
-        )
-        for offloaded in (False, True)
-    }
-    if not any(outer.values()):
-        return states
-    elsewhere = "nvme" if states.nvme.get("optimizer") else "cpu"
-    changed = {
-        name: getattr(states, name) | {"optimizer": getattr(states, name)["optimizer"] - outer[offloaded]}
-        for name, offloaded in (("device", False), (elsewhere, True))
-        if outer[offloaded]
-    }
-    return dataclasses.replace(states, **changed)
 
 
 def _update_seconds(units: Sequence[UnitBytes], states: StateBytes, machine: Machine) -> tuple[float, float]:
