@@ -132,4 +132,4 @@ def test_an_encoder_decoder_needs_no_first_token(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     facts = from_huggingface(tmp_path, sequence=16)
     micro = trace_micro_step(facts, load({}).resolve(world_size=1), 1, checkpointing=True, device="cuda")
-    assert micro.forward_flops > 0
+    assert any(operation.flops for operation in micro.forward)

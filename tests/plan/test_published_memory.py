@@ -105,7 +105,7 @@ def selective_contexts() -> Any:
 
 @pytest.mark.slow
 def test_memory_of_llama_3_8b_is_near_that_of_torchtitan() -> None:
-    llama = from_numbers(8.03e9, 32, 4096, vocab=128256, sequence=8192, heads=32, kv_heads=8)
+    llama = from_numbers(8.03e9, 32, 4096, vocab=128256, sequence=8192, kv_heads=8)
     llama.model.blocks = nn.ModuleList(SelectiveBlock(block) for block in llama.model.blocks)  # type: ignore[union-attr]
     model = from_module(llama.model, "Llama 3.1 8B", llama.make_batch)
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
+from zeroengine.plan.bytes.meta_copy import copy_to_meta
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
 from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks
@@ -58,22 +58,16 @@ class MicroStep:
 
     Attributes:
         micro_batch: Samples.
-        checkpointing: Whether each block of the model is recomputed in backward.
         saved_bytes: The batch and the activations that live between forward and backward.
         peak_bytes: The most bytes at any time of activations, their gradients, the gradient of a parameter before it is
             copied into its bucket, and temporaries. Parameters and buffers of the model do not count.
-        forward_flops: Floating-point operations of matrix products and convolutions in forward.
-        backward_flops: The same of backward. Recomputation counts.
         forward: The operations of forward.
         backward: The operations of backward. Recomputation counts.
     """
 
     micro_batch: int
-    checkpointing: bool
     saved_bytes: int
     peak_bytes: int
-    forward_flops: int
-    backward_flops: int
     forward: Sequence[OperationCount]
     backward: Sequence[OperationCount]
 
@@ -115,7 +109,7 @@ def _trace(
     trace = OperationTrace()
     attention = AttentionWithoutDropout if device == "cuda" else contextlib.nullcontext
     plans = model.plans(config)
-    replica = _copy(model.model)
+    replica = copy_to_meta(model.model)
     modules = dict(zip(model.model.modules(), replica.modules(), strict=True))
     units = [[modules[module] for module in plan.modules] for plan in plans]
     params = dict(zip(model.model.parameters(), replica.parameters(), strict=True))
@@ -136,7 +130,7 @@ def _trace(
         undo.enter_context(attention())
         undo.enter_context(trace)
         try:
-            return _run(model, replica, trace, micro_batch, checkpointing)
+            return _run(model, replica, trace, micro_batch)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
@@ -148,25 +142,21 @@ def _trace(
             ) from error
 
 
-def _run(
-    model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int, checkpointing: bool
-) -> MicroStep:
+def _run(model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int) -> MicroStep:
     assert model.make_batch is not None
-    args, kwargs = map_tensors(_on_cpu, model.make_batch(micro_batch))
+    # Fake tensors of the CPU, with memory that counts, take the places of those of the meta device.
+    args, kwargs = map_tensors(partial(torch.empty_like, device="cpu"), model.make_batch(micro_batch))
     trace.operations.clear()
     loss = loss_of(replica(*args, **kwargs))
-    saved_bytes, forward, forward_flops = trace.live_bytes, _counts(trace.operations), trace.flops
+    saved_bytes, forward = trace.live_bytes, _counts(trace.operations)
     trace.operations.clear()
     if not loss.requires_grad:
         raise ValueError("no parameter that takes a gradient reaches the loss; train one (requires_grad_(True))")
     loss.backward()
     return MicroStep(
         micro_batch=micro_batch,
-        checkpointing=checkpointing,
         saved_bytes=saved_bytes,
         peak_bytes=trace.peak_bytes,
-        forward_flops=forward_flops,
-        backward_flops=trace.flops,
         forward=forward,
         backward=_counts(trace.operations),
     )
@@ -184,18 +174,6 @@ def _counts(operations: Counter[OperationKind]) -> tuple[OperationCount, ...]:
         OperationCount(flops, nbytes, dtype, count, new_bytes, attention_length)
         for (flops, nbytes, dtype, new_bytes, attention_length), count in operations.items()
     )
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of the CPU, with memory that counts, in the place of one of the meta device."""
-    return torch.empty_like(tensor, device="cpu")
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ZeroEngineError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:

@@ -29,7 +29,7 @@ from zeroengine.utils.tensor_tree import tensors_in
 
 # The arguments and keyword arguments of one call of the model.
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
-# A head has this width where no number of heads is given, as in most large models.
+# Heads have this width where it divides that of the model, as in most large models.
 HEAD_WIDTH = 128
 # The width of a standard decoder's feed-forward is a multiple of this.
 HIDDEN_MULTIPLE = 8
@@ -286,7 +286,6 @@ def from_numbers(
     width: int,
     vocab: int,
     sequence: int,
-    heads: int | None = None,
     kv_heads: int | None = None,
 ) -> ModelFacts:
     """Return a decoder of this size, with the blocks of Llama and an embedding and a head that are not tied.
@@ -297,8 +296,7 @@ def from_numbers(
         width: The width of the residual stream.
         vocab: Tokens of the vocabulary.
         sequence: Tokens per sample.
-        heads: Attention heads; None: heads of 128 elements, or one.
-        kv_heads: Heads of keys and values; None: as many.
+        kv_heads: Heads of keys and values; None: as many as attention heads, which have 128 elements.
 
     Raises:
         ZeroEngineError: A number is not positive, the heads do not divide the width, or so few parameters do not
@@ -308,10 +306,10 @@ def from_numbers(
     for name, value in numbers.items():
         if not 1 <= value < math.inf:
             raise ZeroEngineError(f"{name} is {value}; write a number of at least 1")
-    heads = heads or next(n for n in range(max(width // HEAD_WIDTH, 1), 0, -1) if width % n == 0)
+    heads = next(n for n in range(max(width // HEAD_WIDTH, 1), 0, -1) if width % n == 0)
     kv_heads = kv_heads or heads
-    if width % heads or heads % kv_heads:
-        raise ZeroEngineError(f"width {width}, heads {heads}, kv_heads {kv_heads}: each must be a multiple of the next")
+    if heads % kv_heads:
+        raise ZeroEngineError(f"heads {heads}, kv_heads {kv_heads}: the first must be a multiple of the second")
     # The embedding and the head, the norms, and the attention.
     fixed = 2 * vocab * width + width + layers * (2 * width + 2 * width * (width + width * kv_heads // heads))
     of_hidden = 3 * layers * width

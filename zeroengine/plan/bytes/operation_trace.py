@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.flop_formulas import flops_of
+from zeroengine.utils.tensor_tree import tensors_in
 
 _aten = torch.ops.aten
 # The names of dtypes that matrix products are timed in.
@@ -76,11 +77,6 @@ class OperationTrace(TorchDispatchMode):
         # See ``OperationMode`` of deferred_init.
         return False
 
-    @property
-    def flops(self) -> int:
-        """Return the FLOPs of the operations so far."""
-        return sum(flops * count for (flops, *_), count in self.operations.items())
-
     @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
@@ -88,12 +84,12 @@ class OperationTrace(TorchDispatchMode):
         # Queries of metadata of fake tensors come as operations of "prim".
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        inputs = _tensors((*args, *kwargs.values()))
+        inputs = list(tensors_in((args, kwargs)))
         result = _run(func, args, kwargs, inputs)
         if func.is_view:
             return result
         packet = func.overloadpacket
-        outputs = _tensors((result,))
+        outputs = list(tensors_in(result))
         new_bytes = max((self._track(output) for output in outputs), default=0)
         flops = flops_of(func, args, kwargs, result)
         written = sum(map(_nbytes, outputs))
@@ -141,7 +137,7 @@ def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         with unset_fake_temporarily():
             return func(*args, **kwargs)
     result = func(*args, **kwargs)
-    outputs = _tensors((result,))
+    outputs = list(tensors_in(result))
     if not outputs or not isinstance(outputs[0], FakeTensor):
         return result
     if func.overloadpacket is _ATTENTION:
@@ -162,16 +158,6 @@ def _attention_length(packet: Any, inputs: list[torch.Tensor]) -> int:
 def _is_small_integer(tensor: torch.Tensor) -> bool:
     is_integer = not tensor.is_floating_point() and not tensor.is_complex()
     return is_integer and tensor.device.type == "cpu" and tensor.numel() <= MAX_REAL_NUMEL
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values if isinstance(values, (tuple, list)) else ():
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -115,7 +115,8 @@ class StateBytes:
         disk_files: Bytes of this rank's files on the disk, which hold whole blocks.
         shared_pages: Bytes of ``device["gathered"]`` that take no memory of their own, because shared memory maps the
             pages of the other ranks.
-        checkpoint_copy: Bytes of CPU memory that ``checkpoint.async_save`` takes for the copy that it writes from.
+        checkpoint_copy: The most bytes of CPU memory that ``checkpoint.async_save`` takes for the copy that it writes
+            from.
     """
 
     device: Mapping[str, int]
@@ -138,17 +139,8 @@ class StateBytes:
         return sum(self.cpu.values())
 
 
-class _Ledger:
-    """Bytes by location and state. None is the device."""
-
-    def __init__(self) -> None:
-        self._bytes: Counter[tuple[str | None, str]] = Counter()
-
-    def add(self, name: str, nbytes: int, location: str | None = None) -> None:
-        self._bytes[location, name] += nbytes
-
-    def row(self, location: str | None, names: Sequence[str]) -> dict[str, int]:
-        return {name: self._bytes[location, name] for name in names}
+# Bytes by location and state. None is the device.
+_Ledger = Counter[tuple[str | None, str]]
 
 
 def planned_units(
@@ -187,20 +179,19 @@ def predict_states(
         )
     on_gpu, traits = topology.device == "cuda", topology.traits
     units, placement = planned_units(plans, config, topology)
-    ledger = _Ledger()
+    ledger: _Ledger = Counter()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
     sizes, is_fused = _optimizer_sizes(units, config, probe)
     for unit, states in zip(units, sizes, strict=True):
-        ledger.add("parameters", unit.shard_bytes, placement.param_location if unit.shard_offloaded else None)
-        ledger.add("parameters", unit.secondary_bytes, None)
+        ledger[placement.param_location if unit.shard_offloaded else None, "parameters"] += unit.shard_bytes
+        ledger[None, "parameters"] += unit.secondary_bytes
         if unit.gradients is not None:
             location = placement.optimizer_location if unit.states_offloaded else None
-            ledger.add("gradients", unit.gradient_bytes, location if unit.gradients.is_offloaded else None)
+            ledger[location if unit.gradients.is_offloaded else None, "gradients"] += unit.gradient_bytes
             if unit.plan.is_mixed_precision:
-                ledger.add("master", unit.optimizer_numel * unit.master_dtype.itemsize, location)
-            ledger.add("optimizer", _optimizer_bytes(unit, states, is_fused), location)
+                ledger[location, "master"] += unit.optimizer_numel * unit.master_dtype.itemsize
             outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, topology.world_size)
-            ledger.add("optimizer", outer, location)
+            ledger[location, "optimizer"] += _optimizer_bytes(unit, states, is_fused) + outer
 
     flows = [_flow(unit, topology.world_size) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
@@ -210,32 +201,34 @@ def predict_states(
     num_reducing = 0 if topology.world_size == 1 else MAX_IN_FLIGHT if traits.has_peers else len(flows)
     buckets += staging_buffer_bytes(flows, accumulates=accumulates, num_reducing=num_reducing, on_stream=on_gpu)
     gathered = _most_gathered(units, config, topology, placement)
-    ledger.add("buckets", buckets)
-    ledger.add("gathered", gathered)
-    # The ranks of each host, where they add their values before any go to other hosts.
-    adding = topology.ranks_per_host if topology.adds_by_host(units) else 0
-    if adding:
-        ledger.add("staging", two_level_bytes(units, topology.world_size, adding, gathered, zero.gradient_bits))
+    ledger[None, "buckets"] += buckets
+    ledger[None, "gathered"] += gathered
+    if adds_by_host := topology.adds_by_host(units):
+        ledger[None, "staging"] += two_level_bytes(
+            units, topology.world_size, topology.ranks_per_host, gathered, zero.gradient_bits
+        )
     else:
         # Packed slices arrive in passing. Whether sums of whole gradients are packed depends on what is gathered.
         exact = [flow for flow in flows if not (zero.gradient_bits and flow.format.is_sharded)]
-        ledger.add("staging", received_bytes(exact, topology.world_size, buffers, traits), CPU_MEMORY)
-    kept = kept_bytes(units, config, topology.world_size, keeps_packets=traits.keeps_memory, ranks_per_host=adding)
-    ledger.add("quantized", kept)
+        ledger[CPU_MEMORY, "staging"] += received_bytes(exact, topology.world_size, buffers, traits)
+    ledger[None, "quantized"] += kept_bytes(
+        units, config, topology.world_size, keeps_packets=traits.keeps_memory, sums_by_host=adds_by_host
+    )
     _add_staging(ledger, units, config, topology, placement)
     if config.local_steps is not None:
         exchange = units, topology.world_size, topology.num_replicas
-        ledger.add("staging", exchange_bytes(*exchange))
-        ledger.add("staging", received_exchange_bytes(*exchange, TRANSPORTS[topology.replica_transport]), CPU_MEMORY)
+        ledger[None, "staging"] += exchange_bytes(*exchange)
+        between = TRANSPORTS[topology.replica_transport]
+        ledger[CPU_MEMORY, "staging"] += received_exchange_bytes(*exchange, between)
 
-    device = ledger.row(None, (*STATES, *BUFFERS))
-    host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
+    device = {name: ledger[None, name] for name in (*STATES, *BUFFERS)}
+    host = {name: ledger[CPU_MEMORY, name] for name in (*STATES, "staging")}
     if not on_gpu:
         device["staging"] += host["staging"]
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
     received = receive_bytes(units, topology.world_size, traits, accumulates=accumulates)
-    received += transient_bytes(units, config, topology.world_size, adding)
+    received += transient_bytes(units, config, topology.world_size, sums_by_host=adds_by_host)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]
@@ -243,7 +236,7 @@ def predict_states(
     return StateBytes(
         device=device,
         cpu=host if on_gpu else {},
-        nvme={name: sum(ledger.row(path, STATES)[name] for path in on_disk) for name in STATES},
+        nvme={name: sum(ledger[path, name] for path in on_disk) for name in STATES},
         peak_device_extra=max(
             received,
             most_at_start(units, topology.device) - sum(device.values()),
@@ -253,7 +246,7 @@ def predict_states(
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if traits.shares_pages and maps_pages else 0,
-        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size, topology.num_replicas, sizes)
+        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, sizes)
         if copies
         else 0,
     )
@@ -312,11 +305,11 @@ def _add_staging(
     ledger: _Ledger, units: Sequence[UnitBytes], config: Config, topology: RankTopology, placement: PlacementPlan
 ) -> None:
     """Add the buffers between the stores and the computation."""
-    ledger.add("staging", placement.pipeline_bytes, CPU_MEMORY)
+    ledger[CPU_MEMORY, "staging"] += placement.pipeline_bytes
     num_buffers = config.zero_optimization.offload_param.buffer_count
     # A single rank reads shards straight into the full buffer.
     if topology.world_size > 1:
-        ledger.add("staging", num_buffers * placement.largest_shard_bytes)
+        ledger[None, "staging"] += num_buffers * placement.largest_shard_bytes
     if topology.device == "cpu":
         return
     # Every transfer between a GPU and a disk passes through the host. Each store has buffers of its own.
@@ -327,7 +320,7 @@ def _add_staging(
         if unit.gradients is not None and unit.gradients.is_offloaded:
             sizes.setdefault(placement.optimizer_location, []).append(unit.gradient_bytes)
     for path, transfers in sizes.items():
-        ledger.add("staging", _bounce_buffer_bytes(transfers, num_buffers) if path else 0, CPU_MEMORY)
+        ledger[CPU_MEMORY, "staging"] += _bounce_buffer_bytes(transfers, num_buffers) if path else 0
 
 
 def _bounce_buffer_bytes(sizes: Sequence[int], num_buffers: int) -> int:

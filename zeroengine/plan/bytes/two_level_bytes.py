@@ -40,11 +40,6 @@ def two_level_bytes(
     return passing + after_update + sum(sums)
 
 
-def packed_numel(unit: UnitBytes, world_size: int, ranks_per_host: int) -> int:
-    """Return the elements of the sums of a unit that a rank packs for other hosts and its own, once a reduce."""
-    return _sum_sizes(unit, world_size, ranks_per_host).numel
-
-
 def sent_sum_bytes(unit: UnitBytes, world_size: int, ranks_per_host: int, bits: int | None) -> int:
     """Return the bytes that a rank sends to other hosts for the sum of a unit's gradients.
 

@@ -38,11 +38,6 @@ class ZeroSetting(NamedTuple):
     degrees: str = DEFAULT  # a name of ``degree_choices``
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether nothing is offloaded."""
-        return self.offload_param == self.offload_optimizer == "none"
-
-    @property
     def title(self) -> str:
         """Return the setting in words, such as ``stage 3, optimizer on CPU``."""
         names = {"cpu": "in CPU memory", "nvme": "on NVMe"}
@@ -80,15 +75,11 @@ class PlanCandidate:
         """Return the candidate without its batch sizes."""
         return ZeroSetting(self.stage, self.offload_param, self.offload_optimizer, self.checkpointing, self.degrees)
 
-    def changes(self, nvme_path: str = NVME_PATH) -> dict[str, Any]:
-        """Return the keys of a configuration that make it this candidate, as nested dicts.
-
-        Args:
-            nvme_path: The folder of states on NVMe.
-        """
+    def changes(self) -> dict[str, Any]:
+        """Return the keys of a configuration that make it this candidate, as nested dicts."""
         zero: dict[str, Any] = {"stage": self.stage}
         for section, place in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
-            zero[section] = {"device": place} | ({"nvme_path": nvme_path} if place == "nvme" else {})
+            zero[section] = {"device": place} | ({"nvme_path": NVME_PATH} if place == "nvme" else {})
         if self.degrees != DEFAULT:
             zero["degrees"] = dict(DEGREES[self.degrees])
         return {
@@ -294,13 +285,14 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
         setting = estimate.candidate.setting
         largest[setting] = max(largest.get(setting, 0), estimate.candidate.micro_batch)
     shown: list[Estimate] = []
+    has_no_offload = {setting for setting in largest if setting.offload_param == setting.offload_optimizer == "none"}
     for estimate in fitting:
         setting = estimate.candidate.setting
         # The first estimate of a setting is its best.
         dominated = any(largest[other.candidate.setting] >= largest[setting] for other in shown)
         others = [other.candidate.setting for other in shown]
         alike = [other for other in others if (other.stage, other.degrees) == (setting.stage, setting.degrees)]
-        is_first = not alike or (setting.is_plain and not any(other.is_plain for other in alike))
+        is_first = not alike or (setting in has_no_offload and not has_no_offload.intersection(alike))
         if is_first or not dominated:
             shown.append(estimate)
     return shown

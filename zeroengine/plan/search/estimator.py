@@ -14,7 +14,6 @@ from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
     HEADROOM,
-    NVME_PATH,
     Choices,
     Estimate,
     PlanCandidate,
@@ -51,14 +50,10 @@ class Estimator:
         model: The model.
         tree: The keys of the configuration that all candidates share.
         machine: The machine.
-        nvme_path: The folder of states on NVMe, where the configuration names none.
     """
 
-    def __init__(
-        self, model: ModelFacts, tree: Mapping[str, Any], machine: Machine, nvme_path: str = NVME_PATH
-    ) -> None:
-        self.model, self.machine = model, machine
-        self._tree, self._nvme_path = tree, nvme_path
+    def __init__(self, model: ModelFacts, tree: Mapping[str, Any], machine: Machine) -> None:
+        self.model, self.machine, self._tree = model, machine, tree
         self._buffer_bytes = sum(buffer.nbytes for buffer in model.model.buffers())
         self._configs: dict[PlanCandidate, Config] = {}
         self._states: dict[tuple[Any, ...], StateBytes] = {}
@@ -69,7 +64,7 @@ class Estimator:
         if (written := base.get("zero_optimization")) and candidate.stage != written.get("stage"):
             # Degrees belong to another stage than that of the candidate.
             base["zero_optimization"] = {key: value for key, value in written.items() if key != "degrees"}
-        tree = merged(base, candidate.changes(self._nvme_path))
+        tree = merged(base, candidate.changes())
         if self._tree.get("gradient_accumulation_steps") == "manual":
             tree["gradient_accumulation_steps"] = "manual"
         elif "train_batch_size" in tree:

@@ -25,8 +25,6 @@ def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:
         micro_batch=size,
         saved_bytes=line(small.saved_bytes, large.saved_bytes),
         peak_bytes=line(small.peak_bytes, large.peak_bytes),
-        forward_flops=line(small.forward_flops, large.forward_flops),
-        backward_flops=line(small.backward_flops, large.backward_flops),
         forward=_extrapolated_operations(small.forward, large.forward, factor, line),
         backward=_extrapolated_operations(small.backward, large.backward, factor, line),
     )
