@@ -17,6 +17,7 @@ from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.bytes.meta_copy import batches_like, copy_to_meta
 from zeroengine.plan.bytes.model_facts import ModelFacts, from_function, from_huggingface, from_module
+from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
 from zeroengine.plan.report.result import Plan
 from zeroengine.plan.search.candidates import (
     Choices,
@@ -33,8 +34,6 @@ from zeroengine.plan.seconds.known_machines import load_machine
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.utils.byte_size import format_byte_size
 
-# Optimizers whose states can be offloaded.
-OFFLOADED_OPTIMIZERS = ("Adam", "AdamW")
 DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
 # The errors of torch where a computation depends on values, which a trace does not have.
 NEEDS_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"}
@@ -100,7 +99,7 @@ def plan(
     choices = choices_of(
         tree,
         target,
-        can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS,
+        can_offload=OptimizerProbe(None, sizes).has_adam_rule,
         degrees=degree_choices(has_degrees, target, sizes),
     )
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:

@@ -34,9 +34,9 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
    and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
-   With offload, `StatePlanner._serves_offload` in `plan/search/automatic.py` and `OFFLOADED_OPTIMIZERS` in
-   `plan/api.py` say which optimizers may be offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`:
-   the predicted states are those of `engine.memory()`, to the byte.
+   With offload, `OptimizerProbe.has_adam_rule` in `plan/bytes/optimizer_state.py` says which optimizers may be
+   offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
+   `engine.memory()`, to the byte.
 """
 
 from __future__ import annotations

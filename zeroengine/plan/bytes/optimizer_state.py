@@ -44,7 +44,6 @@ class OptimizerProbe:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        self._is_callers = optimizer is not None
         if optimizer is None:
             section = config.optimizer
             probe = [nn.Parameter(torch.zeros(PROBE_SHAPE, device="cpu"))]
@@ -52,16 +51,15 @@ class OptimizerProbe:
             with torch.device("cpu"):
                 optimizer = build_optimizer(kind, probe, params)
         self._optimizer = optimizer
-        self._group_of = {
-            param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]
-        }
+        # The parameter of an optimizer that is built here is none of the model.
+        self._group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._sizes: dict[tuple[int, torch.dtype], StateSizes] = {}
         # Every unit is updated by one backend, and the fused kernels take fp32 masters alone.
         self.has_adam_rule = has_adam_rule(optimizer)
 
     def sizes(self, param: nn.Parameter, dtype: torch.dtype) -> StateSizes:
         """Return the state of one parameter of the model, whose master has ``dtype``."""
-        group = self._group_of.get(param, 0) if self._is_callers else 0
+        group = self._group_of.get(param, 0)
         if (group, dtype) not in self._sizes:
             self._sizes[group, dtype] = self._measure(self._optimizer.param_groups[group], dtype)
         return self._sizes[group, dtype]

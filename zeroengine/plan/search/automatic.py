@@ -20,7 +20,6 @@ import torch
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.backends.adam_state import has_adam_rule
 from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
@@ -180,10 +179,6 @@ class StatePlanner:
         return self._requirements[choice]
 
     @cached_property
-    def _serves_offload(self) -> bool:
-        return self._optimizer is None or has_adam_rule(self._optimizer)
-
-    @cached_property
     def _serves_stages(self) -> bool:
         """Whether the optimizer works where its states are partitioned."""
         return self._optimizer is None or is_elementwise(self._optimizer)
@@ -201,7 +196,7 @@ class StatePlanner:
         def places(place: str, section: str) -> list[str]:
             if place != CHOSEN:
                 return [place]
-            if not self._serves_offload:
+            if not self._probe.has_adam_rule:
                 return ["none"]
             path = getattr(self.config.zero_optimization, section).nvme_path
             # On a machine without a GPU, CPU memory is where states are anyway.
