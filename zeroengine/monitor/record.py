@@ -8,22 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 # The number of the format of a run folder. Readers of an older format refuse a newer one.
 FORMAT = 1
 
 Kind = Literal["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation"]
-KINDS: tuple[Kind, ...] = (
-    "forward",
-    "backward",
-    "gather",
-    "reduce",
-    "update",
-    "offload",
-    "checkpoint",
-    "evaluation",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 # The kinds that are no work of training. Rates, such as tokens per second, leave them out.
 OUTSIDE_TRAINING: tuple[Kind, ...] = ("checkpoint", "evaluation")
 # The keys of a record's split: the kinds, and the rest of the step's time.
