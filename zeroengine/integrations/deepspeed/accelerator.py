@@ -12,18 +12,52 @@ import torch
 from zeroengine.errors import ZeroEngineError
 
 
+def _no_effect(*args: object, **options: object) -> None:
+    return None
+
+
+# Names of torch.cuda, as they are on a CPU. Nothing counts the bytes of a CPU's tensors.
+_ON_CPU: dict[str, Any] = {
+    **dict.fromkeys(("device", "stream"), lambda device=None: contextlib.nullcontext()),
+    **dict.fromkeys(("current_stream", "default_stream"), _no_effect),
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "set_device", "synchronize"), _no_effect),
+    **dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
+        lambda device_index=None: 0,
+    ),
+    **dict.fromkeys(("Event", "Stream")),
+    **dict.fromkeys(("is_available", "is_bf16_supported"), lambda: True),
+    "current_device": lambda: "cpu",
+    "initial_seed": torch.initial_seed,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "memory_stats": lambda device_index=None: {},
+}
+# DeepSpeed's names of torch.cuda's functions, where they differ.
+_NAMES_OF_TORCH = {
+    "max_memory_cached": "max_memory_reserved",
+    "memory_cached": "memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+
 class Accelerator:
-    """The device that this process computes on: CUDA where there is any, otherwise the CPU."""
+    """The device that this process computes on: CUDA where there is any, otherwise the CPU.
+
+    DeepSpeed's accelerator has a hundred methods. Many are torch.cuda's by name, and ``__getattr__`` finds these.
+    """
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
         self._is_cuda = self._name == "cuda"
+        self._served = vars(torch.cuda) if self._is_cuda else _ON_CPU
         self._compile_backend = "inductor"
 
-    # DeepSpeed's accelerator has a hundred methods, many of which are torch.cuda's by name.
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and self._is_cuda and hasattr(torch.cuda, name):
-            return getattr(torch.cuda, name)
+        served_name = _NAMES_OF_TORCH.get(name, name)
+        if not name.startswith("_") and served_name in self._served:
+            return self._served[served_name]
         raise AttributeError(
             f"get_accelerator().{name} is not served by zeroengine on {self._name}; "
             f"use torch.{self._name} or torch.accelerator"
@@ -31,26 +65,9 @@ class Accelerator:
 
     # -- the device -------------------------------------------------------------------------------
 
-    def is_available(self) -> bool:
-        """Return whether there is such a device. A CPU is one."""
-        return True
-
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cpu", "cuda", or "cuda:0" for an index."""
         return self._name if device_index is None or not self._is_cuda else f"cuda:{device_index}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which the device is the current one."""
-        return torch.cuda.device(device_index) if self._is_cuda else contextlib.nullcontext()
-
-    def set_device(self, device_index: int) -> None:
-        """Make a device the current one."""
-        if self._is_cuda:
-            torch.cuda.set_device(device_index)
-
-    def current_device(self) -> int | str:
-        """Return what ``device=`` takes: the index of the current device, or "cpu"."""
-        return torch.cuda.current_device() if self._is_cuda else "cpu"
 
     def current_device_name(self) -> str:
         """Return the name that tensors take: "cpu" or "cuda:0"."""
@@ -73,11 +90,6 @@ class Accelerator:
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize(device_index)
-
     def communication_backend_name(self) -> str:
         """Return "nccl" or "gloo"."""
         return "nccl" if self._is_cuda else "gloo"
@@ -91,18 +103,6 @@ class Accelerator:
     def random(self) -> Any:
         """Return torch's module of generators."""
         return torch.random
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seed the device's generator; on CPU torch's own."""
-        return torch.cuda.manual_seed(seed) if self._is_cuda else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seed the generators of all devices."""
-        return torch.cuda.manual_seed_all(seed) if self._is_cuda else torch.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        """Return the seed of the generator."""
-        return torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
 
     def default_generator(self, device_index: int = 0) -> Any:
         """Return the generator of a device."""
@@ -122,60 +122,6 @@ class Accelerator:
             torch.set_rng_state(new_state)
 
     # -- streams and memory -----------------------------------------------------------------------
-
-    @property
-    def Stream(self) -> Any:
-        """The class of streams; None on CPU."""
-        return torch.cuda.Stream if self._is_cuda else None
-
-    @property
-    def Event(self) -> Any:
-        """The class of events; None on CPU."""
-        return torch.cuda.Event if self._is_cuda else None
-
-    def stream(self, stream: Any) -> Any:
-        """Return a context in which operations go to a stream."""
-        return torch.cuda.stream(stream) if self._is_cuda else contextlib.nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the current stream; None on CPU."""
-        return torch.cuda.current_stream(device_index) if self._is_cuda else None
-
-    default_stream = current_stream
-
-    def empty_cache(self) -> None:
-        """Give back cached memory."""
-        if self._is_cuda:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; 0 on CPU, where nothing counts them."""
-        return torch.cuda.memory_allocated(device_index) if self._is_cuda else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the largest value of ``memory_allocated``."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else 0
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the bytes that torch holds on the device; 0 on CPU."""
-        return torch.cuda.memory_reserved(device_index) if self._is_cuda else 0
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the largest value of ``memory_reserved``."""
-        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else 0
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Return torch.cuda's statistics; nothing on CPU."""
-        return dict(torch.cuda.memory_stats(device_index)) if self._is_cuda else {}
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forget the largest values."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device's memory, or of the machine's."""
@@ -198,10 +144,6 @@ class Accelerator:
         return bool(tensor.is_pinned()) if self._is_cuda else False
 
     # -- dtypes -----------------------------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        """Return whether the device computes in bf16."""
-        return bool(torch.cuda.is_bf16_supported()) if self._is_cuda else True
 
     def is_fp16_supported(self) -> bool:
         """Return whether the device computes in fp16."""

@@ -85,8 +85,7 @@ class LRRangeTest(ScheduleOfIterations):
         self.min_lr = rates_of_groups(self.optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        if last_batch_iteration == -1:
-            self._last_lr = write_rates(self.optimizer.param_groups, self.min_lr)
+        self._begin()
 
     def get_lr(self) -> list[Any]:
         """Return the rate of each group at ``last_batch_iteration``."""
@@ -110,10 +109,8 @@ class WarmupLR(ScheduleOfIterations):
         super().__init__(optimizer, last_batch_iteration)
         self.warmup_num_steps = checked_warmup_steps(warmup_num_steps)
         self.warmup_type = checked_warmup_type(warmup_type)
-        groups = self.optimizer.param_groups
-        own = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups]
         self.min_lrs = rates_of_groups(self.optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = own if warmup_max_lr is None else rates_of_groups(self.optimizer, warmup_max_lr, "warmup_max_lr")
+        self.max_lrs = rates_of_groups(self.optimizer, warmup_max_lr, "warmup_max_lr")
         self._begin()
 
     def get_lr(self) -> list[Any]:
@@ -171,10 +168,7 @@ class WarmupCosineLR(ScheduleOfIterations):
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
         warn_of_short_run(total_num_steps, self.warmup_num_steps)
-        groups = self.optimizer.param_groups
-        self.org_lrs = [
-            group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"] for group in groups
-        ]
+        self.org_lrs = rates_of_groups(self.optimizer, None, "lr")
         self._begin()
 
     def get_lr_ratio(self) -> float:
@@ -224,11 +218,10 @@ class OneCycle(ScheduleOfIterations):
         self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
         self.step_ratio = first / self.total_size
         self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
-        self.decay_step_size, self.decay_lr_rate = decay_step_size, decay_lr_rate
-        self.decay_mom_rate = decay_mom_rate
+        self.second_stair_count = cycle_second_stair_count
+        if cycle_second_stair_count is None:
+            self.second_stair_count = cycle_first_stair_count
+        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
         self.min_lrs = rates_of_groups(self.optimizer, cycle_min_lr, "cycle_min_lr")
         self.max_lrs = rates_of_groups(self.optimizer, cycle_max_lr, "cycle_max_lr")
         self._min_moms = rates_of_groups(self.optimizer, cycle_min_mom, "cycle_min_mom")
@@ -236,11 +229,10 @@ class OneCycle(ScheduleOfIterations):
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             log.warning("OneCycle: %s has no betas, so no momentum is cycled", type(self.optimizer).__name__)
-        if last_batch_iteration == -1:
-            self._last_lr = write_rates(self.optimizer.param_groups, self.min_lrs)
-            if self.cycle_momentum:
-                # DeepSpeed starts at the low momentum, and the first step goes to the high one.
-                self._write_momenta(self._min_moms)
+        self._begin()
+        if last_batch_iteration == -1 and self.cycle_momentum:
+            # DeepSpeed starts at the low momentum, and the first step goes to the high one.
+            self._write_momenta(self._min_moms)
 
     def get_lr(self) -> list[Any]:
         """Return the rate of each group at ``last_batch_iteration``."""
@@ -307,13 +299,16 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     raise TypeError(f"a schedule takes a torch.optim.Optimizer, found {type(optimizer).__name__}")
 
 
-def rates_of_groups(optimizer: torch.optim.Optimizer, rates: Rates, name: str) -> list[Any]:
-    """Return the rate of each param group.
+def rates_of_groups(optimizer: torch.optim.Optimizer, rates: Rates | None, name: str) -> list[Any]:
+    """Return the rate of each param group: one for all, those of a list, or with None what the groups have.
 
     Raises:
         ValueError: A list has another length than there are groups.
     """
     num_groups = len(optimizer.param_groups)
+    if rates is None:
+        own_rates = [group["lr"] for group in optimizer.param_groups]
+        return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in own_rates]
     if not isinstance(rates, (list, tuple)):
         return [rates] * num_groups
     if len(rates) != num_groups:

@@ -26,6 +26,17 @@ def set_log_level_from_string(level: str) -> None:
     logger.setLevel(level.upper())
 
 
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a copy of nested containers whose tensors are copied to ``device``."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
 def instrument_w_nvtx(function: Any) -> Any:
     """Return the function as it is."""
     return function

@@ -22,9 +22,36 @@ from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModu
 
 log = logging.getLogger("zeroengine")
 # The value of DeepSpeed 0.19 where the file names none.
-DEFAULT_GRADIENT_CLIPPING = 1.0
+GRADIENT_CLIPPING_DEFAULT = 1.0
 # What save_checkpoint does if the ranks pass different tags.
 TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where a state lives."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """The states that ``offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(enum.IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
 
 
 class DeepSpeedConfigError(ConfigError):
@@ -109,7 +136,7 @@ def load_settings(config: Any) -> Config:
             log.info('"offload_param" has no effect below stage 3, as in DeepSpeed; "offload_optimizer" has one')
             del zero["offload_param"]
     if tree.get("gradient_clipping") is None:
-        tree["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING
+        tree["gradient_clipping"] = GRADIENT_CLIPPING_DEFAULT
     loaded = load(tree)
     precision, stage = loaded.low_precision, loaded.zero_optimization.stage
     if precision is not None and loaded.data_types.grad_accum_dtype is None and stage:
@@ -201,4 +228,4 @@ class DeepSpeedZeroConfig:
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the value of "gradient_clipping", or DeepSpeed's default."""
     value = param_dict.get("gradient_clipping")
-    return DEFAULT_GRADIENT_CLIPPING if value is None else float(value)
+    return GRADIENT_CLIPPING_DEFAULT if value is None else float(value)

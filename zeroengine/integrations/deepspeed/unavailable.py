@@ -19,14 +19,11 @@ class UnavailableClass:
         raise ZeroEngineError(f"deepspeed's {name} is not served by zeroengine: {self._advice}")
 
 
-def unavailable_class(name: str, advice: str) -> type[UnavailableClass]:
-    """Return a class that raises ``advice`` when an object of it is made."""
+def _unavailable_class(name: str, advice: str) -> type[UnavailableClass]:
     return type(name, (UnavailableClass,), {"_advice": advice, "__doc__": f"Not served: {advice}."})
 
 
-def unavailable_function(name: str, advice: str) -> Any:
-    """Return a function that raises ``advice``."""
-
+def _unavailable_function(name: str, advice: str) -> Any:
     def refuse(*args: object, **options: object) -> None:
         raise ZeroEngineError(f"deepspeed's {name}() is not served by zeroengine: {advice}")
 
@@ -34,42 +31,25 @@ def unavailable_function(name: str, advice: str) -> Any:
     return refuse
 
 
-CLASSES = {
-    **{
-        name: unavailable_class(name, _DATA_PARALLEL)
-        for name in ("LayerSpec", "MoE", "PipelineEngine", "PipelineModule", "TiedLayerSpec")
-    },
-    **{
-        name: unavailable_class(name, "there is no inference engine; evaluate inside zeroengine.gathered(model)")
-        for name in ("DeepSpeedHybridEngine", "InferenceEngine")
-    },
-    **{
-        name: unavailable_class(name, "pass the section as a dict to initialize(config=...)")
-        for name in ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
-    },
-    "BF16_Optimizer": unavailable_class("BF16_Optimizer", "initialize() makes the optimizer of every precision"),
-    "FP16_Optimizer": unavailable_class("FP16_Optimizer", "initialize() makes the optimizer of every precision"),
-    "FP16_UnfusedOptimizer": unavailable_class(
-        "FP16_UnfusedOptimizer", "initialize() makes the optimizer of every precision"
+_ADVICE_OF_CLASSES = {
+    "LayerSpec MoE PipelineEngine PipelineModule TiedLayerSpec": _DATA_PARALLEL,
+    "DeepSpeedHybridEngine InferenceEngine": "there is no inference engine; evaluate inside zeroengine.gathered(model)",
+    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig": (
+        "pass the section as a dict to initialize(config=...)"
     ),
-    "FusedLamb": unavailable_class(
-        "FusedLamb", "its update looks at whole parameters, which are partitioned; use Adam"
-    ),
-    "OnebitAdam": unavailable_class("OnebitAdam", "it compresses its communication, which changes results; use Adam"),
-    "OnebitLamb": unavailable_class("OnebitLamb", "it compresses its communication, which changes results; use Adam"),
-    "ZeroOneAdam": unavailable_class("ZeroOneAdam", "it compresses its communication, which changes results; use Adam"),
+    "BF16_Optimizer FP16_Optimizer FP16_UnfusedOptimizer": "initialize() makes the optimizer of every precision",
+    "FusedLamb": "its update looks at whole parameters, which are partitioned; use Adam",
+    "OnebitAdam OnebitLamb ZeroOneAdam": "it compresses its communication, which changes results; use Adam",
 }
-FUNCTIONS = {
-    "get_model_ckpt_name_for_rank": unavailable_function(
-        "get_model_ckpt_name_for_rank",
+_ADVICE_OF_FUNCTIONS = {
+    "get_model_ckpt_name_for_rank": (
         "a checkpoint is one directory of torch Distributed Checkpoint; read its weights with zero_to_fp32, or export "
-        "them with zero-export",
+        "them with zero-export"
     ),
-    "init_inference": unavailable_function(
-        "init_inference", "evaluate inside `with torch.no_grad(), zeroengine.gathered(model):`"
-    ),
-    "split_params_into_different_moe_groups_for_optimizer": unavailable_function(
-        "split_params_into_different_moe_groups_for_optimizer", _DATA_PARALLEL
-    ),
-    "tp_model_init": unavailable_function("tp_model_init", _DATA_PARALLEL),
+    "init_inference": "evaluate inside `with torch.no_grad(), zeroengine.gathered(model):`",
+    "tp_model_init": _DATA_PARALLEL,
 }
+CLASSES = {
+    name: _unavailable_class(name, advice) for names, advice in _ADVICE_OF_CLASSES.items() for name in names.split()
+}
+FUNCTIONS = {name: _unavailable_function(name, advice) for name, advice in _ADVICE_OF_FUNCTIONS.items()}
