@@ -218,9 +218,8 @@ class OneCycle(ScheduleOfIterations):
         self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
         self.step_ratio = first / self.total_size
         self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = cycle_second_stair_count
-        if cycle_second_stair_count is None:
-            self.second_stair_count = cycle_first_stair_count
+        stairs = cycle_second_stair_count
+        self.second_stair_count = cycle_first_stair_count if stairs is None else stairs
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
         self.min_lrs = rates_of_groups(self.optimizer, cycle_min_lr, "cycle_min_lr")
         self.max_lrs = rates_of_groups(self.optimizer, cycle_max_lr, "cycle_max_lr")

@@ -5,6 +5,5 @@ Checkpoints that Distributed Checkpoint saved of an FSDP2 model need no function
 """
 
 from zeroengine.integrations.fsdp.policies import config_of_policies
-from zeroengine.integrations.fsdp.sharded_module import config_of_module
 
-__all__ = ["config_of_module", "config_of_policies"]
+__all__ = ["config_of_policies"]

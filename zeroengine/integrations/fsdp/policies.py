@@ -17,7 +17,15 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # and 2000 steps without one double it.
 GRAD_SCALER = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
-Accumulation = int | Literal["manual"]
+# The arguments of fully_shard that no key stands for.
+WITHOUT_COUNTERPART = {
+    "shard_placement_fn": "each rank owns a slice of a unit's flat buffer here, whatever the parameters' shapes. Leave "
+    "shard_placement_fn out",
+    "ignored_params": "the engine partitions every parameter of the model that it gets. Freeze them with "
+    "param.requires_grad_(False), or pass initialize() a module without them; then leave ignored_params out",
+    "dp_mesh_dims": "there is data parallelism alone, without tensor, pipeline or sequence parallelism. Leave "
+    'dp_mesh_dims out, and pass the data-parallel dimension: initialize(..., process_group=mesh["dp"])',
+}
 
 
 def config_of_policies(
@@ -30,12 +38,13 @@ def config_of_policies(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: object = None,
     dp_mesh_dims: object = None,
-    gradient_accumulation_steps: Accumulation = 1,
+    gradient_accumulation_steps: int | Literal["manual"] = 1,
 ) -> dict[str, Any]:
     """Return the configuration that trains as ``fully_shard`` with these arguments does.
 
     The arguments are those of ``fully_shard``, with the same defaults, and ``gradient_accumulation_steps``. Pass those
-    of the root module. Where ``fully_shard`` gives its submodules other policies, use ``config_of_module``.
+    of the root module. For modules that ``fully_shard`` gives other policies, add ``"units"`` and
+    ``"keep_fp32_modules"``.
 
     Args:
         model: The plain model. Its dtype tells whether low precision has fp32 master weights. None: it is fp32.
@@ -60,86 +69,56 @@ def config_of_policies(
     """
     if isinstance(model, FSDPModule):
         raise ZeroEngineError(
-            "config_of_policies(): fully_shard was applied to this model. Write config_of_module(model), which reads "
-            "its policies, or pass the plain model"
+            "config_of_policies(): fully_shard was applied to this model. Pass the plain model, and the arguments that "
+            "fully_shard got"
         )
     if model is not None and not isinstance(model, nn.Module):
         raise ZeroEngineError(f"config_of_policies() takes a torch.nn.Module, found {type(model).__name__}")
-    check_policy_types(mp_policy, offload_policy)
-    if shard_placement_fn is not None:
-        raise ZeroEngineError(
-            "shard_placement_fn: each rank owns a slice of a unit's flat buffer here, whatever the parameters' "
-            "shapes. Leave shard_placement_fn out"
-        )
-    if ignored_params:
-        raise ZeroEngineError(
-            "ignored_params: the engine partitions every parameter of the model that it gets. Freeze them with "
-            "param.requires_grad_(False), or pass initialize() a module without them; then leave ignored_params out"
-        )
-    if dp_mesh_dims is not None:
-        raise ZeroEngineError(
-            "dp_mesh_dims: there is data parallelism alone, without tensor, pipeline or sequence parallelism. Leave "
-            'dp_mesh_dims out, and pass the data-parallel dimension: initialize(..., process_group=mesh["dp"])'
-        )
-    world_size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else None
-    keys = partition_keys(reshard_after_forward, shard_ranks_of_mesh(mesh), world_size)
-    config: dict[str, Any] = {"zero_optimization": keys}
-    config["zero_optimization"] |= offload_keys(offload_policy or OffloadPolicy(), reshard_after_forward)
-    config |= precision_keys(mp_policy or MixedPrecisionPolicy(), dtype_of(model))
-    return config | accumulation_keys(gradient_accumulation_steps)
-
-
-def check_policy_types(mp_policy: object, offload_policy: object) -> None:
-    """Check that both policies are FSDP2's.
-
-    Raises:
-        ZeroEngineError: One is of another class, such as FSDP1's ``MixedPrecision`` and ``CPUOffload``.
-    """
-    for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
+    for name, value in (
+        ("shard_placement_fn", shard_placement_fn),
+        ("ignored_params", ignored_params or None),
+        ("dp_mesh_dims", dp_mesh_dims),
     ):
-        if value is not None and not isinstance(value, kind):
-            raise ZeroEngineError(
-                f"{name}: found {type(value).__name__}; write a {kind.__name__} of torch.distributed.fsdp, such as "
-                f"{'MixedPrecisionPolicy(param_dtype=torch.bfloat16)' if name == 'mp_policy' else 'CPUOffloadPolicy()'}"
-            )
+        if value is not None:
+            raise ZeroEngineError(f"{name}: {WITHOUT_COUNTERPART[name]}")
+    steps = gradient_accumulation_steps
+    if steps != "manual" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ZeroEngineError(
+            f'gradient_accumulation_steps: found {steps!r}; write the number of backwards before an update, or "manual"'
+        )
+    return {
+        "zero_optimization": {
+            **_partition_keys(reshard_after_forward, mesh),
+            **_offload_keys(offload_policy or OffloadPolicy(), reshard_after_forward),
+        },
+        **_precision_keys(mp_policy or MixedPrecisionPolicy(), _dtype_of(model)),
+        "gradient_accumulation_steps": 1 if steps == 1 else "manual",
+    }
 
 
-def shard_ranks_of_mesh(mesh: DeviceMesh | None) -> int | None:
-    """Return the number of ranks that ``fully_shard`` partitions over with this mesh; None: all ranks.
-
-    Raises:
-        ZeroEngineError: It has more than two dimensions.
-    """
-    if mesh is None or mesh.ndim == 1:
-        return None
-    if mesh.ndim == 2:
-        return mesh.size(1)
-    raise ZeroEngineError(
-        f"mesh: found {mesh.ndim} dimensions. Pass the data-parallel ones: one, or two for hybrid sharding "
-        '(HSDP), such as mesh["replicate", "shard"]'
-    )
-
-
-def partition_keys(
-    reshard_after_forward: bool | int | None, shard_ranks: int | None, world_size: int | None
-) -> dict[str, Any]:
+def _partition_keys(reshard_after_forward: bool | int | None, mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the keys of ``zero_optimization`` that partition and release parameters as ``fully_shard`` does.
 
     Args:
         reshard_after_forward: As of ``fully_shard``. A number is the number of ranks that parameters are partitioned
             over between forward and backward.
-        shard_ranks: The number of ranks that states are partitioned over; None: all ranks.
-        world_size: The number of ranks, or None if it is unknown.
+        mesh: As of ``fully_shard``.
 
     Raises:
-        ZeroEngineError: ``reshard_after_forward`` is something else.
+        ZeroEngineError: The mesh has more than two dimensions, or ``reshard_after_forward`` is something else.
     """
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise ZeroEngineError(
             f"reshard_after_forward: found {reshard_after_forward!r}; write True, which is stage 3, or False, stage 2"
         )
+    if mesh is not None and mesh.ndim > 2:
+        raise ZeroEngineError(
+            f"mesh: found {mesh.ndim} dimensions. Pass the data-parallel ones: one, or two for hybrid sharding "
+            '(HSDP), such as mesh["replicate", "shard"]'
+        )
+    world_size = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else None
+    # The number of ranks that states are partitioned over; None: all ranks.
+    shard_ranks = mesh.size(1) if mesh is not None and mesh.ndim == 2 else None
     # FSDP2 treats these two numbers as False and True.
     if reshard_after_forward in (1, shard_ranks or world_size) and not isinstance(reshard_after_forward, bool):
         reshard_after_forward = reshard_after_forward != 1
@@ -152,11 +131,12 @@ def partition_keys(
     return {"degrees": degrees} if degrees else {"stage": 2 if partitioned == "gradients" else 3}
 
 
-def offload_keys(policy: OffloadPolicy, reshard_after_forward: bool | int | None) -> dict[str, Any]:
+def _offload_keys(policy: OffloadPolicy, reshard_after_forward: bool | int | None) -> dict[str, Any]:
     """Return the keys of ``zero_optimization`` that keep states where the policy says.
 
     Raises:
-        ZeroEngineError: Parameters would be offloaded at stage 2, or the policy is of an unknown class.
+        ZeroEngineError: Parameters would be offloaded at stage 2, or the policy is of an unknown class, such as
+            FSDP1's ``CPUOffload``.
     """
     if isinstance(policy, CPUOffloadPolicy):
         if reshard_after_forward is False or reshard_after_forward == 1:
@@ -169,14 +149,14 @@ def offload_keys(policy: OffloadPolicy, reshard_after_forward: bool | int | None
         return {"offload_param": place, "offload_optimizer": dict(place)}
     if type(policy) is not OffloadPolicy:
         raise ZeroEngineError(
-            f"offload_policy: found {type(policy).__name__}, which is neither OffloadPolicy nor CPUOffloadPolicy. "
-            'Write one of these, or the place yourself: {"zero_optimization": {"offload_optimizer": {"device": "nvme", '
-            '"nvme_path": "/local_nvme"}}}'
+            f"offload_policy: found {type(policy).__name__}, which is neither OffloadPolicy nor CPUOffloadPolicy of "
+            'torch.distributed.fsdp. Write one of these, or the place yourself: {"zero_optimization": '
+            '{"offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}}'
         )
     return {}
 
 
-def precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype) -> dict[str, Any]:
     """Return the keys of a configuration that compute and reduce in the dtypes of the policy.
 
     Args:
@@ -184,8 +164,13 @@ def precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype = torc
         model_dtype: The dtype of the model's parameters, in which FSDP2 updates them.
 
     Raises:
-        ZeroEngineError: The policy has no counterpart.
+        ZeroEngineError: The policy has no counterpart, or is of another class, such as FSDP1's ``MixedPrecision``.
     """
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ZeroEngineError(
+            f"mp_policy: found {type(policy).__name__}; write a MixedPrecisionPolicy of torch.distributed.fsdp, such "
+            "as MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
     compute_dtype = policy.param_dtype or model_dtype
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
@@ -225,20 +210,7 @@ def precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype = torc
     return keys
 
 
-def accumulation_keys(steps: Accumulation) -> dict[str, Any]:
-    """Return the keys for a loop that runs ``steps`` backwards before an update and divides the loss itself.
-
-    Raises:
-        ZeroEngineError: ``steps`` is neither a positive integer nor ``"manual"``.
-    """
-    if steps != "manual" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ZeroEngineError(
-            f'gradient_accumulation_steps: found {steps!r}; write the number of backwards before an update, or "manual"'
-        )
-    return {"gradient_accumulation_steps": 1 if steps == 1 else "manual"}
-
-
-def dtype_of(model: nn.Module | None) -> torch.dtype:
+def _dtype_of(model: nn.Module | None) -> torch.dtype:
     """Return the dtype of the model's trainable parameters, or fp32 without a model.
 
     Raises:
