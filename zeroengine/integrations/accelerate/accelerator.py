@@ -29,8 +29,9 @@ from zeroengine.integrations.accelerate.engines import (
     parameters_of,
     trainable_parameters,
 )
-from zeroengine.integrations.accelerate.pairing import check_schedule, engine_to_clip, engines_of, model_of
+from zeroengine.integrations.accelerate.pairing import check_schedule, engine_to_clip, model_of
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule, ZeroAcceleratedOptimizer
+from zeroengine.integrations.parameter_engines import engines_of
 
 # The attribute by which accelerate knows what it has prepared.
 PREPARED = "_is_accelerate_prepared"

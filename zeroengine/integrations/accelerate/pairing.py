@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.parameter_engines import engines_of
 
 
 def model_of(params: Iterable[torch.Tensor], models: Sequence[nn.Module]) -> nn.Module:
@@ -58,13 +58,6 @@ def check_schedule(schedule: object, prepared: Sequence[object]) -> None:
             "prepared, so it would change nothing. Make it over the optimizer that you prepare, and prepare both in "
             "one call: model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)."
         )
-
-
-def engines_of(params: Iterable[torch.Tensor]) -> list[Engine]:
-    """Return the engines that parameters belong to, each once, in the order of the parameters."""
-    owners = (owner_of(param) for param in params if isinstance(param, nn.Parameter))
-    engines = dict.fromkeys(owner.engine() for owner in owners if owner is not None)
-    return [engine for engine in engines if engine is not None]
 
 
 def engine_to_clip(params: Sequence[torch.Tensor], norm_type: float) -> Engine:

@@ -155,29 +155,7 @@ def reduce_scatter_fn(output_tensor: torch.Tensor, tensor: torch.Tensor, group: 
     return dist.reduce_scatter_tensor(output_tensor, tensor, group=group, **options)
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    """Reduce ``tensor`` over the ranks, in place."""
-    return dist.all_reduce(tensor, op=op, group=group)
-
-
-def has_all_gather_into_tensor() -> bool:
-    """Return whether ``all_gather_into_tensor`` exists."""
-    return True
-
-
-def has_reduce_scatter_tensor() -> bool:
-    """Return whether ``reduce_scatter_tensor`` exists."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """Return whether ``all_reduce_coalesced`` exists."""
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """Return whether torch's coalescing manager is used: it is not."""
-    return False
+inference_all_reduce = dist.all_reduce
 
 
 def configure(*args: object, **options: object) -> None:

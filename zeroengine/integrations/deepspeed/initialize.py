@@ -14,7 +14,6 @@ from torch import nn
 
 from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.initialize import initialize as initialize_engine
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import comm
@@ -37,6 +36,7 @@ from zeroengine.integrations.deepspeed.settings import (
     load_settings,
 )
 from zeroengine.integrations.deepspeed.zero_init import outside_of_init
+from zeroengine.integrations.parameter_engines import engines_of
 from zeroengine.optim.factory import build_optimizer
 
 # What "zero_force_ds_cpu_optimizer" allows.
@@ -100,10 +100,13 @@ def initialize(
     facts = DeepSpeedConfig(settings)
     loaded = load_settings(settings)
     _check_unmanaged(facts)
-    _check_cpu_optimizer(facts, optimizer)
-    _check_tested_optimizer(facts, optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_optimizer(facts, optimizer)
     mark_leaf_modules(model, facts.leaf_module)
-    _make_nvme_folders(loaded)
+    for section in (loaded.zero_optimization.offload_optimizer, loaded.zero_optimization.offload_param):
+        if section.disk is not None:
+            # DeepSpeed makes the folders for states on NVMe as well.
+            Path(section.disk).mkdir(parents=True, exist_ok=True)
     _close_earlier_engine(model)
     schedule = _schedule_of(loaded) or lr_scheduler
     loaded = loaded.model_copy(update={"scheduler": None}) if loaded.scheduler is not None else loaded
@@ -166,53 +169,32 @@ def _check_unmanaged(facts: DeepSpeedConfig) -> None:
     )
 
 
-def _check_cpu_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
-    """Refuse an optimizer that contradicts an explicit ``"zero_force_ds_cpu_optimizer": true``.
+def _check_optimizer(facts: DeepSpeedConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that the configuration rules out by a key that it names.
 
-    The update of every element-wise optimizer runs where its state lives, so a configuration without the key allows
-    any of them. One with the key asks for DeepSpeed's CPU optimizers and nothing else.
+    Without the keys ``"zero_force_ds_cpu_optimizer": true`` and ``"zero_allow_untested_optimizer": false`` every
+    element-wise optimizer works, wherever its state lives, where DeepSpeed refuses some.
     """
-    offload = facts.zero_config.offload_optimizer
-    forced = facts.zero_force_ds_cpu_optimizer is True and offload is not None and offload.device != "none"
-    if forced and isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, CPU_OPTIMIZERS):
+    forced = facts.zero_force_ds_cpu_optimizer is True and facts.zero_config.offload_optimizer.device != "none"
+    if forced and not isinstance(optimizer, CPU_OPTIMIZERS):
         raise ZeRORuntimeException(
             '"zero_force_ds_cpu_optimizer": true with offload_optimizer allows only the CPU optimizers of DeepSpeed, '
             f"found {type(optimizer).__name__}. Pass deepspeed.ops.adam.DeepSpeedCPUAdam, or write false: the update "
             "runs on the CPU either way"
         )
-
-
-def _check_tested_optimizer(facts: DeepSpeedConfig, optimizer: Any) -> None:
-    """Refuse an optimizer that contradicts an explicit ``"zero_allow_untested_optimizer": false``.
-
-    A configuration without the key allows every element-wise optimizer, where DeepSpeed refuses.
-    """
-    is_refused = facts._param_dict.get("zero_allow_untested_optimizer") is False and facts.zero_enabled
+    refuses_untested = facts._param_dict.get("zero_allow_untested_optimizer") is False and facts.zero_enabled
     # DeepSpeed asserts this, and scripts catch its class of error.
-    assert (
-        not is_refused or not isinstance(optimizer, torch.optim.Optimizer) or (type(optimizer) in TESTED_OPTIMIZERS)
-    ), (
+    assert not refuses_untested or type(optimizer) in TESTED_OPTIMIZERS, (
         f'"zero_allow_untested_optimizer": false refuses {type(optimizer).__name__}, which DeepSpeed did not test with '
         "ZeRO. Write true: every element-wise optimizer works here"
     )
 
 
-def _make_nvme_folders(config: Config) -> None:
-    """Make the folders for states on NVMe, as DeepSpeed does."""
-    zero = config.zero_optimization
-    for section in (zero.offload_optimizer, zero.offload_param):
-        if section.disk is not None:
-            Path(section.disk).mkdir(parents=True, exist_ok=True)
-
-
 def _close_earlier_engine(model: nn.Module) -> None:
     """End the engine that already trains the model, as DeepSpeed's scripts initialize a model again."""
-    owners = {owner for param in model.parameters() if (owner := owner_of(param)) is not None}
-    for owner in owners:
-        engine = owner.engine()
-        if engine is not None:
-            log.warning("the model is initialized again: its engine ends, and its optimizer state is dropped")
-            engine.close()
+    for engine in engines_of(model.parameters()):
+        log.warning("the model is initialized again: its engine ends, and its optimizer state is dropped")
+        engine.close()
 
 
 def _schedule_of(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
@@ -266,18 +248,13 @@ def _groups(model_parameters: Any, model: nn.Module) -> Any:
     if not isinstance(model_parameters, Iterable):
         raise ZeroEngineError(f"model_parameters is a list of parameters or groups, found {model_parameters!r:.100}")
     groups = list(model_parameters)
-    if not groups:
-        return None
-    if isinstance(groups[0], dict):
-        groups = [{**group, "params": list(_as_list(group["params"]))} for group in groups]
+    if groups and isinstance(groups[0], dict):
+        for number, group in enumerate(groups):
+            params = group["params"]
+            groups[number] = {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
         return [group for group in groups if group["params"]]
     # Scripts pass model.parameters(), frozen ones included.
-    trainable = [param for param in groups if param.requires_grad]
-    return trainable or groups
-
-
-def _as_list(params: Any) -> Iterable[Any]:
-    return [params] if isinstance(params, torch.Tensor) else params
+    return [param for param in groups if param.requires_grad] or groups or None
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -75,9 +75,7 @@ def set_z3_leaf_modules(
     Raises:
         ZeroEngineError: The model has no such module.
     """
-    modules = _modules_of(model, leaf_module_classes)
-    if not modules and raise_if_not_found:
-        raise _not_found(leaf_module_classes)
+    modules = _modules_of(model, leaf_module_classes, raise_if_not_found)
     _mark(modules)
     return modules
 
@@ -105,9 +103,7 @@ def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of the modules of these classes, and return them."""
-    modules = _modules_of(model, leaf_module_classes)
-    if not modules and raise_if_not_found:
-        raise _not_found(leaf_module_classes)
+    modules = _modules_of(model, leaf_module_classes, raise_if_not_found)
     for module in modules:
         set_z3_leaf_module(module, False)
     return modules
@@ -128,18 +124,21 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
     return hasattr(model, "ds_z3_leaf_module")
 
 
-def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    wanted = set(classes)
-    return [module for module in model.modules() if wanted & _names_of_class(type(module))]
+def _modules_of(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool
+) -> list[nn.Module]:
+    modules = [module for module in model.modules() if _names_of_class(type(module)).intersection(classes)]
+    if not modules and raise_if_not_found:
+        raise _not_found(classes)
+    return modules
 
 
 def _names_of_class(kind: type) -> set[type | str]:
-    """Return a class and its bases, and all their names."""
-    return {name for base in kind.__mro__ for name in (base, base.__name__, base.__qualname__, _qualified_name(base))}
-
-
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return a class and its bases, and all their names, with and without their modules."""
+    names: set[type | str] = set()
+    for base in kind.__mro__:
+        names |= {base, base.__name__, base.__qualname__, f"{base.__module__}.{base.__qualname__}"}
+    return names
 
 
 def _mark_by_name(

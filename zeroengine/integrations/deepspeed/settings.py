@@ -124,12 +124,13 @@ def load_settings(config: Any) -> Config:
         for name in ("enable_sanity_checks", "ignore_unused_parameters"):
             zero.pop(name, None)
         # The booleans of earlier versions became sections.
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
-            value = zero.pop(old, None)
-            if value is True:
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+            ("cpu_offload_params", "offload_param"),
+        ):
+            if zero.pop(old, None) is True:
                 zero.setdefault(new, {"device": "cpu"})
-        if zero.pop("cpu_offload_param", None) is True:
-            zero.setdefault("offload_param", {"device": "cpu"})
         device = (zero.get("offload_param") or {}).get("device") or "none"
         if device != "none" and zero.get("stage", 0) in (0, 1, 2):
             # DeepSpeed ignores the section there, and accelerate writes it at every stage.
@@ -164,14 +165,17 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: object = None, mesh_device: object = None) -> None:
         self._param_dict = read_settings(config)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.world_size = world_size
-        self.config = load_settings(config).resolve(world_size=world_size)
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.config = load_settings(config).resolve(world_size=self.world_size)
         settings = self.config
         # null is the default, as a missing key is.
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation") is not False
         self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op") or "mean").lower()
-        self.tag_validation = _tag_validation(self._param_dict)
+        self.tag_validation = str((self._param_dict.get("checkpoint") or {}).get("tag_validation") or "WARN").upper()
+        if self.tag_validation not in TAG_VALIDATIONS:
+            raise DeepSpeedConfigError(
+                f"checkpoint.tag_validation: write one of {list(TAG_VALIDATIONS)}, found {self.tag_validation!r}"
+            )
         data_types = self._param_dict.get("data_types") or {}
         self.param_dtype, self.buffer_dtype = data_types.get("param_dtype"), data_types.get("buffer_dtype")
         self.zero_force_ds_cpu_optimizer = self._param_dict.get("zero_force_ds_cpu_optimizer")
@@ -190,18 +194,11 @@ class DeepSpeedConfig:
         self.steps_per_print = settings.steps_per_print
         self.wall_clock_breakdown = settings.wall_clock_breakdown
         self.communication_data_type = settings.communication_data_type
-        optimizer, scheduler = settings.optimizer, settings.scheduler
-        self.optimizer_name = None if optimizer is None else optimizer.type.lower()
-        self.optimizer_params = None if optimizer is None else optimizer.params
-        self.scheduler_name = None if scheduler is None else scheduler.type
-        self.scheduler_params = None if scheduler is None else scheduler.params
-
-
-def _tag_validation(tree: Mapping[str, Any]) -> str:
-    value = str((tree.get("checkpoint") or {}).get("tag_validation") or "WARN").upper()
-    if value not in TAG_VALIDATIONS:
-        raise DeepSpeedConfigError(f"checkpoint.tag_validation: write one of {list(TAG_VALIDATIONS)}, found {value!r}")
-    return value
+        self.optimizer_name = self.optimizer_params = self.scheduler_name = self.scheduler_params = None
+        if settings.optimizer is not None:
+            self.optimizer_name, self.optimizer_params = settings.optimizer.type.lower(), settings.optimizer.params
+        if settings.scheduler is not None:
+            self.scheduler_name, self.scheduler_params = settings.scheduler.type, settings.scheduler.params
 
 
 class DeepSpeedZeroConfig:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,54 +64,36 @@ class TiledLinear(nn.Module):
         self.out_parts = _parts("out_splits", out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                linear_cls(
-                    self.in_parts[column + 1] - self.in_parts[column],
-                    self.out_parts[row + 1] - self.out_parts[row],
-                    bias=bias and column == in_splits - 1,
-                    **options,
-                )
-                for column in range(in_splits)
+                linear_cls(num_inputs, num_outputs, bias=bias and column == in_splits - 1, **options)
+                for column, num_inputs in enumerate(_sizes(self.in_parts))
             )
-            for row in range(out_splits)
+            for num_outputs in _sizes(self.out_parts)
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Return the whole output, or the output of each row."""
-        rows = [self._row(tiles, self._columns(inputs)) for tiles in self.linears]
+        rows = [functools.reduce(operator.add, outputs) for outputs in self._outputs_of_tiles(inputs)]
         return torch.cat(rows, dim=-1) if self.combine_out_splits else rows
 
-    def _columns(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the part of the input that each tile of a row takes."""
-        if self.input_is_already_split:
-            assert not isinstance(inputs, torch.Tensor)
-            return inputs
-        assert isinstance(inputs, torch.Tensor)
-        widths = [self.in_parts[column + 1] - self.in_parts[column] for column in range(self.in_splits)]
-        columns: Sequence[torch.Tensor] = inputs.split(widths, dim=-1)
-        return columns
-
-    def _row(self, tiles: Any, columns: Sequence[torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = tiles[0](columns[0])
-        for tile, column in zip(tiles[1:], columns[1:], strict=True):
-            output = output + tile(column)
-        return output
+    def _outputs_of_tiles(self, inputs: Any) -> list[list[Any]]:
+        """Return what the tiles of each row return for their parts of the input."""
+        if not self.input_is_already_split:
+            inputs = inputs.split(_sizes(self.in_parts), dim=-1)
+        return [[tile(column) for tile, column in zip(tiles, inputs, strict=True)] for tiles in self.linears]  # type: ignore[call-overload]
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
         """Take the values of a layer of the whole size. A collective where either of the two is partitioned."""
         with gathered(other), gathered(self):
-            for row, tiles in enumerate(self.linears):
-                rows = slice(self.out_parts[row], self.out_parts[row + 1])
-                assert isinstance(tiles, nn.ModuleList)
-                for column, tile in enumerate(tiles):
-                    columns = slice(self.in_parts[column], self.in_parts[column + 1])
-                    assert isinstance(tile.weight, nn.Parameter)
-                    tile.weight.copy_(other.weight[rows, columns])
-                bias = tiles[-1].bias
-                if isinstance(bias, nn.Parameter):
-                    bias.copy_(other.bias[rows])
+            tiles: Any
+            for tiles, rows in zip(self.linears, other.weight.split(_sizes(self.out_parts)), strict=True):
+                for tile, values in zip(tiles, rows.split(_sizes(self.in_parts), dim=1), strict=True):
+                    tile.weight.copy_(values)
+            if self.use_bias:
+                for tiles, values in zip(self.linears, other.bias.split(_sizes(self.out_parts)), strict=True):
+                    tiles[-1].bias.copy_(values)
 
 
 class TiledLinearReturnBias(TiledLinear):
@@ -116,16 +101,16 @@ class TiledLinearReturnBias(TiledLinear):
 
     def forward(self, inputs: torch.Tensor | Sequence[torch.Tensor]) -> Any:
         """Return the output and the bias (None without one); of each row, unless they are combined."""
-        columns = self._columns(inputs)
-        outputs, biases = [], []
-        for tiles in self.linears:
-            assert isinstance(tiles, nn.ModuleList)
-            results = [tile(column) for tile, column in zip(tiles, columns, strict=True)]
-            outputs.append(sum(output for output, _ in results[1:]) + results[0][0])
-            biases.append(results[-1][1])
+        rows = self._outputs_of_tiles(inputs)
+        outputs = [functools.reduce(operator.add, (output for output, _ in row)) for row in rows]
+        biases = [row[-1][1] for row in rows]
         if not self.combine_out_splits:
             return outputs, biases
         return torch.cat(outputs, dim=-1), None if biases[0] is None else torch.cat(biases, dim=-1)
+
+
+def _sizes(parts: Sequence[int]) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(parts)]
 
 
 def _parts(name: str, size: int, splits: int) -> list[int]:

@@ -43,6 +43,20 @@ def load_settings(config: ConfigLike, stage: int | None) -> Config:
     return settings
 
 
+def check_no_arguments_of_ddp(strategy: Any) -> None:
+    """Check that a strategy got no arguments for DistributedDataParallel.
+
+    Raises:
+        ZeroEngineError: It did.
+    """
+    if strategy._ddp_kwargs:
+        raise ZeroEngineError(
+            f"{type(strategy).__name__}(): {', '.join(strategy._ddp_kwargs)}: these are arguments of "
+            "DistributedDataParallel, which is not used here. Leave them out; what the engine does is in the "
+            "configuration."
+        )
+
+
 def with_precision(settings: Config, precision: str, framework: str) -> Config:
     """Check Lightning's precision against the configuration, and fill in what the configuration leaves to it.
 

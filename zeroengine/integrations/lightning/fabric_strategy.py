@@ -30,12 +30,13 @@ from zeroengine.integrations.lightning.checkpoints import (
 )
 from zeroengine.integrations.lightning.configuration import (
     ConfigLike,
+    check_no_arguments_of_ddp,
     load_settings,
     precision_of,
     with_manual_accumulation,
     with_precision,
 )
-from zeroengine.integrations.lightning.engine_group import EngineGroup, is_same_optimizer
+from zeroengine.integrations.lightning.engine_group import EngineGroup, is_same_optimizer, make_evaluation_engine
 
 # What fabric.save and fabric.load are given.
 FabricState = dict[str, Any]
@@ -57,11 +58,6 @@ class PartitionedModule(nn.Module):
         self.module = module
         self._make_engine = make_engine
         self._engine: Engine | None = None
-
-    @property
-    def is_set_up(self) -> bool:
-        """Whether there is an engine."""
-        return self._engine is not None
 
     def set_up(self, optimizer: torch.optim.Optimizer | None) -> Engine:
         """Make the engine. A collective."""
@@ -133,11 +129,7 @@ class ZeroFabricStrategy(DDPStrategy):
         self._waiting: list[PartitionedModule] = []
         super().__init__(**options)
         self._backward_sync_control = AccumulationControl(self._engine_group)
-        if self._ddp_kwargs:
-            raise ZeroEngineError(
-                f"ZeroFabricStrategy(): {', '.join(self._ddp_kwargs)}: these are arguments of DistributedDataParallel, "
-                "which is not used here. Leave them out; what the engine does is in the configuration."
-            )
+        check_no_arguments_of_ddp(self)
 
     @property
     def precision(self) -> Precision:
@@ -198,7 +190,7 @@ class ZeroFabricStrategy(DDPStrategy):
         """
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for partitioned in self._waiting:
-            if not partitioned.is_set_up and params & set(partitioned.parameters()):
+            if partitioned._engine is None and params & set(partitioned.parameters()):
                 self._waiting.remove(partitioned)
                 return self._engine_group.optimizer_of(partitioned.set_up(optimizer))
         raise ZeroEngineError(
@@ -215,12 +207,9 @@ class ZeroFabricStrategy(DDPStrategy):
                 "the configuration has a scheduler, which the engine would step beside one of the loop. Remove the "
                 "section, and make the schedule from the optimizer: the loop steps it."
             )
-        if optimizer is None:
-            # The model is evaluated. An optimizer without state, that never steps, keeps the fp32 values exact.
-            update = {"optimizer": None, "scheduler": None}
-            engine = initialize(module, partial(torch.optim.SGD, lr=0.0), settings.model_copy(update=update))
-        else:
-            engine = initialize(module, optimizer, settings)
+        engine = (
+            make_evaluation_engine(module, settings) if optimizer is None else initialize(module, optimizer, settings)
+        )
         self._engine_group.add(engine, optimizer)
         return engine
 
@@ -325,7 +314,9 @@ class ZeroFabricStrategy(DDPStrategy):
         """
         path = self.broadcast(path)
         if isinstance(state, PartitionedModule) and not is_engine_checkpoint(path):
-            state.engine.load_weights(self._read_file(path, weights_only), strict=strict)
+            state.engine.load_weights(
+                self.checkpoint_io.load_checkpoint(path, weights_only=weights_only), strict=strict
+            )
             return {}
         modules = _modules_in(state) if isinstance(state, dict) else {}
         if is_engine_checkpoint(path) and not modules:
@@ -352,7 +343,7 @@ class ZeroFabricStrategy(DDPStrategy):
                     f"fabric.load({str(path)!r}): this file has the optimizer's state as another strategy keeps it. "
                     "Load the model alone: leave the optimizer out of the state."
                 )
-            saved = self._read_file(path, weights_only)
+            saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             for key, module in modules.items():
                 module.engine.load_weights(saved.pop(key), strict=strict)
         others = {
@@ -367,10 +358,6 @@ class ZeroFabricStrategy(DDPStrategy):
             else:
                 state[key] = saved.pop(key)
         return saved
-
-    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        content: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        return content
 
 
 def _modules_in(state: FabricState) -> dict[str, PartitionedModule]:

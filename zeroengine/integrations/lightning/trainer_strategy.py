@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.initialize import engine_of, initialize
+from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.lightning.checkpoints import (
     checked_folder,
@@ -31,13 +31,20 @@ from zeroengine.integrations.lightning.checkpoints import (
 )
 from zeroengine.integrations.lightning.configuration import (
     ConfigLike,
+    check_no_arguments_of_ddp,
     load_settings,
     precision_of,
     with_manual_accumulation,
     with_precision,
 )
-from zeroengine.integrations.lightning.engine_group import EngineGroup, broadcast_remaining, modules_of_optimizers
+from zeroengine.integrations.lightning.engine_group import (
+    EngineGroup,
+    broadcast_remaining,
+    make_evaluation_engine,
+    modules_of_optimizers,
+)
 from zeroengine.integrations.lightning.trainer_precision import ZeroPrecision
+from zeroengine.integrations.parameter_engines import engines_of
 
 # What the engine's checkpoint holds instead, and therefore no dict of Lightning.
 KEPT_BY_ENGINE = ("state_dict", "optimizer_states")
@@ -71,11 +78,7 @@ class ZeroStrategy(DDPStrategy):
         # What lightning_module_state_dict returns until the weights are needed. See save_checkpoint.
         self._state_dict_of_engine: dict[str, Any] = {}
         super().__init__(**options)
-        if self._ddp_kwargs:
-            raise ZeroEngineError(
-                f"ZeroStrategy(): {', '.join(self._ddp_kwargs)}: these are arguments of DistributedDataParallel, which "
-                "is not used here. Leave them out; what the engine does is in the configuration."
-            )
+        check_no_arguments_of_ddp(self)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -190,12 +193,8 @@ class ZeroStrategy(DDPStrategy):
 
     def _make_evaluation_engine(self) -> None:
         assert self.lightning_module is not None
-        update = {"optimizer": None, "scheduler": None}
-        settings = with_manual_accumulation(self._settings.model_copy(update=update), 1, self.world_size, "")
-        # An optimizer without state, that never steps. Parameters count as trainable, so that under bf16 and fp16 their
-        # fp32 values come back at the end.
-        optimizer = partial(torch.optim.SGD, lr=0.0)
-        self._add_engine("model", initialize(self.lightning_module, optimizer, settings))
+        settings = with_manual_accumulation(self._settings, 1, self.world_size, "")
+        self._add_engine("model", make_evaluation_engine(self.lightning_module, settings))
 
     def _add_engine(self, name: str, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> Engine:
         self._engine_group.add(engine, optimizer)
@@ -208,11 +207,8 @@ class ZeroStrategy(DDPStrategy):
         self._engine_group.close()
         self._engines_by_name = {}
         # Another Trainer may have trained the model before.
-        for module in self.lightning_module.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                earlier = engine_of(_OwnParameters(module))
-                if earlier is not None:
-                    earlier.close()
+        for earlier in engines_of(self.lightning_module.parameters()):
+            earlier.close()
 
     def teardown(self) -> None:
         """End the run. The engines stay, for ``trainer.save_checkpoint`` after ``fit``."""
@@ -224,28 +220,18 @@ class ZeroStrategy(DDPStrategy):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` as the forward of the engine."""
-        return self._run_step("training_step", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step`` as the forward of the engine."""
-        return self._run_step("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step`` as the forward of the engine."""
-        return self._run_step("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step`` as the forward of the engine."""
-        return self._run_step("predict_step", args, kwargs)
-
-    def _run_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's method of this name as the forward of the engine."""
         model, engines = self.lightning_module, self._engine_group.engines
         # With several engines each one's module is called inside the step. Its hooks do the same.
         if len(engines) == 1 and engines[0].module is model:
             return self._forward_redirection(engines[0], model, name, *args, **kwargs)
         return getattr(model, name)(*args, **kwargs)
+
+    training_step = partialmethod(_run_step, "training_step")
+    validation_step = partialmethod(_run_step, "validation_step")
+    test_step = partialmethod(_run_step, "test_step")
+    predict_step = partialmethod(_run_step, "predict_step")
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -368,11 +354,3 @@ class ZeroStrategy(DDPStrategy):
         if checkpoint["state_dict"] and "averaging_state" not in checkpoint:
             (engine,) = self._engine_group.engines
             engine.load_weights(dict(checkpoint["state_dict"]), strict=strict)
-
-
-class _OwnParameters(torch.nn.Module):
-    """Stands for a module without its children, so that ``engine_of`` sees its own parameters alone."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self._parameters = dict(module._parameters)
