@@ -17,7 +17,7 @@ EXPECTED = {
     "fsdp": ["fsdp=True", "leave fsdp out"],
     "casting evaluation": ["bf16_full_eval=True", "Leave it out"],
     "two optimizers": ["given a AdamW", 'the configuration names "optimizer"'],
-    "optimizer of another model": ["is not a parameter of the model"],
+    "optimizer of another model": ["the optimizer has parameters of none of the prepared models"],
     "schedule of another optimizer": ["ConstantLR", "optimizers=(optimizer, scheduler)"],
     "two schedules": ["given a ConstantLR", 'the configuration names "scheduler"'],
     "no checkpoint": ["there is no folder /nowhere/checkpoint-7", "True for the newest one"],

@@ -4,8 +4,7 @@
 - `checks.py`: what it refuses.
 - `settings.py`: the arguments of `Accelerator` and its environment variables, against the configuration.
 - `wrappers.py`: the optimizer and the schedule that `prepare` returns.
-- `engines.py`: the engines that `prepare` makes.
-- `pairing.py`: which model an optimizer belongs to.
+- `engines.py`: the engines that `prepare` makes, and which model an optimizer belongs to.
 - `states.py`: what `save_state` writes and `load_state` reads.
 """
 

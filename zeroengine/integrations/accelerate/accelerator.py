@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,14 +23,14 @@ from zeroengine.engine.initialize import engine_of
 from zeroengine.engine.model_checks import check_undistributed
 from zeroengine.integrations.accelerate import checks, settings, states
 from zeroengine.integrations.accelerate.engines import (
+    as_initialized,
     compiled,
-    frozen,
     make_evaluation_engine,
     make_training_engine,
+    model_of,
     parameters_of,
     trainable_parameters,
 )
-from zeroengine.integrations.accelerate.pairing import check_schedule, engine_to_clip, model_of
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule, ZeroAcceleratedOptimizer
 from zeroengine.integrations.parameter_engines import engines_of
 
@@ -61,7 +62,7 @@ class ZeroAccelerator(Accelerator):
         settings.check_not_distributed_otherwise(arguments)
         config = load(zero_config, argument="zero_config")
         self._requested_precision = arguments.pop("mixed_precision", None)
-        config = settings.fill_loss_scales(config, arguments.get("kwargs_handlers") or ())
+        config = settings.fill_loss_scale(config, arguments.get("kwargs_handlers") or ())
         # Values that "auto" stands for are filled into what was written, which this keeps.
         self._written_config = config
         config = settings.fill_precision(config, self._requested_precision)
@@ -76,7 +77,6 @@ class ZeroAccelerator(Accelerator):
         super().__init__(mixed_precision="no", **arguments)
         checks.check_trains_with_peers(self.num_processes)
         self.zero_config = config
-        self._precision = settings.precision_of(config)
         self._batch_sizes: list[int] = []
         # Models that wait for their optimizer, without torch.compile's wrapper.
         self._waiting: list[nn.Module] = []
@@ -87,7 +87,7 @@ class ZeroAccelerator(Accelerator):
     @property
     def mixed_precision(self) -> str:
         """The precision of the configuration, in accelerate's words: "no", "fp16" or "bf16"."""
-        return self._precision
+        return settings.precision_of(self.zero_config)
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -141,6 +141,7 @@ class ZeroAccelerator(Accelerator):
         if engine is None and inner not in self._waiting:
             if evaluation_mode or not trainable_parameters(inner):
                 self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine({})))
+                self._convert_outputs(self._evaluation_engines[-1])
             else:
                 self._waiting.append(inner)
         if model is inner:
@@ -162,19 +163,28 @@ class ZeroAccelerator(Accelerator):
 
     def _prepare_optimizer(self, optimizer: Any, schedule: DummyScheduler | None) -> ZeroAcceleratedOptimizer:
         if isinstance(optimizer, ZeroAcceleratedOptimizer):
-            if not any(known is optimizer for known in self._optimizers):
-                self._optimizers.append(optimizer)
-            return optimizer
+            if engines_of(parameters_of(optimizer)) == [optimizer.engine]:
+                if not any(known is optimizer for known in self._optimizers):
+                    self._optimizers.append(optimizer)
+                return optimizer
+            # Its engine has ended.
+            optimizer = optimizer.optimizer
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         model = model_of(parameters_of(optimizer), models)
         self._check_has_no_optimizer(model)
         # accelerate counts the batches of all ranks, and the engine counts updates.
         batches_per_update = 1 if self.split_batches else self.num_processes
         prepared = make_training_engine(model, optimizer, schedule, self._config_of_engine, batches_per_update)
+        self._convert_outputs(prepared.engine)
         self._waiting = [waiting for waiting in self._waiting if waiting is not model]
         setattr(prepared, PREPARED, True)
         self._optimizers.append(prepared)
         return prepared
+
+    def _convert_outputs(self, engine: Engine) -> None:
+        """Give the outputs of a model under autocast in fp32, as accelerate does."""
+        if engine.config.autocast_dtype is not None:
+            engine.module.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
 
     def _check_has_no_optimizer(self, model: nn.Module) -> None:
         """Make room for an engine of `model`, unless it is being trained with another optimizer."""
@@ -187,11 +197,7 @@ class ZeroAccelerator(Accelerator):
         engine.release()
 
     def _config_of_engine(self, values: Mapping[str, Any]) -> Config:
-        """Return the configuration of the next engine.
-
-        Args:
-            values: What accelerate knows of its optimizer and schedule, by dotted key.
-        """
+        """Return the configuration of the next engine, from what accelerate knows by dotted key."""
         config = self._written_config
         if values:
             config = config.fill_auto(values, framework="accelerate", must_match=False)
@@ -205,7 +211,7 @@ class ZeroAccelerator(Accelerator):
             ZeroEngineError: The configuration names a schedule as well, or this one is over another optimizer.
         """
         checks.check_one_schedule(scheduler, self.zero_config)
-        check_schedule(scheduler, self._optimizers)
+        checks.check_schedule(scheduler, self._optimizers)
         return super().prepare_scheduler(scheduler)
 
     # -- training ---------------------------------------------------------------------------------
@@ -231,7 +237,8 @@ class ZeroAccelerator(Accelerator):
             return
         for engine in engines:
             # Gradients of the last micro-step are reduced while it computes, and others add up.
-            engine.set_gradient_accumulation_boundary(self.sync_gradients and not self._num_no_sync)
+            if engine.config.manual_accumulation:
+                engine.set_gradient_accumulation_boundary(self.sync_gradients and not self._num_no_sync)
         if self.gradient_accumulation_steps > 1:
             loss = loss / self.gradient_accumulation_steps
         if model is not None:
@@ -257,11 +264,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Run the block; all ranks have as many batches.
-
-        Raises:
-            ZeroEngineError: `even_batches` is false, so that ranks may have different numbers of batches.
-        """
+        """Run the block. All ranks have as many batches, so `even_batches=False` is an error."""
         even = self.even_batches if even_batches is None else even_batches
         checks.check_even_batches(even, self.num_processes)
         yield
@@ -284,17 +287,14 @@ class ZeroAccelerator(Accelerator):
         if not engines_of(params):
             norm: torch.Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
             return norm
-        engine = engine_to_clip(params, norm_type)
+        engine = checks.engine_to_clip(params, norm_type)
         checks.check_step_ends(self.sync_gradients)
-        engine.set_gradient_accumulation_boundary(True)
+        if engine.config.manual_accumulation:
+            engine.set_gradient_accumulation_boundary(True)
         return engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Raise, as accelerate does under FSDP and DeepSpeed, where the parameters are an engine's.
-
-        Raises:
-            ZeroEngineError: The parameters belong to an engine.
-        """
+        """Raise, as accelerate does under FSDP and DeepSpeed, where the parameters are an engine's."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         checks.check_not_engines(engines_of(params))
         super().clip_grad_value_(params, clip_value)
@@ -313,10 +313,6 @@ class ZeroAccelerator(Accelerator):
         with torch.autocast(self.device.type, dtype, handler.enabled, handler.cache_enabled):
             yield
 
-    def _as_initialized(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
-        """Surround a call of an engine that compares the model with the one that was partitioned."""
-        return frozen(engine.module) if engine in self._evaluation_engines else contextlib.nullcontext()
-
     # -- saving -----------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -325,7 +321,7 @@ class ZeroAccelerator(Accelerator):
         if engine is None:
             state_dict: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state_dict
-        with self._as_initialized(engine):
+        with as_initialized(engine):
             return engine.full_state_dict(rank0_only=True)
 
     def save_model(
@@ -347,7 +343,7 @@ class ZeroAccelerator(Accelerator):
         if engine is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
-            with self._as_initialized(engine):
+            with as_initialized(engine):
                 engine.save_weights(save_directory, shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -363,7 +359,7 @@ class ZeroAccelerator(Accelerator):
         Returns:
             The folder.
         """
-        return states.save(self, output_dir, safe_serialization, kwargs, self._as_initialized)
+        return states.save(self, output_dir, safe_serialization, kwargs)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -375,7 +371,7 @@ class ZeroAccelerator(Accelerator):
             load_kwargs: Further arguments of accelerate's `load`.
             kwargs: Further arguments of `Engine.load_checkpoint`, such as `strict=False`.
         """
-        states.restore(self, input_dir, load_kwargs, kwargs, self._as_initialized)
+        states.restore(self, input_dir, load_kwargs, kwargs)
 
     # -- the end ----------------------------------------------------------------------------------
 

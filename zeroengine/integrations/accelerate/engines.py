@@ -4,27 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
-from zeroengine.config import Config
+from zeroengine.config import Config, load
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.settings import precision_of
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 
+# The keys that matter to a model without an optimizer.
+EVALUATION_KEYS = (
+    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "keep_fp32_modules"),
+    *("comm", "aio", "memory_check"),
+)
+
 
 def parameters_of(optimizer: torch.optim.Optimizer | DummyOptim) -> list[torch.Tensor]:
     """Return the parameters of an optimizer, or those that stand for one."""
     groups = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
     return [param for group in groups for param in (group["params"] if isinstance(group, dict) else [group])]
+
+
+def model_of(params: Iterable[torch.Tensor], models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that an optimizer's parameters are of.
+
+    Args:
+        params: The parameters of the optimizer.
+        models: The models that were prepared.
+
+    Raises:
+        ZeroEngineError: The parameters are of no prepared model, or of several.
+    """
+    ids = {id(param) for param in params}
+    owners = [model for model in models if any(id(param) in ids for param in model.parameters())]
+    if not owners:
+        classes = ", ".join(type(model).__name__ for model in models) or "none"
+        raise ZeroEngineError(
+            f"prepare(): the optimizer has parameters of none of the prepared models ({classes}). Make it over the "
+            "parameters of the model that you prepare, torch.optim.AdamW(model.parameters()), and prepare both in one "
+            "call: model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+    if len(owners) > 1:
+        classes = ", ".join(type(model).__name__ for model in owners)
+        raise ZeroEngineError(
+            f"prepare(): the optimizer has parameters of several models ({classes}). Each model has an engine of its "
+            "own: make an optimizer for each, or put the models into one torch.nn.Module."
+        )
+    return owners[0]
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -65,13 +98,13 @@ def make_training_engine(
         ZeroEngineError: There are two optimizers, or none.
     """
     config = configure({})
-    is_dummy = isinstance(optimizer, DummyOptim)
-    if is_dummy and config.optimizer is None:
+    base = None if isinstance(optimizer, DummyOptim) else optimizer
+    if base is None and config.optimizer is None:
         raise ZeroEngineError(
             'DummyOptim stands for the optimizer of the configuration, which has none. Write "optimizer": '
             '{"type": "AdamW", "params": {"lr": "auto"}}, or pass a torch.optim optimizer.'
         )
-    if not is_dummy and config.optimizer is not None:
+    if base is not None and config.optimizer is not None:
         raise ZeroEngineError(
             f"there are two optimizers: {type(optimizer).__name__}, which was passed to prepare(), and "
             f"{config.optimizer.type}, which the configuration names. Remove the section optimizer from the "
@@ -84,10 +117,8 @@ def make_training_engine(
         total = schedule.total_num_steps
         values["scheduler.params.total_num_steps"] = None if total is None else math.ceil(total / batches_per_update)
         values["scheduler.params.warmup_num_steps"] = schedule.warmup_num_steps
-    base = None if is_dummy else optimizer
     make_schedule = None if schedule is None else schedule.lr_scheduler_callable
     engine = initialize(model, base, configure(values), lr_scheduler=make_schedule)
-    _convert_outputs(engine)
     return ZeroAcceleratedOptimizer(engine, engine.optimizer if base is None else base)
 
 
@@ -98,17 +129,23 @@ def make_evaluation_engine(model: nn.Module, config: Config) -> Engine:
         model: The model.
         config: The configuration before `resolve`.
     """
-    config = config.model_copy(update={"optimizer": None, "scheduler": None})
-    trainable = trainable_parameters(model)
-    if trainable and config.low_precision is not None:
-        # The model may be trained later, so its values must not be rounded.
-        autocast = config.torch_autocast.model_copy(update={"enabled": True, "dtype": precision_of(config)})
-        off = {name: getattr(config, name).model_copy(update={"enabled": False}) for name in ("bf16", "fp16")}
-        config = config.model_copy(update={**off, "torch_autocast": autocast})
+    values = config.to_dict()
+    values = {key: values[key] for key in EVALUATION_KEYS}
+    if trainable_parameters(model):
+        # The patterns are those of models that are trained. A reference model may be of another class.
+        values["units"] = config.to_dict()["units"]
+        if config.low_precision is not None:
+            # The model may be trained later, so its values must not be rounded.
+            values["torch_autocast"] |= {"enabled": True, "dtype": precision_of(config)}
+            values["bf16"]["enabled"] = values["fp16"]["enabled"] = False
     with frozen(model):
-        engine = initialize(model, None, config)
-    _convert_outputs(engine)
-    return engine
+        return initialize(model, None, load(values))
+
+
+def as_initialized(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Surround a call of an engine that compares the model with the one that was partitioned."""
+    is_trained = any(unit.trainable for unit in engine.units)
+    return contextlib.nullcontext() if is_trained else frozen(engine.module)
 
 
 @contextlib.contextmanager
@@ -125,13 +162,3 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for param in trainable:
             param.requires_grad_(True)
-
-
-def _convert_outputs(engine: Engine) -> None:
-    """Give the outputs of a model under autocast in fp32, as accelerate does."""
-    if engine.config.autocast_dtype is not None:
-        engine.module.register_forward_hook(_outputs_in_fp32)
-
-
-def _outputs_in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
-    return convert_to_fp32(output)

@@ -123,24 +123,15 @@ def _describe_precision(config: Config, wanted: str) -> str:
     return f'"{configured}": {{"enabled": true}}' if configured != "no" else f'"{wanted}": {{"enabled": false}}'
 
 
-def fill_loss_scales(config: Config, handlers: Iterable[object]) -> Config:
+def fill_loss_scale(config: Config, handlers: Iterable[object]) -> Config:
     """Return the configuration with the loss scale of a `GradScalerKwargs` among `handlers`, if there is one.
-
-    Raises:
-        ZeroEngineError: As of `fill_loss_scale`.
-    """
-    for handler in handlers:
-        if isinstance(handler, GradScalerKwargs):
-            config = fill_loss_scale(config, handler)
-    return config
-
-
-def fill_loss_scale(config: Config, handler: GradScalerKwargs) -> Config:
-    """Return the configuration with the loss scale of a `GradScalerKwargs`.
 
     Raises:
         ZeroEngineError: The engine cannot scale the loss in this way, or the configuration has other values.
     """
+    handler = next((handler for handler in handlers if isinstance(handler, GradScalerKwargs)), None)
+    if handler is None:
+        return config
     power = math.log2(handler.init_scale) if handler.init_scale > 0 else math.nan
     wrong = {
         "init_scale": not power.is_integer() and "a power of two",

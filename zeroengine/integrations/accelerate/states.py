@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,13 @@ from accelerate.checkpointing import (
     save_custom_state,
 )
 
-from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.integrations.accelerate.engines import as_initialized
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 
 # The tag of an engine's checkpoint in its folder.
 TAG = "state"
-# Returns what surrounds each call of an engine.
-Surround = Callable[[Engine], AbstractContextManager[None]]
 
 
 def save(
@@ -39,7 +35,6 @@ def save(
     output_dir: str | None,
     safe_serialization: bool,
     options: dict[str, Any],
-    surround: Surround,
 ) -> str:
     """Save the states. See `ZeroAccelerator.save_state`."""
     settings = accelerator.project_configuration
@@ -67,7 +62,7 @@ def save(
             weights.append(accelerator.get_state_dict(model, unwrap=False))
         else:
             # Ranks that join later have no file of their own with the step.
-            with surround(engine):
+            with as_initialized(engine):
                 engine.save_checkpoint(_engine_folder(folder, index), TAG, {"step": accelerator.step}, **options)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, weights, str(folder))
@@ -99,7 +94,6 @@ def restore(
     input_dir: str | None,
     load_kwargs: dict[str, Any] | None,
     options: dict[str, Any],
-    surround: Surround,
 ) -> None:
     """Load the states. See `ZeroAccelerator.load_state`."""
     folder = _folder_to_load(accelerator, input_dir)
@@ -117,7 +111,7 @@ def restore(
                 "models. Of a checkpoint of accelerate itself, the weights can be loaded: "
                 f"zeroengine.engine_of(model).load_weights({str(folder / 'model.safetensors')!r})."
             )
-        with surround(engine):
+        with as_initialized(engine):
             client_state = engine.load_checkpoint(checkpoint, TAG, **options) or {}
         step = client_state.get("step", step)
     for hook in accelerator._load_model_state_pre_hook.values():

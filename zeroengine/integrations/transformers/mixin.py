@@ -94,7 +94,8 @@ class ZeroTrainerMixin(Trainer):
                 )
         # The trainer names its class of accelerator in the method above. States of accelerators are shared, so this
         # one takes over what that one set up.
-        self.accelerator = TrainerAccelerator(self._settings, **self._accelerator_arguments)
+        settings = with_manual_accumulation(self._settings, self.args)
+        self.accelerator = TrainerAccelerator(settings, **self._accelerator_arguments)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )

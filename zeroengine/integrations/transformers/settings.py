@@ -11,17 +11,6 @@ from zeroengine.errors import ZeroEngineError
 
 FRAMEWORK = "TrainingArguments"
 MANUAL = "manual"
-# The keys that matter to a model without an optimizer. Patterns of units are those of the trained model.
-FROZEN_KEYS = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "torch_autocast",
-    "keep_fp32_modules",
-    "comm",
-    "aio",
-    "memory_check",
-)
 
 
 def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: Any) -> Config:
@@ -64,22 +53,6 @@ def with_manual_accumulation(settings: Config, args: Any) -> Config:
     if args.gradient_accumulation_steps == 1 and not settings.manual_accumulation:
         return settings
     return settings.model_copy(update={"gradient_accumulation_steps": MANUAL, "train_batch_size": None})
-
-
-def config_of_frozen_model(settings: Config) -> Config:
-    """Return the configuration of a model that is never trained, such as a reference model beside the trained one."""
-    values = settings.to_dict()
-    return load({key: values[key] for key in FROZEN_KEYS})
-
-
-def config_of_evaluation(settings: Config) -> Config:
-    """Return the configuration of a model that is evaluated before it is trained, whose values must not be rounded."""
-    values = config_of_frozen_model(settings).to_dict()
-    for name in ("bf16", "fp16"):
-        if values[name]["enabled"]:
-            values[name]["enabled"] = False
-            values["torch_autocast"] |= {"enabled": True, "dtype": name}
-    return load(values)
 
 
 def check_arguments(args: Any) -> None:
