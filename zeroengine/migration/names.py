@@ -41,6 +41,10 @@ _FORMAT = "There is one format of checkpoints, for every stage and number of ran
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _IN_ORDER = "Leave it out: copies are ordered with the computation"
 _DEVICE = "Move the model to its device before initialize(), or leave it on the CPU to be moved"
+_NO_SYNC = "`with engine.no_sync():`; around all backwards but the last"
+_OWN_DATA = "Data is your own: choose samples in the data set or its loader"
+_RELEASED = '`"zero_optimization": {"stage": 3}` in the configuration; stage 2 keeps parameters gathered'
+_SAVED = "`engine.save_checkpoint(directory)`; it holds the optimizer, loadable anywhere"
 _EVERY_STAGE = "Leave it out: it is right at every stage"
 
 _ENGINE = {
@@ -49,10 +53,7 @@ _ENGINE = {
         "train_micro_batch_size_per_gpu": "`engine.config.train_micro_batch_size_per_gpu`",
         "gradient_accumulation_steps": "`engine.config.gradient_accumulation_steps`",
         "get_batch_info": "`engine.config.train_batch_size`; and its two factors, beside it in engine.config",
-        "set_train_batch_size": (
-            '`"gradient_accumulation_steps": "manual"` in the configuration; each call of step() then ends a step, '
-            "after as many backwards as you made"
-        ),
+        "set_train_batch_size": '`"gradient_accumulation_steps": "manual"` in the configuration; step() ends a step',
         "set_train_micro_batch_size": "Leave it out: a micro-batch may have any size",
         "zero_optimization": "`engine.config.zero_optimization.stage > 0`",
         "zero_optimization_stage": "`engine.config.zero_optimization.stage`",
@@ -72,13 +73,9 @@ _ENGINE = {
         "global_rank get_data_parallel_rank": "`engine.rank`",
         "local_rank": "`engine.device`; or LOCAL_RANK of the environment",
         "dp_world_size": "`engine.world_size`",
-        (
-            "mp_world_size expert_parallel_group get_model_parallel_rank get_tensor_parallel_rank "
-            "get_sequence_parallel_group mpu has_moe_layers mesh_device"
-        ): _DATA_PARALLEL,
-        "data_parallel_group seq_data_parallel_group": (
-            "`torch.distributed.group.WORLD`; or what you passed as process_group"
-        ),
+        "mp_world_size expert_parallel_group get_model_parallel_rank get_tensor_parallel_rank": _DATA_PARALLEL,
+        "get_sequence_parallel_group mpu has_moe_layers mesh_device": _DATA_PARALLEL,
+        "data_parallel_group seq_data_parallel_group": "`torch.distributed.group.WORLD`; or your process_group",
         "training_dataloader": "`loader = engine.dataloader(dataset)`; each rank's share, resumed with checkpoints",
         "deepspeed_io": "`engine.dataloader(dataset)`; each rank's share, resumed with checkpoints",
         "client_optimizer basic_optimizer": "`engine.optimizer`",
@@ -100,9 +97,8 @@ _ENGINE = {
         "memory_breakdown": "`engine.memory()`",
         "checkpoint_engine": _FORMAT,
         "managed_gradient_accumulation": '`"gradient_accumulation_steps": "manual"` in the configuration',
-        "zero_cpu_offload zero_use_cpu_optimizer": (
-            '`engine.config.zero_optimization.offload_optimizer.device == "cpu"`'
-        ),
+        "zero_cpu_offload": '`engine.config.zero_optimization.offload_optimizer.device == "cpu"`',
+        "zero_use_cpu_optimizer": '`engine.config.zero_optimization.offload_optimizer.device == "cpu"`',
         "initial_dynamic_scale": "`2 ** engine.config.fp16.initial_scale_power`",
         "torch_autocast_dtype": "`engine.config.torch_autocast.dtype`",
         "optimizer_params": "`engine.config.optimizer.params`",
@@ -114,9 +110,7 @@ _ENGINE = {
         "state_dict": "`engine.full_state_dict()`; on every rank; engine.module's has released parameters at stage 3",
         "load_state_dict": "`engine.load_weights(state_dict)`; on every rank; it reaches the fp32 master",
         "training": "`engine.module.training`",
-        "to cuda cpu float double half bfloat16 type": (
-            "Move or cast the model before initialize(); precision is the configuration's, such as bf16"
-        ),
+        "to cuda cpu float double half bfloat16 type": "Move or cast the model before initialize()",
     },
     DDP: {
         "require_backward_grad_sync": "`engine.no_sync()`; in a with statement",
@@ -127,23 +121,14 @@ _ENGINE = {
     FSDP: {
         "summon_full_params": "`with zeroengine.gathered(engine.module):`",
         "set_state_dict_type state_dict_type": "`engine.full_state_dict()`; or engine.save_checkpoint(directory)",
-        "full_optim_state_dict optim_state_dict sharded_optim_state_dict": (
-            "`engine.save_checkpoint(directory)`; it holds the optimizer, loadable anywhere"
-        ),
+        "full_optim_state_dict optim_state_dict sharded_optim_state_dict": _SAVED,
         "optim_state_dict_to_load": "`engine.load_checkpoint(directory)`; it holds the optimizer, loadable anywhere",
     },
     FSDP2: {
-        "set_requires_gradient_sync set_requires_all_reduce": (
-            "`with engine.no_sync():`; around the backwards that keep their gradients"
-        ),
-        "set_is_last_backward": "`with engine.no_sync():`; around all backwards but the last",
+        "set_requires_gradient_sync set_requires_all_reduce set_is_last_backward": _NO_SYNC,
         "unshard reshard": "`with zeroengine.gathered(engine.module):`; at its end parameters are released again",
-        "set_reshard_after_forward set_reshard_after_backward": (
-            '`"zero_optimization": {"stage": 3}` in the configuration; stage 2 keeps parameters gathered'
-        ),
-        "set_modules_to_forward_prefetch set_modules_to_backward_prefetch": (
-            '`"zero_optimization": {"prefetch_bucket_size": ...}` in the configuration; the order of use is learned'
-        ),
+        "set_reshard_after_forward set_reshard_after_backward": _RELEASED,
+        "set_modules_to_forward_prefetch set_modules_to_backward_prefetch": "Leave it out: the order is learned",
         "set_unshard_in_backward": "Leave it out: backward gathers what it reads",
         "set_gradient_divide_factor set_gradient_reduce_divide_factor": _MEAN,
     },
@@ -152,10 +137,7 @@ ENGINE = _by_name(_ENGINE)
 # Prefixes of DeepSpeed's other attributes.
 ENGINE_PREFIXES = {
     "autotuning_": "Stages, offloads and micro-batches are compared by zero-plan, or zeroengine.plan(model)",
-    **dict.fromkeys(
-        ("curriculum_", "data_efficiency_", "data_sampling_", "set_custom_curriculum_"),
-        "Data is your own: choose samples in the data set or its loader",
-    ),
+    **dict.fromkeys(("curriculum_", "data_efficiency_", "data_sampling_", "set_custom_curriculum_"), _OWN_DATA),
     "random_ltd_": "Layers are your own: drop tokens in the model",
     "flops_profiler_": "`engine.config.flops_profiler`",
     **dict.fromkeys(("expert_", "moe_", "seq_", "sequence_", "tensor_parallel_", "pipeline_"), _DATA_PARALLEL),
@@ -168,10 +150,7 @@ _ARGUMENTS = {
         "initialize": {
             "args": "`config=args.deepspeed_config`; the arguments of the command line are your own",
             "config_params": "`config=...`",
-            "model_parameters": (
-                "`optimizer=torch.optim.AdamW(model_parameters, lr=1e-4)`; or leave it out, for all that require a "
-                "gradient"
-            ),
+            "model_parameters": "`optimizer=torch.optim.AdamW(model_parameters, lr=1e-4)`; or leave it out",
             "training_data": "`engine.dataloader(training_data)`; after initialize()",
             "collate_fn": "`engine.dataloader(dataset, collate_fn=collate_fn)`; after initialize()",
             "mpu": _DATA_PARALLEL,
@@ -181,7 +160,7 @@ _ARGUMENTS = {
         },
         "backward": {
             "scale_wrt_gas": _MEAN,
-            "allreduce_gradients": "`with engine.no_sync():`; around a backward that keeps its gradients",
+            "allreduce_gradients": _NO_SYNC,
             "release_loss": "Leave it out: the loss is yours",
             "gradient": "`engine.scale(loss).backward(gradient)`; engine.backward() takes a scalar loss",
         },
@@ -218,9 +197,8 @@ _ARGUMENTS = {
             "remote_device": '`"zero_optimization": {"offload_param": {...}}` in the configuration',
             "mem_efficient_linear": "Leave it out: torch.nn.functional.linear is never replaced",
             "enabled": _EVERY_STAGE,
-            "pin_memory sequence_data_parallel_group param_swapper zero_param_parallel_group": (
-                "Leave it out: memory follows from the configuration"
-            ),
+            "pin_memory param_swapper": "Leave it out: memory follows from the configuration",
+            "sequence_data_parallel_group zero_param_parallel_group": _DATA_PARALLEL,
         },
     },
     DDP: {
@@ -239,9 +217,7 @@ _ARGUMENTS = {
             "device_id": _DEVICE,
             "auto_wrap_policy": '`"units": ["layers.*"]` in the configuration; or leave it out',
             "sharding_strategy": '`"zero_optimization": {"stage": 3}` in the configuration',
-            "reshard_after_forward": (
-                '`"zero_optimization": {"stage": 3}` in the configuration; stage 2 keeps parameters gathered'
-            ),
+            "reshard_after_forward": _RELEASED,
             "mixed_precision mp_policy": '`"bf16": {"enabled": true}` in the configuration',
             "cpu_offload offload_policy": (
                 '`"zero_optimization": {"offload_optimizer": {"device": "cpu"}}` in the configuration'
@@ -275,9 +251,7 @@ _MODULE = {
         "DeepSpeedEngine": "`zeroengine.Engine`",
         "DeepSpeedConfig": "`zeroengine.config.load(file)`",
         "DeepSpeedOptimizer": "`torch.optim.Optimizer`",
-        "DeepSpeedCPUAdam FusedAdam CPUAdam": (
-            "`torch.optim.AdamW(...)`; initialize() runs its update on the fused kernel, on CPUs and GPUs"
-        ),
+        "DeepSpeedCPUAdam FusedAdam CPUAdam": "`torch.optim.AdamW(...)`; initialize() runs it on the fused kernel",
         "PipelineModule pipe moe tp_model_init": _DATA_PARALLEL,
         "dist": "`torch.distributed`",
         "log_dist logger": '`logging.getLogger("zeroengine")`',

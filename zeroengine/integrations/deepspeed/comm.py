@@ -110,11 +110,6 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return list(range(get_world_size())) if group is None else list(dist.get_process_group_ranks(group))
 
 
-def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """Return a new process group of these ranks."""
-    return dist.new_group(list(ranks) if ranks is not None else None, **options)
-
-
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """Return a DeviceMesh over all ranks."""
     kind = get_accelerator().device_name()

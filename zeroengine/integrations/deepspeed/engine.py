@@ -16,10 +16,13 @@ from zeroengine.integrations.deepspeed.engine_checkpoints import EngineCheckpoin
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
 from zeroengine.integrations.deepspeed.parameters import annotate_parameters, remove_attributes
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
-from zeroengine.integrations.deepspeed.unused_parameters import check_parameters_used
 from zeroengine.migration.messages import engine_attribute
 
 log = logging.getLogger("zeroengine")
+
+
+class UnusedParameterError(ZeroEngineError, AssertionError):
+    """A parameter got no gradient in a step. DeepSpeed asserts this, and scripts catch its class of error."""
 
 
 class DeepSpeedEngine(EngineCheckpointMethods):
@@ -146,14 +149,11 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         is_boundary = self.engine.is_gradient_accumulation_boundary()
         # DeepSpeed has this check at stages 1 and 2.
         if is_boundary and not self._config.ignore_unused_parameters and self.zero_optimization_stage() in (1, 2):
-            check_parameters_used(self.engine)
+            _check_parameters_used(self.engine)
         updated = self.engine.step()
-        if is_boundary:
-            self._step_applied = bool(updated)
-            if isinstance(self.optimizer, DeepSpeedOptimizer):
-                self.optimizer.note_step()
-        else:
-            self._step_applied = False
+        self._step_applied = is_boundary and bool(updated)
+        if is_boundary and isinstance(self.optimizer, DeepSpeedOptimizer):
+            self.optimizer.note_step()
 
     def _apply_boundary(self) -> None:
         """Tell the engine of the boundary that the script has set, which an update ends there and not here."""
@@ -190,11 +190,9 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         """Return whether the last ``step`` updated the parameters."""
         return self._step_applied
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep the gradients of backwards inside on this rank, at any stage."""
-        with self._keep_gradients_local("no_sync()"):
-            yield
+        return self._keep_gradients_local("no_sync()")
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -228,11 +226,6 @@ class DeepSpeedEngine(EngineCheckpointMethods):
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are reduced in backward, or in ``step``."""
-
-    def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Set training mode, of the model too."""
-        super().train(mode)
-        return self
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Run one whole step of ``training_data`` or ``data_iter``, and return the mean loss of its micro-steps."""
@@ -286,3 +279,22 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         if not self._is_destroyed:
             self._is_destroyed = True
             self.engine.close()
+
+
+def _check_parameters_used(engine: Engine) -> None:
+    """Raise ``UnusedParameterError`` if a trained parameter got no gradient on this rank since the last update.
+
+    Call it after ``Engine.is_gradient_accumulation_boundary``, which also ends a plain backward.
+    """
+    unused = [
+        slot.name
+        for shard in engine.optimizer.shards
+        for slot, has_grad in zip(shard.unit.layout.slots, shard.unit_grads.has_grad, strict=True)
+        if not has_grad
+    ]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise UnusedParameterError(
+            f"step(): these parameters got no gradient: {', '.join(unused[:5])}{more}. Use them in the loss, freeze "
+            'them with requires_grad_(False), or write "ignore_unused_parameters": true in "zero_optimization"'
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,13 @@ from zeroengine.utils.paths import checked_path
 log = logging.getLogger("zeroengine")
 # A file of every checkpoint that DeepSpeed wrote.
 DEEPSPEED_FILES = "*_model_states.pt"
+
+# The kinds of states that ``offload_states`` moves, by DeepSpeed's names.
+KINDS_OF_STATES = {
+    **dict.fromkeys(("hp_params", "optim_states"), "optimizer"),
+    "lp_params": "parameters",
+    **dict.fromkeys(("contiguous_grad_buffer", "lp_grads"), "gradients"),
+}
 
 
 class TagMismatchError(CheckpointError, AssertionError):
@@ -114,7 +120,10 @@ class EngineCheckpointMethods(EngineProperties):
             )
         self.engine.wait_for_checkpoint()
         folder = checked_path(load_dir, "load_checkpoint(load_dir)", CheckpointError)
-        own_tag = _tag_in(folder, None if tag is None else str(tag))
+        own_tag = None if tag is None else str(tag)
+        if own_tag is None:
+            with contextlib.suppress(OSError):
+                own_tag = (Path(folder) / LATEST).read_text().strip()
         tag = self.engine.group.all_gather_object(own_tag, "to find a checkpoint")[0]
         if tag is None:
             log.warning("%s names no checkpoint to load, and nothing is loaded", Path(folder) / LATEST)
@@ -173,31 +182,16 @@ class EngineCheckpointMethods(EngineProperties):
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Free the device's memory until ``reload_states``. See ``Engine.offload_states``."""
-        kinds = {
-            "hp_params": "optimizer",
-            "optim_states": "optimizer",
-            "lp_params": "parameters",
-            "lp_grads": "gradients",
-            "contiguous_grad_buffer": "gradients",
-        }
         names = None
         if include is not None:
-            values = [str(getattr(kind, "value", kind)) for kind in include]
-            unknown = sorted(set(values) - set(kinds))
+            values = {str(getattr(kind, "value", kind)) for kind in include}
+            unknown = sorted(values - KINDS_OF_STATES.keys())
             if unknown:
-                raise ZeroEngineError(f"offload_states(): {unknown[0]!r} is no state; write some of {sorted(kinds)}")
-            names = sorted({kinds[value] for value in values})
+                known = sorted(KINDS_OF_STATES)
+                raise ZeroEngineError(f"offload_states(): {unknown[0]!r} is no state; write some of {known}")
+            names = sorted({KINDS_OF_STATES[value] for value in values})
         self.engine.offload_states(names, device=str(getattr(device, "value", device)))  # type: ignore[arg-type]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back the states that ``offload_states`` moved."""
         self.engine.reload_states()
-
-
-def _tag_in(folder: str | os.PathLike[str], tag: str | None) -> str | None:
-    """Return ``tag``, or the one that the file ``latest`` names; None where there is no such file."""
-    if tag is not None:
-        return tag
-    with contextlib.suppress(OSError):
-        return (Path(folder) / LATEST).read_text().strip()
-    return None

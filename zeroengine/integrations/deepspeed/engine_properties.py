@@ -99,8 +99,7 @@ class EngineProperties(nn.Module):
 
     def train_batch_size(self) -> int:
         """Return the samples of a step over all ranks."""
-        settings = self.engine.config
-        return int(settings.train_batch_size or 0)
+        return int(self.engine.config.train_batch_size or 0)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of a micro-step on one rank."""

@@ -133,31 +133,18 @@ class OpBuilder:
     jit_load = builder = load
 
 
-def _builder(class_name: str, name: str, served: bool) -> type[OpBuilder]:
-    return type(class_name, (OpBuilder,), {"NAME": name, "SERVED": served, "__doc__": OpBuilder.__doc__})
-
-
-BUILDERS = {
-    class_name: _builder(class_name, name, served)
-    for class_name, name, served in (
-        ("AsyncIOBuilder", "async_io", True),
-        ("CPUAdagradBuilder", "cpu_adagrad", True),
-        ("CPUAdamBuilder", "cpu_adam", True),
-        ("CPULionBuilder", "cpu_lion", True),
-        ("FusedAdamBuilder", "fused_adam", True),
-        ("FusedLionBuilder", "fused_lion", True),
-        ("UtilsBuilder", "utils", False),
-        ("EvoformerAttnBuilder", "evoformer_attn", False),
-        ("FPQuantizerBuilder", "fp_quantizer", False),
-        ("FusedLambBuilder", "fused_lamb", False),
-        ("GDSBuilder", "gds", False),
-        ("InferenceBuilder", "transformer_inference", False),
-        ("QuantizerBuilder", "quantizer", False),
-        ("RandomLTDBuilder", "random_ltd", False),
-        ("SpatialInferenceBuilder", "spatial_inference", False),
-        ("StochasticTransformerBuilder", "stochastic_transformer", False),
-        ("TransformerBuilder", "transformer", False),
-    )
+# The kernels by the names of their builders: those that zeroengine has of its own, and those that it does not need.
+_SERVED = "AsyncIO:async_io CPUAdagrad:cpu_adagrad CPUAdam:cpu_adam CPULion:cpu_lion FusedAdam:fused_adam "
+_SERVED += "FusedLion:fused_lion"
+_NOT_SERVED = (
+    "EvoformerAttn:evoformer_attn FPQuantizer:fp_quantizer FusedLamb:fused_lamb GDS:gds Quantizer:quantizer "
+    "Inference:transformer_inference RandomLTD:random_ltd SpatialInference:spatial_inference Transformer:transformer "
+    "StochasticTransformer:stochastic_transformer Utils:utils"
+)
+BUILDERS: dict[str, type[OpBuilder]] = {
+    f"{builder}Builder": type(f"{builder}Builder", (OpBuilder,), {"NAME": name, "SERVED": is_served})
+    for names, is_served in ((_SERVED, True), (_NOT_SERVED, False))
+    for builder, name in (pair.split(":") for pair in names.split())
 }
 # Whether zeroengine does what each kernel of DeepSpeed does.
 __compatible_ops__ = {builder.NAME: builder.SERVED for builder in BUILDERS.values()}

@@ -262,12 +262,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's elements of the optimizer's state of that name."""
     located = LocatedParameter(param)
-    shard = located.trainable_shard()
-    _check_size(param, value, located)
-    start = 0
-    for _, state in located.engine.optimizer.state_values(shard, located.index, optim_state_key):
-        state.copy_(value.flatten()[start : start + state.numel()])
-        start += state.numel()
+    optimizer, shard = located.engine.optimizer, located.trainable_shard()
+    _copy_parts(located, value, optimizer.state_values(shard, located.index, optim_state_key))
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
@@ -294,17 +290,18 @@ def _set_local(
     param: nn.Parameter, value: torch.Tensor, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]
 ) -> None:
     located = LocatedParameter(param)
-    _check_size(param, value, located)
-    start = 0
-    for span, target in located.owned_parts(shard_of(located, located.trainable_shard()), write=True):
-        target.copy_(value.flatten()[start : start + span.numel])
-        start += span.numel
+    _copy_parts(located, value, located.owned_parts(shard_of(located, located.trainable_shard()), write=True))
 
 
-def _check_size(param: nn.Parameter, value: torch.Tensor, located: LocatedParameter) -> None:
+def _copy_parts(located: LocatedParameter, value: torch.Tensor, parts: Iterable[tuple[Any, torch.Tensor]]) -> None:
+    """Copy the elements of ``value`` into the parts of a parameter that this rank owns, one after another."""
     owned = sum(values.numel() for _, values in located.owned_parts(located.trainable_shard().master))
     if value.numel() != owned:
         raise ZeroEngineError(
-            f"this rank owns {owned} elements of the parameter of shape {tuple(param.shape)}, and the value has "
-            f"{value.numel()}; read the number from param.ds_tensor.shape"
+            f"this rank owns {owned} elements of {located.slot.name}, and the value has {value.numel()}; read the "
+            "number from param.ds_tensor.shape"
         )
+    start = 0
+    for _, part in parts:
+        part.copy_(value.flatten()[start : start + part.numel()])
+        start += part.numel()

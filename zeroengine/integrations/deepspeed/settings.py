@@ -27,31 +27,14 @@ GRADIENT_CLIPPING_DEFAULT = 1.0
 TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
 
 
-class OffloadDeviceEnum(str, enum.Enum):
-    """Where a state lives."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, enum.Enum):
-    """The states that ``offload_states`` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroStageEnum(enum.IntEnum):
-    """The stages."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
+# Where a state lives, the states that ``offload_states`` moves, and the stages.
+OffloadDeviceEnum = enum.Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
+OffloadStateTypeEnum = enum.Enum(  # type: ignore[misc]
+    "OffloadStateTypeEnum",
+    {name: name for name in "optim_states hp_params lp_params lp_grads contiguous_grad_buffer".split()},
+    type=str,
+)
+ZeroStageEnum = enum.IntEnum("ZeroStageEnum", "disabled optimizer_states gradients weights", start=0)
 
 
 class DeepSpeedConfigError(ConfigError):
@@ -179,10 +162,6 @@ class DeepSpeedConfig:
         data_types = self._param_dict.get("data_types") or {}
         self.param_dtype, self.buffer_dtype = data_types.get("param_dtype"), data_types.get("buffer_dtype")
         self.zero_force_ds_cpu_optimizer = self._param_dict.get("zero_force_ds_cpu_optimizer")
-        self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
-        self.gradient_accumulation_steps = settings.gradient_accumulation_steps
-        self.train_batch_size = settings.train_batch_size
-        self.gradient_clipping = settings.gradient_clipping
         self.zero_config = settings.zero_optimization
         self.zero_optimization_stage = int(settings.zero_optimization.stage)
         zero = self._param_dict.get("zero_optimization") or {}
@@ -191,14 +170,17 @@ class DeepSpeedConfig:
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config, self.bfloat16_config = settings.fp16, settings.bf16
         self.fp16_enabled, self.bfloat16_enabled = bool(settings.fp16.enabled), bool(settings.bf16.enabled)
-        self.steps_per_print = settings.steps_per_print
-        self.wall_clock_breakdown = settings.wall_clock_breakdown
-        self.communication_data_type = settings.communication_data_type
         self.optimizer_name = self.optimizer_params = self.scheduler_name = self.scheduler_params = None
         if settings.optimizer is not None:
             self.optimizer_name, self.optimizer_params = settings.optimizer.type.lower(), settings.optimizer.params
         if settings.scheduler is not None:
             self.scheduler_name, self.scheduler_params = settings.scheduler.type, settings.scheduler.params
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key of the resolved configuration, such as ``train_batch_size``."""
+        if name == "config":
+            raise AttributeError(name)
+        return getattr(self.config, name)
 
 
 class DeepSpeedZeroConfig:

@@ -24,19 +24,10 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.parameters import annotate_deferred_parameter
 from zeroengine.integrations.deepspeed.settings import read_settings
 
-_OPTIONS = {
-    "config",
-    "config_dict_or_path",
-    "data_parallel_group",
-    "dtype",
-    "mem_efficient_linear",
-    "mpu",
-    "param_swapper",
-    "pin_memory",
-    "remote_device",
-    "sequence_data_parallel_group",
-    "zero_param_parallel_group",
-}
+_OPTIONS = set(
+    "config config_dict_or_path data_parallel_group dtype mem_efficient_linear mpu param_swapper pin_memory "
+    "remote_device sequence_data_parallel_group zero_param_parallel_group".split()
+)
 
 
 class _ContextsOfThread(threading.local):
