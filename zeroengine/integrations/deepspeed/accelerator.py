@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from zeroengine.errors import ZeroEngineError
-
 
 def _no_effect(*args: object, **options: object) -> None:
     return None
@@ -94,10 +92,6 @@ class Accelerator:
         """Return "nccl" or "gloo"."""
         return "nccl" if self._is_cuda else "gloo"
 
-    def visible_devices_envs(self) -> list[str]:
-        """Return the variables that choose devices."""
-        return ["CUDA_VISIBLE_DEVICES"]
-
     # -- random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
@@ -165,8 +159,6 @@ class Accelerator:
         """Choose torch.compile's backend."""
         self._compile_backend = backend
 
-    # -- DeepSpeed's own kernels ------------------------------------------------------------------
-
     def range_push(self, msg: str, **options: object) -> None:
         """Begin a range of the profiler; nothing on CPU."""
         if self._is_cuda:
@@ -176,15 +168,6 @@ class Accelerator:
         """End a range of the profiler."""
         if self._is_cuda:
             torch.cuda.nvtx.range_pop()
-
-    def create_op_builder(self, class_name: str) -> Any:
-        """Raise: there are no builders of DeepSpeed's kernels."""
-        raise ZeroEngineError(
-            f"{class_name}: zeroengine builds none of DeepSpeed's kernels; its own are compiled at installation. "
-            "Use torch.optim's optimizers, which run on the fused update."
-        )
-
-    get_op_builder = create_op_builder
 
 
 @functools.cache

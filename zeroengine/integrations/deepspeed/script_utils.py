@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -86,23 +87,12 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-class OnDevice(torch.nn.Module):
-    """A context in which modules are built without memory, for ``device="meta"``; elsewhere it does nothing.
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which modules are built without memory, for ``device="meta"``; elsewhere it does nothing.
 
     Args:
         dtype: Not used: the configuration has the dtype.
         device: The device.
         enabled: Whether to do anything.
     """
-
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        super().__init__()
-        self._context = meta_init(values=False) if enabled and device == "meta" else None
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)
+    return meta_init(values=False) if enabled and device == "meta" else contextlib.nullcontext()
