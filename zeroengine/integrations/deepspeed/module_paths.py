@@ -27,7 +27,6 @@ from zeroengine.integrations.deepspeed import (
     parameters,
     script_utils,
     settings,
-    tiling,
     torch_autocast,
     unavailable,
     zero,
@@ -68,7 +67,7 @@ _SCHEDULE_KEYS = {
 # The modules of this package that define what the table names.
 _DEFINING_MODULES: list[ModuleType] = [
     *(comm, engine, leaf_modules, lr_schedules, ops, optimizer, parameters),
-    *(script_utils, settings, tiling, torch_autocast, zero),
+    *(script_utils, settings, torch_autocast, zero),
 ]
 _OBJECTS: dict[str, Any] = {name: value for module in _DEFINING_MODULES for name, value in vars(module).items()}
 _OBJECTS |= {**unavailable.CLASSES, **unavailable.FUNCTIONS, **ops.BUILDERS, **_SCHEDULE_KEYS}

@@ -39,6 +39,7 @@ _ADVICE_OF_CLASSES = {
     ),
     "BF16_Optimizer FP16_Optimizer FP16_UnfusedOptimizer": "initialize() makes the optimizer of every precision",
     "FusedLamb": "its update looks at whole parameters, which are partitioned; use Adam",
+    "TiledLinear TiledLinearReturnBias": 'write several torch.nn.Linear, each of which can be one of the "units"',
     "OnebitAdam OnebitLamb ZeroOneAdam": "it compresses its communication, which changes results; use Adam",
 }
 _ADVICE_OF_FUNCTIONS = {

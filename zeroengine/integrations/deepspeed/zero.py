@@ -18,13 +18,14 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.parameters import ZeroParamStatus as ZeroParamStatus
 from zeroengine.integrations.deepspeed.parameters import ZeroParamType as ZeroParamType
 from zeroengine.integrations.deepspeed.parameters import refuses_writes
-from zeroengine.integrations.deepspeed.tiling import TiledLinear as TiledLinear
-from zeroengine.integrations.deepspeed.tiling import TiledLinearReturnBias as TiledLinearReturnBias
+from zeroengine.integrations.deepspeed.unavailable import CLASSES
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
 
 # The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
 from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401
 from zeroengine.utils.process_groups import run_collective
+
+TiledLinear, TiledLinearReturnBias = CLASSES["TiledLinear"], CLASSES["TiledLinearReturnBias"]
 
 
 class GatheredParameters:
