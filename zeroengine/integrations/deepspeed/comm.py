@@ -117,11 +117,14 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **options: Any
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, debug: object = None
 ) -> Any:
     """Gather the tensors of all ranks into one. Gloo takes none without a dimension, so such a one gets one."""
     value = tensor.reshape(1) if tensor.dim() == 0 else tensor
     return dist.all_gather_into_tensor(output_tensor, value, group=group, async_op=async_op)
+
+
+allgather_fn = all_gather_into_tensor
 
 
 def all_gather_coalesced(
@@ -136,12 +139,6 @@ def all_reduce_coalesced(tensors: Sequence[torch.Tensor], op: Any = dist.ReduceO
     """Reduce each tensor over the ranks, in place."""
     for tensor in tensors:
         dist.all_reduce(tensor, op=op, group=group)
-
-
-def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
-    """Gather the inputs of all ranks into one tensor."""
-    options.pop("debug", None)
-    return all_gather_into_tensor(output_tensor, input_tensor, group=group, **options)
 
 
 def reduce_scatter_fn(output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:

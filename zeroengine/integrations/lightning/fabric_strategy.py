@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class PartitionedModule(nn.Module):
         module: The model.
     """
 
-    def __init__(self, module: nn.Module, make_engine: Callable[[torch.optim.Optimizer | None], Engine]) -> None:
+    def __init__(self, module: nn.Module, make_engine: Callable[..., Engine]) -> None:
         super().__init__()
         self.module = module
         self._make_engine = make_engine
@@ -61,7 +60,7 @@ class PartitionedModule(nn.Module):
 
     def set_up(self, optimizer: torch.optim.Optimizer | None) -> Engine:
         """Make the engine. A collective."""
-        self._engine = self._make_engine(optimizer)
+        self._engine = self._make_engine(self.module, optimizer)
         return self._engine
 
     @property
@@ -172,13 +171,13 @@ class ZeroFabricStrategy(DDPStrategy):
                 "part with its own, such as generator, g_optimizer = fabric.setup(generator, g_optimizer), or use one "
                 "optimizer with several param groups."
             )
-        partitioned = PartitionedModule(module, partial(self._make_engine, module))
+        partitioned = PartitionedModule(module, self._make_engine)
         engine = partitioned.set_up(optimizers[0])
         return partitioned, [self._engine_group.optimizer_of(engine)], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Take a model, whose engine is made when its optimizer is set up, or at its first forward without one."""
-        partitioned = PartitionedModule(module, partial(self._make_engine, module))
+        partitioned = PartitionedModule(module, self._make_engine)
         self._waiting.append(partitioned)
         return partitioned
 

@@ -154,20 +154,17 @@ class ZeroStrategy(DDPStrategy):
                     "or keep the average of the fp32 weights in the optimizer, as docs/averages.md shows."
                 )
 
-    def _training_settings(self, trainer: Trainer) -> Config:
+    def _make_training_engines(self, trainer: Trainer) -> None:
+        settings, model = self._settings, self.lightning_module
+        assert model is not None
         steps, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        settings = self._settings
         if clip and settings.gradient_clipping and clip != settings.gradient_clipping:
             raise ZeroEngineError(
                 f"Trainer(gradient_clip_val={clip}), and gradient_clipping is {settings.gradient_clipping} in the "
                 "configuration. Write one of them."
             )
-        where = f"Trainer(accumulate_grad_batches={steps})"
-        return with_manual_accumulation(settings, steps, self.world_size, f"the Trainer has {where}")
-
-    def _make_training_engines(self, trainer: Trainer) -> None:
-        settings, model = self._training_settings(trainer), self.lightning_module
-        assert model is not None
+        count = f"the Trainer has Trainer(accumulate_grad_batches={steps})"
+        settings = with_manual_accumulation(settings, steps, self.world_size, count)
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
         # configure_optimizers returned None: the configuration names the optimizer.
         if isinstance(optimizers[0], _MockOptimizer):
