@@ -28,15 +28,12 @@ def python_path(choice: str, environ: Mapping[str, str]) -> str:
         LaunchError: The real DeepSpeed is installed, and the choice is "absent".
     """
     folders = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != FOLDER]
-    real = None if choice == "force" else PathFinder.find_spec("deepspeed", [*folders, *_search_path()])
+    # The launcher may itself have been started by a rank of --as-deepspeed.
+    folders_of_launcher = [path for path in sys.path if Path(path) != FOLDER]
+    real = None if choice == "force" else PathFinder.find_spec("deepspeed", [*folders, *folders_of_launcher])
     if real is not None:
         raise LaunchError(
             f"--as-deepspeed: the real DeepSpeed is installed ({real.origin or 'a folder without __init__.py'}). "
             "Uninstall it, or write --as-deepspeed=force to use zeroengine in its place for this run"
         )
     return os.pathsep.join([str(FOLDER), *folders])
-
-
-def _search_path() -> list[str]:
-    # The launcher may itself have been started by a rank of --as-deepspeed.
-    return [path for path in sys.path if Path(path) != FOLDER]

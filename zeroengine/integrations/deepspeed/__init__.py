@@ -13,6 +13,7 @@ from zeroengine.integrations.deepspeed import accelerator as accelerator
 from zeroengine.integrations.deepspeed import checkpointing as checkpointing
 from zeroengine.integrations.deepspeed import comm as comm
 from zeroengine.integrations.deepspeed import ops as ops
+from zeroengine.integrations.deepspeed import unavailable
 from zeroengine.integrations.deepspeed import zero as zero
 from zeroengine.integrations.deepspeed.accelerator import get_accelerator
 from zeroengine.integrations.deepspeed.comm import init_distributed
@@ -22,7 +23,6 @@ from zeroengine.integrations.deepspeed.module_paths import install_modules
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
 from zeroengine.integrations.deepspeed.script_utils import OnDevice, log_dist, logger
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig, DeepSpeedConfigError
-from zeroengine.integrations.deepspeed.unavailable import CLASSES, FUNCTIONS
 
 # The version of DeepSpeed whose names these are.
 __version__ = version = "0.19.8"
@@ -51,10 +51,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in CLASSES:
-        return CLASSES[name]
-    if name in FUNCTIONS:
-        return FUNCTIONS[name]
+    if name in unavailable.NAMES:
+        return unavailable.NAMES[name]
     raise AttributeError(f"deepspeed.{name} is not served by zeroengine; docs/integrations/deepspeed.md lists what is")
 
 

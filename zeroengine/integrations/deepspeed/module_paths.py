@@ -70,7 +70,7 @@ _DEFINING_MODULES: list[ModuleType] = [
     *(script_utils, settings, torch_autocast, zero),
 ]
 _OBJECTS: dict[str, Any] = {name: value for module in _DEFINING_MODULES for name, value in vars(module).items()}
-_OBJECTS |= {**unavailable.CLASSES, **unavailable.FUNCTIONS, **ops.BUILDERS, **_SCHEDULE_KEYS}
+_OBJECTS |= {**unavailable.NAMES, **ops.BUILDERS, **_SCHEDULE_KEYS}
 # What only scripts have a use for.
 _OBJECTS |= {
     "ADAM_OPTIMIZER": "adam",

@@ -50,7 +50,7 @@ _ADVICE_OF_FUNCTIONS = {
     "init_inference": "evaluate inside `with torch.no_grad(), zeroengine.gathered(model):`",
     "tp_model_init": _DATA_PARALLEL,
 }
-CLASSES = {
+NAMES: dict[str, Any] = {
     name: _unavailable_class(name, advice) for names, advice in _ADVICE_OF_CLASSES.items() for name in names.split()
 }
-FUNCTIONS = {name: _unavailable_function(name, advice) for name, advice in _ADVICE_OF_FUNCTIONS.items()}
+NAMES |= {name: _unavailable_function(name, advice) for name, advice in _ADVICE_OF_FUNCTIONS.items()}

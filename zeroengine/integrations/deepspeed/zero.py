@@ -14,18 +14,17 @@ from torch import nn
 from zeroengine.deferred_init.dispatch_modes import is_recording
 from zeroengine.engine.gathered import gathered, owner_of
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.deepspeed import comm
+from zeroengine.integrations.deepspeed import comm, unavailable
 from zeroengine.integrations.deepspeed.parameters import ZeroParamStatus as ZeroParamStatus
 from zeroengine.integrations.deepspeed.parameters import ZeroParamType as ZeroParamType
 from zeroengine.integrations.deepspeed.parameters import refuses_writes
-from zeroengine.integrations.deepspeed.unavailable import CLASSES
 from zeroengine.integrations.deepspeed.zero_init import Init as Init
 
 # The degrees follow from `mics_shard_size` of the configuration that `initialize` gets.
 from zeroengine.integrations.deepspeed.zero_init import Init as MiCS_Init  # noqa: F401
 from zeroengine.utils.process_groups import run_collective
 
-TiledLinear, TiledLinearReturnBias = CLASSES["TiledLinear"], CLASSES["TiledLinearReturnBias"]
+TiledLinear, TiledLinearReturnBias = (unavailable.NAMES[name] for name in ("TiledLinear", "TiledLinearReturnBias"))
 
 
 class GatheredParameters:
