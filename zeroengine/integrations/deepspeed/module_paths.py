@@ -61,7 +61,10 @@ _SECTIONS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
 _TILING = "TiledLinear TiledLinearReturnBias"
 # The keys of schedules, which DeepSpeed has as constants.
 _SCHEDULE_KEYS = {
-    name.upper(): name for kind in lr_schedules.SCHEDULES.values() for name in inspect.signature(kind).parameters
+    name.upper(): name
+    for kind in lr_schedules.SCHEDULES.values()
+    for name in inspect.signature(kind).parameters
+    if name not in ("optimizer", "last_batch_iteration")
 }
 
 # The modules of this package that define what the table names.

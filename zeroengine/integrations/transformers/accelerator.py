@@ -20,7 +20,7 @@ class TrainerAccelerator(ZeroAccelerator):
     """A `ZeroAccelerator` whose configuration the trainer has completed, and which has one engine that trains.
 
     Args:
-        zero_config: The configuration of the next engine, without "auto".
+        zero_config: The configuration of the next engine.
         arguments: The arguments of `Accelerator`.
 
     Attributes:
@@ -93,4 +93,4 @@ class TrainerAccelerator(ZeroAccelerator):
             engine.release()
 
     def _convert_outputs(self, engine: Engine) -> None:
-        """Leave outputs in the dtype of autocast, as losses of transformers expect large logits."""
+        """Leave outputs in the dtype of autocast: logits in fp32 would take twice the memory."""
