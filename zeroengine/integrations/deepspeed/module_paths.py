@@ -56,7 +56,6 @@ _PARTITION_PARAMETERS = (
     "GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType is_zero_param "
     "register_external_parameter unregister_external_parameter"
 )
-_PIPE = "LayerSpec PipelineModule TiedLayerSpec"
 _SECTIONS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
 _TILING = "TiledLinear TiledLinearReturnBias"
 # The keys of schedules, which DeepSpeed has as constants.
@@ -108,13 +107,12 @@ _OBJECTS |= {
 
 # The names of each module, by its path below ``deepspeed``.
 _NAMES = {
-    "checkpoint": "",
+    **dict.fromkeys(("checkpoint", "launcher", "moe", "runtime", "runtime.fp16"), ""),
+    **dict.fromkeys(("pipe", "runtime.pipe", "runtime.pipe.module"), "LayerSpec PipelineModule TiedLayerSpec"),
     "checkpoint.utils": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
     "comm.comm": "init_distributed",
     "git_version_info": "torch_info",
-    "launcher": "",
     "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
-    "moe": "",
     "moe.layer": "MoE",
     "moe.utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "ops.adagrad": "DeepSpeedCPUAdagrad",
@@ -126,8 +124,6 @@ _NAMES = {
     "ops.lion": "DeepSpeedCPULion FusedLion",
     "ops.op_builder": " ".join(["OpBuilder", *ops.BUILDERS]),
     "ops.op_builder.builder": "OpBuilder",
-    "pipe": _PIPE,
-    "runtime": "",
     "runtime.activation_checkpointing": "checkpointing",
     "runtime.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
     "runtime.bf16_optimizer": "BF16_Optimizer",
@@ -135,14 +131,11 @@ _NAMES = {
     "runtime.constants": "GRADIENT_CLIPPING_DEFAULT",
     "runtime.dataloader": "RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine",
-    "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
     "runtime.lr_schedules": " ".join([*lr_schedules.SCHEDULES, *_SCHEDULE_KEYS])
     + " LR_RANGE_TEST LR_SCHEDULE ONE_CYCLE VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE "
     "WARMUP_LOG_RATE WARMUP_LR",
-    "runtime.pipe": _PIPE,
-    "runtime.pipe.module": _PIPE,
     "runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "runtime.utils": "see_memory_usage",
     "runtime.zero": f"{_PARTITION_PARAMETERS} {_TILING} MiCS_Init unwrap_model_for_generation",
