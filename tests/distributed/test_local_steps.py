@@ -576,4 +576,4 @@ def test_other_features_work_beside_replicas(tmp_path: Path) -> None:
         assert found["without replicas"] is False
         assert found["changed"] and found["moved"]
     assert not differences(ranks[0]["quantized"], ranks[1]["quantized"])
-    assert ranks[0]["copy"] == ranks[0]["predicted"] > 0
+    assert 0 < ranks[0]["copy"] <= ranks[0]["predicted"] <= 2 * ranks[0]["copy"]

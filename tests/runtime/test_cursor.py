@@ -29,7 +29,7 @@ def log_of(units: Sequence[int], sizes: Sequence[int]) -> VisitLog:
     for unit, size in zip(units, sizes, strict=True):
         visit = Visit([UNITS[unit]], node)
         node += size
-        log.place(visit, node - 1)
+        log.set_place(visit, node - 1)
         log.add([visit])
     return log
 

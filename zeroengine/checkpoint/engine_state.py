@@ -24,8 +24,8 @@ from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
+from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, UNSAVED
-from zeroengine.runtime.model_state import ModelState
+from zeroengine.runtime.state_dict_reads import ModelState
 
 
 @dataclass(frozen=True)

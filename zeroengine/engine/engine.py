@@ -1,4 +1,4 @@
-"""The engine: a thin loop over the gatherer, the reducer and the sharded optimizer."""
+"""The engine, as users see it. Its parts do the work: ``parts``, ``step_loop`` and ``checkpointing``."""
 
 from __future__ import annotations
 
@@ -424,7 +424,7 @@ class Engine:
 
     @property
     def units(self) -> Sequence[Unit]:
-        """The parameters that are gathered and released together, in the order of registration."""
+        """The parameters that are gathered and released together, in the order of the cut (``partition.cut``)."""
         return self._parts.partition.units
 
     def log(self, **values: float | torch.Tensor) -> None:

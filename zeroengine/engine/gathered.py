@@ -18,9 +18,9 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.partition.cut import plain_name
-from zeroengine.runtime.model_state import read_model_state
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
+from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 from zeroengine.utils.tensor_tree import map_tensors

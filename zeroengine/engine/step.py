@@ -68,7 +68,7 @@ class StepRunner:
         self.num_updates = self.num_skipped = 0
         self.grad_norm: float | None = None
         # The result of the step that is not counted yet, and the function that reverts the schedule, if it was stepped.
-        self._issued: tuple[StepResult, Callable[[], None] | None] | None = None
+        self._uncounted: tuple[StepResult, Callable[[], None] | None] | None = None
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
 
@@ -119,7 +119,7 @@ class StepRunner:
             revert_schedule = step_reversibly(schedule.step, schedule.current, optimizer.param_groups)
             # The user may keep the result for longer than the engine, so the result must not keep the engine alive.
             result.on_query = WeakMethod(self, StepRunner.await_result)
-        self._issued = (result, revert_schedule)
+        self._uncounted = (result, revert_schedule)
         reducer.end_step()
         if is_async:
             return result
@@ -132,12 +132,12 @@ class StepRunner:
         Args:
             is_collective: Whether every rank comes here, so that an overflow is reported at once.
         """
-        if self._issued is None:
+        if self._uncounted is None:
             return
         # If the ranks ran different collectives, the result is meaningless, so that is reported first.
         self._ranks.transport.check_order()
         # The record is cleared before anything can raise or ask again, so that a step is counted once.
-        (result, revert_schedule), self._issued = self._issued, None
+        (result, revert_schedule), self._uncounted = self._uncounted, None
         self._states.optimizer.backend.await_step_counts()
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)

@@ -1,7 +1,8 @@
 """The sharded optimizer with its update backends, loss scaling, and learning-rate schedules.
 
-sharded_optimizer    the torch optimizer over shards, which chooses a backend and delegates to it
+sharded_optimizer    the torch optimizer over shards, whose step is the engine's
 backends/            three ways to run an update, behind one protocol
+choice               chooses one of them
 optimizer_shard      one unit's parameters, masters and gradients on this rank
 step_reduction       the collective of a step: the norm and the flags over all ranks
 step_result          the settings and the result of one step

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,26 +23,8 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.unit_gradients import UnitGradients
+from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.small_transfers import to_device
-
-
-class GradientReducer(Protocol):
-    """The part of the reducer that the optimizer uses: it owns the gradients."""
-
-    @property
-    def gradients(self) -> Sequence[UnitGradients]:
-        """The gradients of every trainable unit, in the order of registration."""
-
-    @property
-    def has_late_gradients(self) -> bool:
-        """Whether this rank holds gradients that came after their unit was reduced."""
-
-    def reduce_late_gradients(self) -> None:
-        """Reduce the late gradients. Call it on every rank if any rank has some."""
-
-    def check_frozen(self) -> None:
-        """Raise ``ZeroEngineError`` if a gradient was assigned to a parameter without a master."""
 
 
 class StepSums(NamedTuple):
@@ -73,7 +55,7 @@ class StepReduction:
     def __init__(
         self,
         shards: Sequence[OptimizerShard],
-        reducer: GradientReducer,
+        reducer: Reducer,
         transport: Transport,
         writes: OutsideWrites,
         timer: Timer,

@@ -48,7 +48,7 @@ class Backward:
 
     Args:
         units: All units.
-        items: The units of items of lists, which are released after each visit.
+        units_of_items: The units of items of lists, which are released after each visit.
         gatherer: Gathers units.
         reducer: Takes the gradients.
         is_in_forward: Whether a forward of the whole model is in progress.
@@ -66,7 +66,7 @@ class Backward:
     def __init__(
         self,
         units: Sequence[Unit],
-        items: set[Unit],
+        units_of_items: set[Unit],
         gatherer: Gatherer,
         reducer: Reducer,
         is_in_forward: Callable[[], bool],
@@ -74,10 +74,10 @@ class Backward:
         timer: Timer,
     ) -> None:
         self._gatherer, self._reducer = gatherer, reducer
-        self.traversal = Traversal(items, gatherer, self, is_in_forward)
+        self.traversal = Traversal(units_of_items, gatherer, self, is_in_forward)
         self._is_in_forward, self._requires_scaled_loss, self._timer = is_in_forward, requires_scaled_loss, timer
         self._params = [param for unit in units if unit.trainable for param in unit.params]
-        self._reduced_early = [unit for unit in units if unit.trainable and unit.is_releasable]
+        self._units_with_visits = [unit for unit in units if unit.trainable and unit.is_releasable]
         self.listener = BackwardListener()
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
@@ -105,7 +105,7 @@ class Backward:
         self.finish()
         span = self._timer.begin("backward")
         # Autograd comes to the loss first.
-        handle = loss.register_hook(WeakMethod(self.traversal, Traversal.enter))
+        handle = loss.register_hook(WeakMethod(self.traversal, Traversal.follow_backward))
         try:
             # The listener, too, asks who runs the backward that begins.
             self.run_by_engine = True
@@ -181,7 +181,7 @@ class Backward:
     def _close_unused(self) -> None:
         """Let units be reduced that this backward does not use."""
         if self.traversal.is_running:
-            self.reduce_if_over(self._reduced_early)
+            self.reduce_if_over(self._units_with_visits)
 
     def note_begin(self, cursor: Cursor) -> None:
         """Note that autograd has begun the backward of ``cursor``."""
@@ -236,7 +236,7 @@ class Backward:
         gradient, param.grad = param.grad, None
         is_last_hook = next(reversed(hooks)) == own_number
         # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
-        self.traversal.enter()
+        self.traversal.follow_backward()
         self._note_gradient()
         if not is_last_hook:
             # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BackwardListener:
-    """The events of a backward. Subclasses override the events that concern them; the others do nothing."""
+    """The events of a backward, for ``StepLoop``. Before there is one, they do nothing."""
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins with autograd enabled, outside of any backward."""

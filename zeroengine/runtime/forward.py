@@ -76,23 +76,26 @@ class Forward:
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        self._list_of = find_lists(model, self._units)
+        self._item_units_of = find_lists(model, self._units)
         self.gatherer = Gatherer(
             self._units, transport, config, timer, self._gather_for_use, self._is_in_use, self.abandon
         )
-        items = {unit for unit_list in self._list_of.values() for unit in unit_list.index_of}
+        units_of_items = {unit for item_units in self._item_units_of.values() for unit in item_units.index_of}
         self.backward = Backward(
-            self._units, items, self.gatherer, reducer, lambda: self.num_model_forwards > 0, config.scales_loss, timer
+            self._units, units_of_items, self.gatherer, reducer, self._is_in_forward, config.scales_loss, timer
         )
         self._traversal = self.backward.traversal
         # The graph owns this function, so the function refers to this object weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        hooks = register_hooks(self, model, self._units_of, self._list_of)
+        hooks = register_hooks(self, model, self._units_of, self._item_units_of)
         self.hook_handles = [*hooks, *self.backward.hook_handles]
 
     def observes(self, module: nn.Module) -> bool:
         """Return whether forwards of ``module`` concern this object. Copies of the model do not."""
-        return module is self._model or module in self._units_of or module in self._list_of
+        return module is self._model or module in self._units_of or module in self._item_units_of
+
+    def _is_in_forward(self) -> bool:
+        return self.num_model_forwards > 0
 
     def _is_in_use(self, unit: Unit) -> bool:
         # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
@@ -117,7 +120,7 @@ class Forward:
 
     def _begin_model_forward(self) -> None:
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
-        if not self._traversal.enter():
+        if not self._traversal.follow_backward():
             if not self.num_model_forwards:
                 # The units of a backward that raised are released before this forward gathers any.
                 self.backward.enter_forward()
@@ -180,13 +183,13 @@ class Forward:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gather the units that the forward of ``module`` needs, and begin its visit."""
         # An activation checkpoint runs the forward again inside a backward.
-        self._traversal.enter()
-        all_units, items = self._units_of.get(module, []), self._list_of.get(module)
+        self._traversal.follow_backward()
+        all_units, item_units = self._units_of.get(module, []), self._item_units_of.get(module)
         units = [unit for unit in all_units if unit.is_releasable]
         has_grad = torch.is_grad_enabled()
         is_tracked = has_grad and not torch._C._are_functorch_transforms_active()
-        needed = units if items is None else [*units, *items.index_of]
-        log = self._log_of(needed) if needed else None
+        needed = units if item_units is None else [*units, *item_units.index_of]
+        log = self._enter_log(needed) if needed else None
         for unit in all_units:
             if unit.is_releasable:
                 self._gather_skipped_before(unit, module)
@@ -195,7 +198,7 @@ class Forward:
         if log is None:
             return
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
-        walk = None if items is None or self.gatherer.num_pins else ListWalk(items, has_grad)
+        walk = None if item_units is None or self.gatherer.num_pins else ListWalk(item_units, has_grad)
         visit = Visit(units, next_node_number())
         if walk is not None and is_tracked:
             # Nothing else shows where items have their places that this rank skips before it calls one.
@@ -224,7 +227,7 @@ class Forward:
         # Forwards inside this one that are still listed ended without their hooks.
         del forwards[depth + 1 :]
         if forward.walk is not None and not (output is None and is_raising()):
-            self._gather_skipped(forward.walk, len(forward.walk.items))
+            self._gather_skipped(forward.walk, len(forward.walk.item_units))
             functorch = torch._C._are_functorch_transforms_active()
             if torch.is_grad_enabled() and not functorch and forward.walk.called_nothing_trainable:
                 output = require_gradients(output)
@@ -238,12 +241,12 @@ class Forward:
             for visit in (forward.visit, *skipped):
                 self._mark_untracked(visit.units)
         walks = (outer.walk for outer in reversed(forwards) if outer.walk is not None)
-        walk = next((walk for walk in walks if not walk.items.index_of.keys().isdisjoint(units)), None)
+        walk = next((walk for walk in walks if not walk.item_units.index_of.keys().isdisjoint(units)), None)
         if walk is not None:
             walk.last_node = present_node_number()
             if not has_backward and forward.is_tracked and walk.has_grad and any(True for _ in tensors_in(output)):
                 # A rank that skips this item cannot know that no backward comes to it.
-                forward.log.place(forward.visit, walk.last_node)
+                forward.log.set_place(forward.visit, walk.last_node)
                 walk.skipped.append(forward.visit)
         for unit in units:
             self._release(unit, has_backward=has_backward)
@@ -266,15 +269,15 @@ class Forward:
         if forward.walk is not None and is_in_checkpoint():
             # The recomputation needs all items. When it comes depends on what this rank has called, so the backward
             # gathers them when it comes to the module, and keeps them.
-            visit.units = [*visit.units, *forward.walk.items.index_of]
+            visit.units = [*visit.units, *forward.walk.item_units.index_of]
         node_number = max(number_of(tensor) for tensor in outputs)
-        log.place(visit, node_number)
+        log.set_place(visit, node_number)
         log.add([*(forward.walk.skipped if forward.walk is not None else ()), visit])
         self._traversal.expect(log, visit, outputs)
         return True
 
-    def _log_of(self, units: Sequence[Unit]) -> VisitLog:
-        """Return the log of a forward of a module that begins, which needs ``units``."""
+    def _enter_log(self, units: Sequence[Unit]) -> VisitLog:
+        """Return the log of a forward of a module that begins and needs ``units``. In a backward, go to its visit."""
         if self._traversal.is_running:
             return self._traversal.recompute(units, is_nested=bool(self._module_forwards))
         if not self.num_model_forwards and torch.is_grad_enabled():
@@ -302,7 +305,7 @@ class Forward:
         # Only inside a pass all ranks visit the same units in the same order. A module that holds a list keeps its
         # other units, so it does not matter when those inside of it need them.
         if (self.num_model_forwards or self._traversal.is_running) and not self._is_in_use(unit):
-            self.gatherer.visit(unit, in_backward=self._traversal.is_running)
+            self.gatherer.gather_and_prefetch(unit, in_backward=self._traversal.is_running)
         else:
             self.gatherer.ensure(unit)
 
@@ -320,9 +323,9 @@ class Forward:
             walk = forward.walk
             if walk is None:
                 continue
-            index = walk.items.index_of.get(unit)
-            if index is None and module in walk.items.followers:
-                self._gather_skipped(walk, len(walk.items))
+            index = walk.item_units.index_of.get(unit)
+            if index is None and module in walk.item_units.followers:
+                self._gather_skipped(walk, len(walk.item_units))
             # A module inside may hold the same list. Then its own forward goes through the list.
             elif index is not None and not is_item:
                 is_item = True
@@ -333,14 +336,14 @@ class Forward:
     def _gather_skipped(self, walk: ListWalk, stop: int) -> None:
         """Gather for other ranks the items from the next one up to ``stop``, and note their visits."""
         for units in walk.skip(stop):
-            log = self._log_of(units)
+            log = self._enter_log(units)
             for unit in units:
                 self._gather(unit)
                 self._release(unit, has_backward=torch.is_grad_enabled())
             if walk.has_grad:
-                node_number = walk.last_node if walk.items.is_inside_block else present_node_number()
+                node_number = walk.last_node if walk.item_units.is_inside_block else present_node_number()
                 visit = Visit(units, node_number)
-                log.place(visit, node_number)
+                log.set_place(visit, node_number)
                 walk.skipped.append(visit)
             else:
                 self._log_recomputed(log, units)
@@ -358,7 +361,7 @@ class Forward:
             return
         unit = next(u for u in self._units if any(p is param for p in u.params))
         # Every rank launched a gather that is in progress, so this rank may wait for it anywhere.
-        if unit.is_released and not (self._traversal.enter() or self.num_model_forwards):
+        if unit.is_released and not (self._traversal.follow_backward() or self.num_model_forwards):
             slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
             raise ReleasedParameterError(
                 f"parameter {slot.name} {slot.shape} is partitioned and released: `{operation}` needs its values. "
@@ -381,7 +384,7 @@ class Forward:
         unit = view.unit
         with outside_torch_func():
             if not unit.is_gathered:
-                if not (self._traversal.enter() or self.num_model_forwards):
+                if not (self._traversal.follow_backward() or self.num_model_forwards):
                     raise ReleasedParameterError(
                         f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
                         "backward, where other ranks may not do the same: write `with "

@@ -26,8 +26,8 @@ from zeroengine.config import Config
 from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.deferred_frees import DeferredFrees
+from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
 from zeroengine.runtime.unit import GatherState, Unit, received_bytes
-from zeroengine.runtime.visit_order import PrefetchLimits, VisitOrder
 from zeroengine.utils.compiler_disable import outside_torch_func
 
 
@@ -69,7 +69,7 @@ class Gatherer:
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
-        self._visit_order: VisitOrder[Unit] = VisitOrder()
+        self._prefetch_order: PrefetchOrder[Unit] = PrefetchOrder()
         self._last_in_forward: Unit | None = None
         self._prefetch_limits = PrefetchLimits.of_settings(
             config.zero_optimization,
@@ -89,28 +89,28 @@ class Gatherer:
 
     def begin_pass(self) -> None:
         """Begin a forward or a backward."""
-        self._visit_order.start_pass()
+        self._prefetch_order.start_pass()
 
     def end_forward_pass(self) -> None:
         """End the forward that has begun."""
-        self._last_in_forward = self._visit_order.last
-        self._visit_order.end_pass()
+        self._last_in_forward = self._prefetch_order.last
+        self._prefetch_order.end_pass()
 
     def end_backward_pass(self) -> None:
         """End the backward that has begun, and release what it has gathered and not released."""
-        self._visit_order.end_pass()
+        self._prefetch_order.end_pass()
         for unit in self._pins_of:
             if unit not in self.unhooked_uses:
                 self.release(unit)
 
-    def visit(self, unit: Unit, *, in_backward: bool) -> None:
+    def gather_and_prefetch(self, unit: Unit, *, in_backward: bool) -> None:
         """Gather ``unit``, which a pass needs now, and gather ahead the units that followed it in the previous pass."""
         self.ensure(unit)
         # The order matters only for releasable units, and only where all ranks visit the same units.
         if self.num_pins or not unit.is_releasable:
             return
-        self._visit_order.visit(unit, in_backward)
-        for following in self._visit_order.to_prefetch(self._prefetch_limits, self.live_numel):
+        self._prefetch_order.note_use(unit, in_backward)
+        for following in self._prefetch_order.to_prefetch(self._prefetch_limits, self.live_numel):
             shards = following.offloaded_shards
             # A collective is started early only if it proceeds by itself. Otherwise at most this rank's own shard is
             # read ahead, which concerns no other rank.

@@ -5,6 +5,7 @@ See "Lists of units" in ``partition/unit_lists.py``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,10 +16,12 @@ from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import Visit, VisitLog, next_node_number
 
+log = logging.getLogger("zeroengine")
+
 
 @dataclass(eq=False)
-class ListUnits:
-    """The items of a list.
+class ItemUnits:
+    """The units of the items of a list, and whether forwards call them in order.
 
     Attributes:
         units: The releasable units of each item.
@@ -38,19 +41,19 @@ class ListUnits:
         return len(self.units)
 
 
-def find_lists(model: nn.Module, units: Iterable[Unit]) -> dict[nn.Module, ListUnits]:
+def find_lists(model: nn.Module, units: Iterable[Unit]) -> dict[nn.Module, ItemUnits]:
     """Return the lists of releasable units, by the module that holds them."""
     units_of_root: dict[nn.Module, list[Unit]] = {}
     for unit in units:
         if unit.root is not None:
             units_of_root.setdefault(unit.root, []).append(unit)
-    lists: dict[nn.Module, ListUnits] = {}
+    lists: dict[nn.Module, ItemUnits] = {}
     for unit_list in find_unit_lists(model, units_of_root.keys()):
         items = [[unit for unit in units_of_root[root] if unit.is_releasable] for root in unit_list.items]
         index_of = {unit: index for index, item in enumerate(items) for unit in item}
         followers = set() if unit_list.is_inside_block else unit_list.followers()
         if index_of:
-            lists[unit_list.holder] = ListUnits(items, index_of, followers, unit_list.is_inside_block)
+            lists[unit_list.holder] = ItemUnits(items, index_of, followers, unit_list.is_inside_block)
     return lists
 
 
@@ -59,7 +62,7 @@ class ListWalk:
     """The way of one forward through a list.
 
     Attributes:
-        items: The list.
+        item_units: The units of the list.
         has_grad: Whether the forward began with gradients enabled.
         last_node: The number of the last node of the latest item that was called, or of the first node of the
             forward. What is skipped next has its place there: a backward comes to it after everything else that the
@@ -68,7 +71,7 @@ class ListWalk:
         skipped: The visits of items that this rank has not called.
     """
 
-    items: ListUnits
+    item_units: ItemUnits
     has_grad: bool
     last_node: int = field(default_factory=next_node_number)
     next_index: int = 0
@@ -78,26 +81,32 @@ class ListWalk:
     def begin_call(self, index: int) -> bool:
         """Note that this rank calls an item. Return whether it is the first call of it after those before it."""
         # The units of one item follow one another.
-        if not self.items.is_in_order or index == self.next_index - 1:
+        if not self.item_units.is_in_order or index == self.next_index - 1:
             return False
         # A loop that called every item may start again. After one that skipped some, this is another order.
-        if index == 0 and self.next_index == len(self.items) and not self._skipped_indices:
+        if index == 0 and self.next_index == len(self.item_units) and not self._skipped_indices:
             self.next_index = 0
-        self.items.is_in_order = index >= self.next_index
-        return self.items.is_in_order
+        self.item_units.is_in_order = index >= self.next_index
+        if not self.item_units.is_in_order:
+            log.info(
+                "a forward calls the modules of a list in another order than they are registered in, from unit %s on: "
+                "each rank gathers what it calls from now on, so all ranks must call the same ones",
+                self.item_units.units[index][0].name,
+            )
+        return self.item_units.is_in_order
 
     def skip(self, stop: int) -> Iterator[list[Unit]]:
         """Yield the units of the items from the next one up to ``stop``, which this rank does not call here."""
-        while self.items.is_in_order and self.next_index < stop:
+        while self.item_units.is_in_order and self.next_index < stop:
             self._skipped_indices.add(self.next_index)
             self.next_index += 1
-            yield self.items.units[self.next_index - 1]
+            yield self.item_units.units[self.next_index - 1]
 
     @property
     def called_nothing_trainable(self) -> bool:
         """Whether the list has trainable items, and this rank has called none of these."""
         trainable = {
-            index for index, units in enumerate(self.items.units) if any(unit.gets_gradients for unit in units)
+            index for index, units in enumerate(self.item_units.units) if any(unit.gets_gradients for unit in units)
         }
         return bool(trainable) and trainable <= self._skipped_indices
 

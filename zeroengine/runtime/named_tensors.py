@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
-from zeroengine.runtime.model_state import ModelState
+from zeroengine.runtime.state_dict_reads import ModelState
 from zeroengine.runtime.unit import Unit
 
 # The names that a message suggests.

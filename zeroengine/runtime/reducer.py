@@ -2,7 +2,7 @@
 
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook, which ``Backward`` owns.
-2. ``add`` copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
+2. The hook takes ``param.grad`` away, and ``add`` copies it, cast to the dtype that is sent, into a gradient buffer
    (``UnitReduces.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
    (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
@@ -10,8 +10,9 @@
    reduces of all of them are launched, one collective for each unit (``UnitReduces.launch``).
 4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
-5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
-   update, and ``end_step`` lets the next gradients overwrite them.
+5. In ``Engine.step``, ``StepLoop`` waits for the reduces (``reduce_remaining``). ``StepRunner`` then calls the backend
+   of the optimizer, which reads the shards for the norm and for the update, and ``end_step`` lets the next gradients
+   overwrite them.
 
 Where gradients are not sharded (stages 0 and 1) the copy goes to ``flat_grads`` itself, which holds the gradients of
 the whole unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1,
@@ -25,7 +26,7 @@ is computed on the way (``OffloadedGradients``).
 Outside of a backward ``param.grad`` is None, or the user's: see "Who owns param.grad" in ``user_gradients.py``.
 
 [Note: Units are reduced in one order]
-Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
+Every rank reduces the units in the reverse of their order. A unit that is complete early waits for the units before
 it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when all visits of
 it are over (see "One order of collectives" in ``visit_log.py``), or when the whole backward ends. So ranks that use
 different parameters agree on every collective, and a rank that waits for memory of an earlier reduce does not wait for
@@ -58,7 +59,7 @@ from zeroengine.utils.checksum import checksum
 
 
 class Reducer:
-    """Owns the gradients of the trainable units. It knows nothing of parameters' values, nor of autograd.
+    """Owns the gradients of the trainable units. It knows nothing of parameters' values, nor of autograd's graph.
 
     Args:
         config: The resolved configuration.
@@ -69,7 +70,7 @@ class Reducer:
 
     Attributes:
         reduces: Copies gradients to where they are reduced, and reduces them.
-        gradients: The gradients of each trainable unit, in the order of registration.
+        gradients: The gradients of each trainable unit, in the order of the units.
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         user_gradients: Finds what user code assigns to ``param.grad``.
         assigned_checksums: By parameter, a checksum of what user code assigned after the unit was reduced in this step.

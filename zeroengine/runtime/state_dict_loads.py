@@ -10,8 +10,8 @@ from torch import nn
 
 from zeroengine.errors import CheckpointError
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.model_state import StandIns
 from zeroengine.runtime.released_parameter import mark_gathered, mark_released
+from zeroengine.runtime.state_dict_reads import StandIns
 from zeroengine.runtime.unit import Unit
 
 # The attribute of a stand-in for a stored tensor that holds the tensor's name.

@@ -12,8 +12,8 @@ When that comes may depend on which items of a list this rank has called. So a m
 a checkpoint, keeps all items from the moment at which the backward comes to it.
 
 [Note: Who calls whom]
-``Forward`` registers ``_reach`` on outputs. It moves a cursor, which gathers and releases here. What is over goes to
-``Backward.reduce_if_over``, and from there to the reducer.
+``Forward`` calls ``expect``, which registers ``_reach`` on outputs. It moves a cursor, which gathers and releases here.
+What is over goes to ``Backward.reduce_if_over``, and from there to the reducer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Traversal:
     """The backwards that autograd runs, and where they are in the logs.
 
     Args:
-        items: The units of items of lists, which are released after each visit.
+        units_of_items: The units of items of lists, which are released after each visit.
         gatherer: Gathers units.
         backward: Owns this object, and lets units be reduced.
         is_in_forward: Whether a forward of the whole model is in progress.
@@ -68,11 +68,11 @@ class Traversal:
     """
 
     def __init__(
-        self, items: set[Unit], gatherer: Gatherer, backward: GradientSide, is_in_forward: Callable[[], bool]
+        self, units_of_items: set[Unit], gatherer: Gatherer, backward: GradientSide, is_in_forward: Callable[[], bool]
     ) -> None:
-        self._items, self._gatherer, self._backward = items, gatherer, backward
+        self._units_of_items, self._gatherer, self._backward = units_of_items, gatherer, backward
         self._is_in_forward = is_in_forward
-        self.logs = VisitLogs(WeakMethod(self, Traversal.enter))
+        self.logs = VisitLogs(WeakMethod(self, Traversal.follow_backward))
         self.cursors: list[Cursor] = []
         # The logs that a backward with ``create_graph`` has come to. A thread of autograd may have made what it added.
         self._extended_logs: set[VisitLog] = set()
@@ -86,10 +86,10 @@ class Traversal:
 
     @property
     def is_running(self) -> bool:
-        """Whether autograd runs a backward, as far as ``enter`` has noticed."""
+        """Whether autograd runs a backward, as far as ``follow_backward`` has noticed."""
         return bool(self.cursors)
 
-    def enter(self) -> bool:
+    def follow_backward(self) -> bool:
         """Return whether autograd is running a backward. Begin to follow it, once."""
         number = torch._C._current_graph_task_id()
         if number < 0:
@@ -113,13 +113,13 @@ class Traversal:
         return True
 
     def current(self) -> Cursor:
-        """Return the backward whose hook calls this. ``enter`` has noticed it."""
+        """Return the backward whose hook calls this. ``follow_backward`` has noticed it."""
         number = torch._C._current_graph_task_id()
         return next((cursor for cursor in reversed(self.cursors) if cursor.number == number), self.cursors[-1])
 
     def _reach(self, log: VisitLog, visit: Visit) -> None:
         """Go to ``visit``, to which autograd has come."""
-        if not self.enter():
+        if not self.follow_backward():
             return
         log.note_run()
         if torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class Traversal:
 
     def move_before(self, log: VisitLog, visit: Visit) -> None:
         """Go to the node that was made before ``visit`` of ``log`` began."""
-        if self.enter():
+        if self.follow_backward():
             cursor = self._cursor_of(log)
             if log in cursor.logs:
                 self._move(cursor, Place(visit.first_node - 1, sys.maxsize))
@@ -190,14 +190,14 @@ class Traversal:
         for unit in visit.units:
             # A module that holds a list keeps its other units, so it does not matter when those inside of it need them.
             if not self._is_active(unit):
-                self._gatherer.visit(unit, in_backward=True)
+                self._gatherer.gather_and_prefetch(unit, in_backward=True)
 
     def _leave(self, visits: Iterable[Visit]) -> None:
         """Release the units of visits that are over, and let them be reduced."""
         units = list(dict.fromkeys(unit for visit in visits for unit in visit.units))
         for unit in units:
             # A unit that further visits need stays gathered. Items of lists come too often for that.
-            is_needed = self._is_next(unit) if unit in self._items else self.is_pending(unit)
+            is_needed = self._is_next(unit) if unit in self._units_of_items else self.is_pending(unit)
             if not (is_needed or self._is_active(unit)):
                 self._gatherer.release(unit)
                 self._gatherer.deferred_frees.retry()

@@ -4,7 +4,8 @@
 Lists have one entry for each parameter. The reducer calls every method named here.
 
     attribute             set by ...                                      cleared by ...
-    num_pending           ``expect_gradients``: how many are to come    ``count_arrival``, ``stop_expecting``, a drop
+    num_pending           ``expect_gradients``: how many are to come    ``count_arrival``, ``stop_expecting``, a drop,
+                                                                        ``Reducer.complete_with_zeros``
     deferred_grads        a gradient inside no_sync, or a late one        the next copy of it, or a drop
     slot_filled           the copy of a gradient to where it is           the launch of its reduce (if sharded), or
                           reduced from                                    ``end_step`` (if not)

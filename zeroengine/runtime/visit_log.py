@@ -125,7 +125,7 @@ class VisitLog:
         """Whether a backward may come to it, as far as the backwards show that have come to it."""
         return self.is_retained or not self.has_run
 
-    def place(self, visit: Visit, node_number: int) -> None:
+    def set_place(self, visit: Visit, node_number: int) -> None:
         """Set the place of a visit that has ended, behind those that have. ``add`` comes later.
 
         Args:
@@ -154,7 +154,7 @@ class VisitLog:
             return
         visit = Visit(units, node_number)
         visit.is_recomputed = True
-        self.place(visit, node_number)
+        self.set_place(visit, node_number)
         self.add([visit])
 
     def note_run(self) -> None:

@@ -52,7 +52,7 @@ def test_an_installed_deepspeed_is_refused_unless_forced(tmp_path: Path) -> None
 
 def test_the_script_is_no_value_of_the_option() -> None:
     options = parse_arguments(["--as-deepspeed", "train.py", "--as-deepspeed"])
-    assert (options.as_deepspeed, options.script, options.arguments) == ("absent", "train.py", ["--as-deepspeed"])
+    assert (options.as_deepspeed, options.words) == ("absent", ["train.py", "--as-deepspeed"])
     assert parse_arguments(["--as-deepspeed=force", "train.py"]).as_deepspeed == "force"
     assert parse_arguments(["train.py"]).as_deepspeed is None
 

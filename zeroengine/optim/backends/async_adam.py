@@ -79,7 +79,7 @@ class AsyncAdam:
                     reload_written=shard.may_be_written,
                 )
             # The all-gather of this unit may start now: it runs after this update and overlaps the next one.
-            self._parts.after_update(shard.unit)
+            self._parts.publish_update(shard.unit)
 
         def read() -> tuple[float, bool]:
             known = GradientFactor(*values.read()[:HAS_GRAD_OFFSET])

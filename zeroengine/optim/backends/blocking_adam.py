@@ -75,7 +75,7 @@ class BlockingAdam:
             segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
             if shard.on_device:
                 self._update_on_device(shard, segments, factor, self._tensors(shard))
-                self._parts.after_update(shard.unit)
+                self._parts.publish_update(shard.unit)
             elif (store := shard.store_if_only_param_offloaded) is not None:
                 # An update that fails half way leaves the shard without its old values.
                 with poison_on_error(store):
@@ -83,7 +83,7 @@ class BlockingAdam:
                 writebacks.append((store, writeback))
                 if len(writebacks) >= MAX_WRITEBACKS:
                     self._wait_for_first(writebacks)
-                self._parts.after_update(shard.unit)
+                self._parts.publish_update(shard.unit)
             else:
                 offloaded.append((shard, segments))
         # The pipeline may use the same stores, and the next gather reads the shards that were written back.
@@ -157,7 +157,7 @@ class BlockingAdam:
         assert self._parts.pipeline is not None
         # The all-gather reads the shard on the device's stream, behind the copies that the pipeline issued.
         self._parts.pipeline.wait_stream()
-        self._parts.after_update(shard.unit)
+        self._parts.publish_update(shard.unit)
 
     def _run_kernel(
         self,

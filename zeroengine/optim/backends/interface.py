@@ -25,7 +25,7 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
 4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `step` is one call of
    `StepReduction.step_on_host` with a function that calls `lion_step` for each segment of each shard, and
-   `after_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as in `BlockingAdam`.
+   `publish_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as in `BlockingAdam`.
 5. The choice. Return the class from `choose_backend` where every master is fp32 and the `step` of the optimizer is that
    of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass). Norm, clipping,
    loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With offload, change
@@ -110,7 +110,7 @@ class BackendParts:
         shards: The optimizer shard of every trainable unit, in the order of registration.
         reduction: Sums norms and flags over the ranks.
         writes: Knows which parameters were written from outside.
-        after_update: Called with a unit right after the update of its shard.
+        publish_update: Called with a unit right after the update of its shard.
         moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
         timer: Times the updates.
@@ -120,7 +120,7 @@ class BackendParts:
     shards: Sequence[OptimizerShard]
     reduction: StepReduction
     writes: OutsideWrites
-    after_update: Callable[[Unit], None]
+    publish_update: Callable[[Unit], None]
     moments_dtype: torch.dtype
     pipeline: Pipeline | None
     timer: Timer
@@ -148,7 +148,7 @@ class UpdateBackend(Protocol):
         """The optimizer's state by spans. Call ``await_step_counts`` before reading or setting its numbers."""
 
     def step(self, settings: StepSettings) -> StepResult:
-        """Compute the norm, clip, and update every shard, calling ``after_update`` after each one. A collective.
+        """Compute the norm, clip, and update every shard, calling ``publish_update`` after each one. A collective.
 
         A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
 

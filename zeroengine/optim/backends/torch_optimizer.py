@@ -73,7 +73,7 @@ class TorchOptimizer:
                 # This also rounds parameters without a gradient. Their masters were reloaded above, so they keep values
                 # that were written into them.
                 shard.low_precision_param.copy_(shard.master)
-            self._parts.after_update(shard.unit)
+            self._parts.publish_update(shard.unit)
 
     # -- the state of spans -----------------------------------------------------------------------
 

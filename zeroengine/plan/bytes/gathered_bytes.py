@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.visit_order import PrefetchLimits, VisitOrder
+from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
 
 
 @dataclass(eq=False)
@@ -79,12 +79,12 @@ def _most_in_pass(
         [(use.stop, order[0], False, index) for index, use in enumerate(uses)]
         + [(use.start, order[1], True, index) for index, use in enumerate(uses)]
     )
-    visit_order: VisitOrder[GatheredUnit] = VisitOrder()
+    prefetch_order: PrefetchOrder[GatheredUnit] = PrefetchOrder()
     # The pass before this one had the same visits.
     for _, _, begins, index in events:
         if begins:
-            visit_order.visit(uses[index].unit, in_backward=False)
-    visit_order.start_pass()
+            prefetch_order.note_use(uses[index].unit, in_backward=False)
+    prefetch_order.start_pass()
     for use in uses:
         use.unit.is_released = True
     num_users: Counter[GatheredUnit] = Counter()
@@ -105,8 +105,8 @@ def _most_in_pass(
         if begins or not num_users[unit]:
             mark(unit, is_released=not begins)
         if begins:
-            visit_order.visit(unit, in_backward=False)
-            for following in visit_order.to_prefetch(limits, live_numel):
+            prefetch_order.note_use(unit, in_backward=False)
+            for following in prefetch_order.to_prefetch(limits, live_numel):
                 mark(following, is_released=not following.gathers_ahead)
             most = max(most, nbytes)
     return most

@@ -52,54 +52,54 @@ U = TypeVar("U", bound=Gatherable)
 Use = tuple[bool, U, int]
 
 
-class VisitOrder(Generic[U]):
-    """Predicts which units come next: the units that followed the same visit in the previous pass.
+class PrefetchOrder(Generic[U]):
+    """Predicts which units come next: the units that followed the same use in the previous pass.
 
     A wrong prediction costs time and never correctness.
     """
 
     def __init__(self) -> None:
         self._next: dict[Use[U], Use[U]] = {}
-        # The number of visits of each unit in this pass.
-        self._num_visits: dict[U, int] = {}
+        # The number of uses of each unit in this pass.
+        self._num_uses: dict[U, int] = {}
         self._last: Use[U] | None = None
 
     @property
     def last(self) -> U | None:
-        """The unit that was visited last in this pass, or None before the first visit."""
+        """The unit that was used last in this pass, or None before the first use."""
         return None if self._last is None else self._last[1]
 
     def start_pass(self) -> None:
         """Begin a forward or a backward."""
         # The order learned from earlier passes stays, because this pass is likely to repeat it.
         self._last = None
-        self._num_visits.clear()
+        self._num_uses.clear()
 
     def end_pass(self) -> None:
-        """End a forward or a backward: nothing follows the last visit."""
+        """End a forward or a backward: nothing follows the last use."""
         if self._last is not None:
             # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
             self._next.pop(self._last, None)
 
-    def visit(self, unit: U, in_backward: bool) -> None:
-        """Record that ``unit`` is needed now. Consecutive visits of one unit count once."""
+    def note_use(self, unit: U, in_backward: bool) -> None:
+        """Record that ``unit`` is needed now. Consecutive uses of one unit count once."""
         if self.last is unit:
             return
-        self._num_visits[unit] = self._num_visits.get(unit, 0) + 1
-        visit = (in_backward, unit, self._num_visits[unit])
+        self._num_uses[unit] = self._num_uses.get(unit, 0) + 1
+        use = (in_backward, unit, self._num_uses[unit])
         if self._last is not None:
-            self._next[self._last] = visit
-        self._last = visit
+            self._next[self._last] = use
+        self._last = use
 
     def upcoming(self) -> Iterator[U]:
-        """Yield the units that followed the last visit, in order. A unit may come several times."""
-        visit = self._last
+        """Yield the units that followed the last use, in order. A unit may come several times."""
+        use = self._last
         # The order may have a cycle, so stop after one round.
         for _ in range(len(self._next)):
-            visit = self._next.get(visit) if visit is not None else None
-            if visit is None:
+            use = self._next.get(use) if use is not None else None
+            if use is None:
                 return
-            yield visit[1]
+            yield use[1]
 
     def to_prefetch(self, limits: PrefetchLimits, live_numel: int) -> Iterator[U]:
         """Yield the released units among the next ones, up to the limits. The caller starts each before the next.
