@@ -96,6 +96,13 @@ def test_numbers_in_yaml_are_those_of_json(tmp_path: Path) -> None:
     assert config.optimizer is not None
     assert (config.optimizer.params["lr"], config.optimizer.params["momentum"]) == (1e-4, 0.9)
     assert config.comm.timeout_seconds == 60.0
+    # What YAML 1.1 writes otherwise is a number all the same, and a tag says what a value is.
+    texts = {"1.e-4": 1e-4, ".5": 0.5, "+1": 1, "1_000": 1000, "-1.": -1.0, "!!str 10": "10", "'10'": "10"}
+    for text, value in texts.items():
+        path.write_text(f"optimizer:\n  type: my.Optimizer\n  params: {{x: {text}}}")
+        optimizer = load(path).optimizer
+        assert optimizer is not None
+        assert (type(optimizer.params["x"]), optimizer.params["x"]) == (type(value), value)
 
 
 def test_a_file_without_a_known_suffix_is_read_by_its_first_character(tmp_path: Path) -> None:

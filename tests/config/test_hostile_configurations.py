@@ -108,7 +108,8 @@ def test_yaml_that_says_much_in_few_bytes_or_something_else_in_each_version(
     tmp_path: Path, text: str, part: str
 ) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    assert part in outcome(tmp_path / "a.yaml")
+    assert part in (message := outcome(tmp_path / "a.yaml"))
+    assert "not the path" not in message
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,8 @@ def test_what_is_no_file() -> None:
         ("/dev/zero", "a device or a pipe"),
         ("x" * 5000, "be read"),
     ):
-        assert part in outcome(name)
+        assert part in (message := outcome(name))
+        assert ("not the path" in message) == ("\0" in name)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,9 @@ def read_file(path: Path) -> ConfigSource:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror} ({path.absolute()}). Give a JSON, YAML or HJSON file."
         ) from None
+    # A ConfigError is a ValueError as well.
+    except ConfigError:
+        raise
     except ValueError as error:
         # The path holds a NUL character.
         raise ConfigError(f"{printable(str(path))}: this is not the path of a file ({error}).") from None
@@ -317,20 +320,23 @@ def _parse_hjson(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise ConfigError(f"{name}: not HJSON that a configuration can hold: {error}.") from None
 
 
-_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)((?:\.\d+)?(?:[eE][-+]?\d+)?)")
+# The numbers of JSON, and those of YAML that mean the same everywhere: +1, 1_000, .5 and 1.e-4.
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][\d_]*)")
+_FLOAT = re.compile(rf"{_INTEGER.pattern}(?:\.\d*)?(?:[eE][-+]?\d+)?|[-+]?\.\d+(?:[eE][-+]?\d+)?")
 
 
 def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     # Most configurations are JSON, and need not wait for this import.
     import yaml
 
+    loader = yaml.SafeLoader("")
     lines: dict[KeyPath, int] = {}
     count = 0
 
     def note_lines(node: Any, path: KeyPath) -> None:
-        """Note the line of every key below `node`, and read numbers as JSON does, before any value is constructed.
+        """Note the line of every key below `node`, and choose what is a number, before any value is constructed.
 
-        So 1e-4 is a number, and 010, 1:30 and 2026-01-31 are strings; in YAML 1.1 they are 8, 90 and a date.
+        As in JSON 1e-4 is one, and 010, 1:30 and 2026-01-31 are strings; in YAML 1.1 they are 8, 90 and a date.
         """
         nonlocal count
         count += 1
@@ -345,16 +351,18 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
                 _note_line(lines, key_path, mark.line + 1, mark.column + 1, name, text)
                 note_lines(value, key_path)
         elif node.style is None and node.value and node.value[0] in "+-.0123456789":
-            number = _JSON_NUMBER.fullmatch(node.value)
-            kind = "str" if number is None else "float" if number[1] else "int"
-            node.tag = f"tag:yaml.org,2002:{kind}"
+            # Any other tag than the one that YAML 1.1 chooses is written in the file, and stays.
+            if node.tag == loader.resolve(yaml.ScalarNode, node.value, (True, False)):  # type: ignore[no-untyped-call]
+                is_number, is_integer = _FLOAT.fullmatch(node.value), _INTEGER.fullmatch(node.value)
+                kind = "int" if is_integer else "float" if is_number else "str"
+                node.tag = f"tag:yaml.org,2002:{kind}"
 
     try:
         root = yaml.compose(text, yaml.SafeLoader)
         if root is None:
             return None, lines
         note_lines(root, ())
-        return yaml.SafeLoader("").construct_document(root), lines
+        return loader.construct_document(root), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = (error.problem or error.context or "malformed YAML").capitalize()
