@@ -73,6 +73,10 @@ def compare_with_the_plain_state_dict() -> None:
         train(engine, 1)
 
 
+def draw_a_buffer(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state[f"{prefix}norm.running_mean"] = torch.randn(WIDTH)
+
+
 def save_and_load(folder: Path) -> None:
     start()
     for number, stage in enumerate(STAGES):
@@ -104,6 +108,15 @@ def save_and_load(folder: Path) -> None:
             assert_same_state(other.full_state_dict(), plain.state_dict())
             with zeroengine.gathered(other.module):
                 assert not other.module.renamed.dropped.any()
+        drawing = build(2)
+        drawing.register_load_state_dict_pre_hook(draw_a_buffer)
+        other = engine_of(drawing, stage)
+        torch.manual_seed(engine.rank)
+        for weights in (expected if engine.rank == 0 else None, path / "weights.pt"):
+            other.load_weights(weights)
+            means: list[Any] = [None, None]
+            dist.all_gather_object(means, drawing.norm.running_mean.tolist())
+            assert means[0] == means[1], "what the model's code draws is one on all ranks"
         other = engine_of(build(2), stage)
         assert not any(other.load_weights(path / "weights"))
         assert_same_state(tensors_of(other.full_state_dict()), tensors_of(plain.state_dict()))

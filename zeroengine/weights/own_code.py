@@ -79,7 +79,10 @@ def match_weights(
             value = load.assigned[tensor]
             stored_names[name] = stored_name(value) or f"{name} (computed)"
             if stored_name(value) is None:
-                converted[stored_names[name]] = value.detach().cpu()
+                # The model's code may draw numbers, and those of rank 0 count on every rank.
+                shared = value.detach().to(tensors.group.device, copy=True).contiguous()
+                tensors.group.broadcast(shared)
+                converted[stored_names[name]] = shared.cpu()
     # A tied parameter may have come under another of its names.
     own_missing = dict.fromkeys(aliases.get(plain_name(key), plain_name(key)) for key in missing)
     match = NameMatch(
