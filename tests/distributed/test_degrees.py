@@ -421,6 +421,7 @@ def test_a_mesh_of_replicas_partitions_over_its_second_axis() -> None:
     settings += [{"degrees": {"parameters": 2}}, {"degrees": {"parameters": 4}}, {"stage": "auto"}]
     found = run_ranks(4, mesh_degrees, ("dp_replicate", "dp_shard"), settings)[1]
     assert found[:5] == [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2)]
+    assert "zero_optimization.degrees are" in found[5]
     assert "process_group is a mesh that partitions over 2 ranks; leave one of them out" in found[5]
     assert 'write "stage": 3' in found[6]
     found = run_ranks(4, mesh_degrees, ("dp", "tp"), [{"stage": 3}])[0]

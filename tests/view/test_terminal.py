@@ -97,7 +97,7 @@ def test_a_running_run_is_followed_to_its_end_in_lines(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--compare", "b"], "Usage: zero-view RUN [OTHER]"),
+        (["a", "--compare", "b"], "leave --compare out: write zero-view a b"),
         (["a", "--follow", "--json"], "--follow shows one run in the terminal"),
         (["a"], "there is no such folder"),
     ],

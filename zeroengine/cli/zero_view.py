@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -41,10 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("run", metavar="RUN", type=path_argument, help="the run folder")
     add("other", metavar="OTHER", type=path_argument, nargs="?", help="a second run, to compare with")
+    # Earlier versions named the second run by this option.
+    add("--compare", help=argparse.SUPPRESS)
     add("--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
     add("--html", metavar="FILE", type=path_argument, help="write one self-contained page")
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
+    if options.compare is not None:
+        raise ZeroEngineError(f"leave --compare out: write zero-view {options.run} {options.compare}")
     folders = [options.run, *filter(None, [options.other])]
     if options.follow and (options.json or options.html or len(folders) > 1):
         raise ZeroEngineError("--follow shows one run in the terminal. Leave out --json, --html and the second run")

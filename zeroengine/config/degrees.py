@@ -155,15 +155,18 @@ class DegreesSection(Section):
             ValueError: The stage is "auto", or the degrees of the configuration are others.
         """
         if not isinstance(stage, int):
-            raise ValueError(f'stage is {stage!r}, and process_group is a mesh for hybrid sharding; write "stage": 3')
+            raise ValueError(
+                f"zero_optimization.stage is {stage!r}, and process_group is a mesh for hybrid sharding; write "
+                '"stage": 3'
+            )
         numbers = [shard_ranks if stage >= lowest else 1 for lowest in (3, 2, 1)]
         degrees = cls(parameters=numbers[0], gradients=numbers[1], optimizer=numbers[2])
         if written is None:
             return degrees
         if [written.parameters, written.gradients, written.optimizer] != numbers:
             raise ValueError(
-                f"degrees are {written}, and process_group is a mesh that partitions over {shard_ranks} ranks; leave "
-                "one of them out"
+                f"zero_optimization.degrees are {written}, and process_group is a mesh that partitions over "
+                f"{shard_ranks} ranks; leave one of them out"
             )
         return written
 
