@@ -106,9 +106,11 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
         return train // divisor
     # The message offers the nearest sizes that work.
     nearest = [multiple for multiple in (train // divisor * divisor, -(-train // divisor) * divisor) if multiple]
+    # Where the ranks do not divide the train batch, no other value of the key fits.
+    share = f", or {name} to a divisor of {train // world_size}" if train % world_size == 0 else ""
     raise ConfigError(
         f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {divisor}. "
-        f"Change {TRAIN} to {' or '.join(map(str, nearest))}, or {name}."
+        f"Change {TRAIN} to {' or '.join(map(str, nearest))}{share}."
     )
 
 
