@@ -122,6 +122,7 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
         (["no_such_module:build"], "cannot import it"),
         ([*NUMBERS, "--layers", "2.5"], "no whole number"),
         ([*NUMBERS, *GPUS, "--batch", "100"], "Change train_batch_size to 96 or 112"),
+        ([*FEW, *GPUS, "--choose", "0"], "argument --choose: 0 is no whole number of at least 1"),
         ([*FEW, *GPUS, "--choose", "9999"], "--choose 9999: write a number of the table"),
         ([*NUMBERS, *GPUS, "--set", "zero_optimization.stgae=1"], "stage"),
         ([*FEW, *GPUS, "--write", "/no/such/folder/x.json"], "--write /no/such/folder/x.json: it cannot be written"),

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         progress("starting")
         plan = _plan(options, sizes, network, progress)
     chosen = options.choose
-    if not 1 <= chosen <= len(plan.estimates):
+    if chosen > len(plan.estimates):
         raise ZeroEngineError(f"--choose {chosen}: write a number of the table, from 1 to {len(plan.estimates)}")
     if options.json:
         print(plan.to_json())
@@ -120,7 +120,7 @@ def _parser() -> CommandParser:
     add("--json", action="store_true", help="print JSON")
     add("--html", help=argparse.SUPPRESS)
     add("--write", metavar="FILE", type=path_argument, help="write the configuration of the best candidate")
-    add("--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)")
+    add("--choose", **count, default=1, help="the candidate that --write writes (default: 1)")
     add("--measure", metavar="FILE", nargs="?", const="", help="measure this machine, and keep the result")
     return parser
 
