@@ -315,6 +315,9 @@ def _parse_hjson(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         return hjson.loads(text, object_pairs_hook=object_without_repetition), {}
     except hjson.HjsonDecodeError as error:
         raise _syntax_error(name, text, error.lineno, error.colno, error.msg) from None
+    # A ConfigError is a ValueError as well.
+    except ConfigError:
+        raise
     except (ValueError, ArithmeticError) as error:
         # Python limits the digits of an integer, and the parser cannot represent a number such as 1e999.
         raise ConfigError(f"{name}: not HJSON that a configuration can hold: {error}.") from None
