@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ def test_no_sample_is_lost_or_repeated_by_a_resume_on_another_number_of_ranks(be
     left = (numel - 5 * batch * before) // (batch * after) * batch * after
     assert len(seen) == len(set(seen)) == 5 * batch * before + left
     assert left + 5 * batch * before > numel - batch * after, "but for what fills no batch"
+
+
+def test_an_epoch_in_progress_keeps_the_samples_of_one_rank_only() -> None:
+    loader = ResumableLoader(Numbers(200_000), 0, 100, 4, shuffle=True, seed=0, options={})
+    tracemalloc.start()
+    try:
+        batches = iter(loader)
+        next(batches)
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 8 * 200_000, "less than a list of all samples"
 
 
 class PerRank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -102,15 +102,7 @@ class ResumableLoader:
         if not self._resumes:
             self._consumed = 0
         self._resumes = False
-        order = list(range(self._num_samples))
-        if self._shuffle:
-            # A separate generator leaves the global random state alone, and every rank computes the same order.
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
-        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
-        # in a collective.
-        rest = order[self._consumed :]
-        self._indices[:] = rest[self._rank : len(rest) // self._world_size * self._world_size : self._world_size]
+        self._indices[:] = self._remaining_samples()
         # The hash of integers is the same in every process. The workers of other ranks and epochs get other seeds.
         self._worker_seeds.manual_seed(hash((*self._worker_seed, self.epoch, self._consumed)) % 2**63)
         for batch in self._loader:
@@ -119,6 +111,18 @@ class ResumableLoader:
             yield batch
         self.epoch += 1
         self._consumed = 0
+
+    def _remaining_samples(self) -> list[int]:
+        """Return this rank's samples in the rest of the epoch. The order of all samples is freed, as it may be long."""
+        order: Sequence[int] = range(self._num_samples)
+        if self._shuffle:
+            # A separate generator leaves the global random state alone, and every rank computes the same order.
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
+        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
+        # in a collective.
+        num_dropped = max(self._num_samples - self._consumed, 0) % self._world_size
+        return list(order[self._consumed + self._rank : self._num_samples - num_dropped : self._world_size])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch and the number of its samples that are consumed."""
