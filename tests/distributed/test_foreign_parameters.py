@@ -201,6 +201,10 @@ def test_groups_of_the_engine_s_own_optimizer_are_compared_too() -> None:
     engine.optimizer.param_groups[0]["lr"] = 1e-4  # may change
     engine.backward(engine(*batch(0, 0)))
     assert engine.step()
+    engine.optimizer.param_groups = [{**group, "lr": 0.0} for group in engine.optimizer.param_groups]
+    before = model.head.weight.detach().clone()
+    engine.backward(engine(*batch(0, 0)))
+    assert engine.step() and torch.equal(model.head.weight, before), "a list that is assigned is the one that counts"
     engine.optimizer.param_groups[0]["params"].pop()
     engine.backward(engine(*batch(0, 0)))
     with pytest.raises(ZeroEngineError, match=r"other parameters \(head.weight\)"):

@@ -108,6 +108,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def __setattr__(self, name: str, value: Any) -> None:
             """Set an attribute: that of the caller's optimizer where only that one has it."""
             base = vars(self).get("_base_optimizer")
+            if base is not None and name == "param_groups":
+                # Both optimizers, the update and the schedule hold this list.
+                base.param_groups[:] = value
+                return
             is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
             if base is None or is_own or not (name in vars(base) or hasattr(type(base), name)):
                 object.__setattr__(self, name, value)
