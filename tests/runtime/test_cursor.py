@@ -24,7 +24,7 @@ def pass_over(cursor: Cursor, place: Place) -> list[Visit]:
 
 
 def log_of(units: Sequence[int], sizes: Sequence[int]) -> VisitLog:
-    """A log of one visit after another, each of one unit and of some nodes; a skipped item    makes none."""
+    """A log of one visit after another, each of one unit and of some nodes; a skipped item makes none."""
     log, node = VisitLog(), 0
     for unit, size in zip(units, sizes, strict=True):
         visit = Visit([UNITS[unit]], node)
