@@ -68,6 +68,11 @@ def same_parameters(model: Any) -> None:
     model.second.weight.data = model.first.weight.data
 
 
+def loaded_by_assignment(model: Any) -> None:
+    model.second.weight = model.first.weight
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
 def same_buffers(model: Any) -> None:
     model.register_buffer("a", torch.zeros(3))
     model.register_buffer("b", model.a.view(3))
@@ -84,6 +89,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
     numpys: "buffer array",
     expanded: "parameter scale of shape .* in one place of memory",
     same_parameters: r"first.weight with parameter second.weight.*`head.weight = embedding.weight`",
+    loaded_by_assignment: r"first.weight with parameter second.weight.*assign=True",
     same_buffers: "buffer a with buffer b",
 }
 

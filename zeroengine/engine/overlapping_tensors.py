@@ -71,9 +71,10 @@ def check_overlaps(model: nn.Module) -> None:
         pairs = [f"{first} with {second}" for first, second in overlapping]
         raise ZeroEngineError(
             f"tensors of the model share memory: {listed(pairs, NUM_SHOWN)}. Partitioning would separate them. Tie two "
-            "of one shape by one tensor for both modules (`head.weight = embedding.weight`). Of others keep one and "
-            "compute the other from it in the forward, such as a slice or a transpose (`F.linear(x, "
-            "self.weight.t())`); or give it memory of its own by `.clone()`, if the two are to differ."
+            "of one shape by one tensor for both modules (`head.weight = embedding.weight`), which "
+            "load_state_dict(assign=True) undoes. Of others keep one and compute the other from it in the forward, "
+            "such as a slice or a transpose (`F.linear(x, self.weight.t())`); or give it memory of its own by "
+            "`.clone()`, if the two are to differ."
         )
 
 
