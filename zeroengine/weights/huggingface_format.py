@@ -23,9 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import safetensors.torch
 import torch
 
 from zeroengine.checkpoint.directory import natural_order, sync_path
@@ -33,7 +31,24 @@ from zeroengine.errors import CheckpointError
 from zeroengine.weights.output_folder import INDEX, SINGLE
 
 # The names of dtypes in the files, which the library has no public table of.
-DTYPE_NAMES: dict[Any, str] = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 MAX_OPEN_FILES = 64
 
 

@@ -22,6 +22,7 @@ from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import TensorSpec
+from zeroengine.weights.live_weights import postponed
 from zeroengine.weights.own_code import match_weights
 from zeroengine.weights.sources import WeightSource, check_others
 from zeroengine.weights.transformers_conversion import as_model_names
@@ -67,6 +68,7 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
             arguments["weights"] = os.path.abspath(os.path.expanduser(weights))
     check_same("load_weights()", all_arguments)
     digest = content = None
+    errors: list[Exception] = []
     if source is not None:
         # Ranks exchange digests rather than names and shapes, which may take megabytes. Only rank 0 may have the state
         # dict, so the other ranks learn its names and shapes from it.
@@ -79,7 +81,7 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
         if not from_rank_0 and other != digests[0]:
             raise CheckpointError(f"load_weights(): rank {rank} finds other tensors in its files than rank 0")
     if from_rank_0:
-        source = _broadcast_source(group, source if group.rank == 0 else None, *contents[0])
+        source = _broadcast_source(group, source if group.rank == 0 else None, errors, *contents[0])
     assert source is not None
     with group.collective_errors("to load weights"):
         check_others(source.where, source.others, names.computed)
@@ -92,10 +94,14 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
         with progress("loading", total, group.rank == 0) as report:
             for name, stored_name in match.stored_names.items():
                 _read_entry(entries[name], matched.source, stored_name, from_rank_0, report)
+        if errors:
+            raise errors[0]
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
     master_weights.publish()
     with group.collective_errors("to load weights"):
         tensors.load_by_own_code(names, matched.computed, source.where)
+        if errors:
+            raise errors[0]
     return LoadResult(match.missing, match.unexpected)
 
 
@@ -110,13 +116,19 @@ def _open_source(weights: Weights) -> WeightSource | None:
 
 
 def _broadcast_source(
-    group: Group, own: WeightSource | None, where: str, specs: dict[str, TensorSpec], others: dict[str, Any] | None
+    group: Group,
+    own: WeightSource | None,
+    errors: list[Exception],
+    where: str,
+    specs: dict[str, TensorSpec],
+    others: dict[str, Any] | None,
 ) -> WeightSource:
     """Return rank 0's weights on every rank. Reading them is a collective.
 
     Args:
         group: The ranks.
         own: The weights, on rank 0.
+        errors: Takes the errors of reads, which rank 0 may not raise while the others wait for the values.
         where: Where they come from, for messages.
         specs: Their shapes and dtypes.
         others: The other values.
@@ -132,7 +144,8 @@ def _broadcast_source(
         memory = buffer if nbytes <= buffer.nbytes else torch.empty(nbytes, dtype=torch.uint8, device=group.device)
         values = memory[:nbytes].view(dtype).view(box.sizes)
         if own is not None:
-            values.copy_(own.read(name, box))
+            with postponed(errors):
+                values.copy_(own.read(name, box))
         group.broadcast(values)
         return values
 

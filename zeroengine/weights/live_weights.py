@@ -164,7 +164,7 @@ def _write_groups(
                 _gather_box(tensors, entries[name], box, writer_rank, buffer, errors) for name, box in group.boxes(part)
             ]
             if tensors.group.rank == writer_rank and not errors:
-                with _postponed(errors):
+                with postponed(errors):
                     for name, (box, values) in group.convert(part, received).items():
                         _write_box(writer, name, box, values, report)
     if errors:
@@ -192,7 +192,7 @@ def _gather_box(
     for first in range(box.start, box.start + box.numel, CHUNK):
         stop = min(first + CHUNK, box.start + box.numel)
         values = buffer[: (stop - first) * entry.dtype.itemsize].view(entry.dtype).zero_()
-        with _postponed(errors):
+        with postponed(errors):
             for part, own_values in entry.parts(first, stop):
                 populate(own_values)
                 values[part.start - first :][: part.numel].view(part.sizes).copy_(own_values)
@@ -204,7 +204,7 @@ def _gather_box(
 
 
 @contextlib.contextmanager
-def _postponed(errors: list[Exception]) -> Iterator[None]:
+def postponed(errors: list[Exception]) -> Iterator[None]:
     """Keep an error for later, since the other ranks would wait for this one in the next exchange."""
     try:
         yield

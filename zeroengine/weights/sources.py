@@ -22,7 +22,8 @@ from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
-from zeroengine.weights.huggingface_format import TensorSpec
+from zeroengine.weights.chunked_reads import read_at
+from zeroengine.weights.huggingface_format import DTYPE_NAMES, TensorSpec
 
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -189,13 +190,35 @@ def _of_file(path: Path) -> WeightSource:
 
 
 def _safetensors(path: Path) -> WeightSource:
+    """Return the tensors of a file, which is read and not mapped.
+
+    Pages of a mapped file count as memory of the process, and a failing disk under them is a SIGBUS.
+    """
     from safetensors import safe_open
 
-    with as_checkpoint_errors(f"{path} cannot be read, or is damaged"), safe_open(path, framework="pt") as file:
-        # The tensors are views of the mapped file, so that only the boxes that are read take memory.
-        source = _mapped_source({name: file.get_tensor(name) for name in file.keys()}, path)
-    # This kind of file holds tensors alone.
-    return replace(source, others=None)
+    with as_checkpoint_errors(f"{path} cannot be read, or is damaged"):
+        with safe_open(path, framework="pt"):
+            # Opening it checks its header, and that the file is as long as the header says.
+            pass
+        file = open(path, "rb", buffering=0)
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        if unknown := {info["dtype"] for info in header.values()} - dtypes.keys():
+            raise CheckpointError(f"{path} has tensors of dtype {min(unknown)}: weights are not read from it")
+        specs = {name: TensorSpec(tuple(info["shape"]), dtypes[info["dtype"]]) for name, info in header.items()}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        dtype = specs[name].dtype
+        values = torch.empty(box.numel, dtype=dtype, device="cpu")
+        # The values follow the eight bytes of the length and the header.
+        position = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
+        with as_checkpoint_errors(f"{path} cannot be read"):
+            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), position)  # type: ignore[arg-type]
+        return values.view(box.sizes)
+
+    return WeightSource(str(path), specs, read)
 
 
 def _pickled(path: Path) -> WeightSource:
@@ -211,16 +234,18 @@ def _pickled(path: Path) -> WeightSource:
                 f"{path} holds {kind}: loading it could run code, so it is refused. Where you trust it, load it "
                 "yourself, and save its state dict again, best as .safetensors."
             ) from error
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{path} is not what torch.save has written since torch 1.6, or is damaged. An older one converts by "
+                "torch.save(torch.load(file, weights_only=True), file)."
+            ) from error
     # A dict without tensors may be a wrapper around the weights.
     if isinstance(state, Mapping) and not any(isinstance(value, torch.Tensor) for value in state.values()):
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
-    return _mapped_source(state, path)
-
-
-def _mapped_source(state: Mapping[str, Any], path: Path) -> WeightSource:
-    """Return the tensors of a mapped file."""
     source = of_state_dict(state, str(path))
 
     def read(name: str, box: Box) -> torch.Tensor:
