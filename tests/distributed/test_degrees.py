@@ -248,6 +248,10 @@ def with_second_copy(transport: str) -> list[Any]:
 def load_frozen(folder: Path) -> list[float]:
     """The loss before a load into a model whose units have second copies, after it, and of the saved weights."""
     dist.init_process_group("gloo")
+    away = {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    unaligned = degree_config((2, 4, 4), comm={"transport": "gloo"}, zero_optimization=away)
+    with pytest.raises(ZeroEngineError, match=r"inside a block of the disk\. Write the same number"):
+        zeroengine.initialize(build(PartlyTrained), config=unaligned)
     found = []
     for seed in (1, 0):
         engine = zeroengine.initialize(build(PartlyTrained, seed=seed), config=degree_config((4, 4, 4), 2))

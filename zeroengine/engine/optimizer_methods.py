@@ -45,13 +45,18 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     parts.states.master_weights.settle()
     # Ranks may read this rank's parameters in place.
     parts.ranks.transport.fence()
+    result, error = None, None
+    try:
+        result = backend.run(act)
+    except Exception as raised:
+        error = raised
+    # In plain PyTorch, what a method did before it raised stays done. The ranks take part in this before they compare
+    # their errors.
+    parts.states.master_weights.publish()
+    parts.partition.placement.evict()
     with parts.ranks.group.collective_errors(f"to call {call}"):
-        try:
-            result = backend.run(act)
-        finally:
-            # In plain PyTorch, what a method did before it raised stays done.
-            parts.states.master_weights.publish()
-            parts.partition.placement.evict()
+        if error is not None:
+            raise error
     return _callers(parts, result)
 
 

@@ -9,9 +9,11 @@ import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
+from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue, TransferTimes
 from zeroengine.disk.swap_files import SwapFolder
+from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
@@ -20,9 +22,9 @@ from zeroengine.offload.host_store import DeviceStates, HostStore, StagedDiskSto
 from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Pipeline
-from zeroengine.offload.placement_plan import CPU_MEMORY, plan_placement
+from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.unit_layout import DegreeRules
+from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 
 # A disk is measured only if it holds more bytes of states than this.
 MIN_TUNED_BYTES = 1 << 28
@@ -96,6 +98,24 @@ class Placement:
             store.close()
 
 
+def _check_disk_blocks(
+    plans: Sequence[UnitPlan], rules: DegreeRules, placed: PlacementPlan, transport: Transport
+) -> None:
+    """Check that what each rank updates of a parameter shard on a disk begins at one of the disk's blocks."""
+    for plan, is_offloaded in zip(plans, placed.params_offloaded, strict=True):
+        degrees = rules.of_unit(plan)
+        if not is_offloaded or placed.param_location == CPU_MEMORY or degrees.optimizer == degrees.parameters:
+            continue
+        layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
+        if layout.shard_numel(degrees.optimizer) * plan.dtype.itemsize % ALIGNMENT:
+            raise ZeroEngineError(
+                f"parameters on a disk at degree {degrees.parameters}, and the optimizer at degree "
+                f"{degrees.optimizer}: over {transport.name}, the part of unit {plan.name} that a rank updates begins "
+                'inside a block of the disk. Write the same number for "parameters" and "optimizer" in "degrees", or '
+                '"offload_param": {"device": "cpu"}.'
+            )
+
+
 def place_states(
     plans: Sequence[UnitPlan],
     rules: DegreeRules,
@@ -117,7 +137,7 @@ def place_states(
         copies: Copies between ``device`` and the host. None: ``GPUCopies`` on a GPU, and no copies on the CPU.
 
     Raises:
-        ZeroEngineError: A path cannot be used, or there is too little room.
+        ZeroEngineError: A path cannot be used, there is too little room, or degrees do not go with a disk.
     """
     zero = config.zero_optimization
     # One pair of streams serves both sections, so memory is page-locked only if neither section forbids it.
@@ -134,6 +154,7 @@ def place_states(
     )
     if placed.is_empty:
         return Placement((), (), [None] * len(plans), [None] * len(placed.optimizer_offloaded), None)
+    _check_disk_blocks(plans, rules, placed, transport)
     bytes_by_location = placed.bytes_by_location
     # The size of each store is known before it is opened, so that a full disk is an error at the start.
     disks = {
