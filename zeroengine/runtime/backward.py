@@ -139,15 +139,6 @@ class Backward:
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_task", None))
 
-    def watch_output(self, output: torch.Tensor) -> None:
-        """Time a plain backward through ``output``, of the model's forward, from its beginning.
-
-        Without this it would be timed from its first gradient of a parameter.
-        """
-        # A parameter that the model returns would keep the hook, and get another one in each forward.
-        if output.grad_fn is not None:
-            output.register_hook(WeakMethod(self, Backward._begin_plain_span))
-
     def _begin_plain_span(self) -> None:
         if not self.run_by_engine and self._plain_span < 0:
             self._plain_span = self._timer.begin("backward")

@@ -174,9 +174,6 @@ class Forward:
             self.backward.leave_forward()
             # A forward without autograd is one of an evaluation, or of generation.
             self._timer.note_training() if torch.is_grad_enabled() else self._timer.note_evaluation()
-        if self._timer.enabled:
-            for tensor in tensors_in(output):
-                self.backward.watch_output(tensor)
 
     # -- modules ----------------------------------------------------------------------------------
 
