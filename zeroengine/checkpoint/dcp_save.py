@@ -9,7 +9,6 @@ GPU are copied to memory that is given back to the system when the next piece is
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import sys
@@ -44,6 +43,7 @@ from zeroengine.checkpoint.manifest import FileRecord
 from zeroengine.disk.mapped_memory import populate, populate_pages
 from zeroengine.disk.sequential_files import DirectFile, SyncedFile, create
 from zeroengine.partition.boxes import Box
+from zeroengine.utils.own_storage import with_own_storage
 from zeroengine.utils.progress import Report
 
 
@@ -251,7 +251,7 @@ class _SavePlanner(DefaultSavePlanner):
         if tensor.is_cpu and tensor.is_contiguous():
             # It may also be in another mapped file, such as one that is imported.
             populate_pages(tensor)
-            return _with_own_storage(tensor)
+            return with_own_storage(tensor.detach())
         copy = self._allocate(tensor.dtype, box)
         return copy.copy_(tensor.detach())
 
@@ -263,14 +263,3 @@ class _SavePlanner(DefaultSavePlanner):
         # A private mapping goes back to the system at once, whereas the allocator might keep freed memory for itself.
         self._copy_memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(self._copy_memory, dtype=dtype, count=box.numel).view(box.sizes)
-
-
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory whose storage covers no more than the tensor."""
-    # torch.frombuffer refuses a buffer of no bytes.
-    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
-        return tensor
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    # The attribute keeps the memory alive as long as the new tensor.
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

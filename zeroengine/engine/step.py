@@ -93,10 +93,10 @@ class StepRunner:
             DivergenceError: The ranks wrote different values into the parameters.
         """
         optimizer, reducer, scaler = self._states.optimizer, self._passes.reducer, self._passes.scaler
+        limit = self._clipping.take_limit()
         try:
             # A step of assigned gradients alone had no backward that awaited the step before it.
             self.await_result()
-            limit = self._clipping.take_limit()
             settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit))
             # The schedule and the scaler change these values once the step has ended, a tensor in place.
             rates, loss_scale = [group["lr"] for group in optimizer.param_groups], scaler.scale

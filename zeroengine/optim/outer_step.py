@@ -127,19 +127,19 @@ class OuterShard:
             nesterov: The hyperparameters.
         """
         assert self.state is not None
-        kept = [as_real(tensor[start:stop]) for tensor in self.state]
-        for tensor in kept:
+        own_state = [as_real(tensor[start:stop]) for tensor in self.state]
+        for tensor in own_state:
             populate(tensor, write=True)
         # Offloaded state is copied to the device of the sum; state on the device is changed in place.
-        anchor, momentum = (tensor.to(means.device) for tensor in kept)
+        anchor, momentum = (tensor.to(means.device) for tensor in own_state)
         gradient = anchor - means
         momentum.mul_(nesterov.momentum).add_(gradient)
         anchor.sub_(gradient.add_(momentum, alpha=nesterov.momentum), alpha=nesterov.learning_rate)
         means.copy_(anchor)
-        for tensor, value in zip(kept, (anchor, momentum), strict=True):
+        for tensor, value in zip(own_state, (anchor, momentum), strict=True):
             if tensor.device != value.device:
                 tensor.copy_(value)
-        self._evict(*kept)
+        self._evict(*own_state)
 
     def _evict(self, *tensors: torch.Tensor) -> None:
         if self.shard.store is not None:

@@ -15,7 +15,7 @@ from zeroengine.runtime.released_parameter import mark_gathered
 
 
 class OriginalParameters:
-    """What is remembered of the parameters of one unit.
+    """Remembers what the parameters of one unit were before ``initialize``, and makes them so again.
 
     Args:
         params: The parameters, with the model's own values.

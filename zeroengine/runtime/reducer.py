@@ -282,7 +282,6 @@ class Reducer:
 
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
-        # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
         self.reduces.reduce_late(self._queue.order)
         self.has_late_gradients = False
 

@@ -188,7 +188,7 @@ def _gather_box(
         The values, on the CPU; without elements on the other ranks.
     """
     is_receiver = tensors.group.rank == receiver
-    whole = torch.empty(box.numel if is_receiver else 0, dtype=entry.dtype, device="cpu")
+    gathered_values = torch.empty(box.numel if is_receiver else 0, dtype=entry.dtype, device="cpu")
     for first in range(box.start, box.start + box.numel, CHUNK):
         stop = min(first + CHUNK, box.start + box.numel)
         values = buffer[: (stop - first) * entry.dtype.itemsize].view(entry.dtype).zero_()
@@ -199,8 +199,8 @@ def _gather_box(
         # Each byte comes from one rank, and is 0 on the others.
         tensors.group.all_reduce(values.view(torch.uint8))
         if is_receiver:
-            whole[first - box.start : stop - box.start].copy_(values)
-    return whole.view(box.sizes) if is_receiver else whole
+            gathered_values[first - box.start : stop - box.start].copy_(values)
+    return gathered_values.view(box.sizes) if is_receiver else gathered_values
 
 
 @contextlib.contextmanager
