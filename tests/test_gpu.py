@@ -256,7 +256,9 @@ def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple
             engine.backward(loss)
         engine.step()
         found.append(loss)
-    moments = [tensor for pair in engine.optimizer.backend.state.moments for tensor in pair]
+    moments = [
+        tensor for shard in engine.optimizer.shards for tensor in engine.optimizer.state_of(shard).tensors(shard)
+    ]
     pinned = all(moment.is_cuda or on_disk or moment.is_pinned() for moment in moments)
     memory = engine.memory()
     there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in REPORTED_STATES)

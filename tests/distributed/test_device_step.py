@@ -123,7 +123,7 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
     for states in engine.optimizer.shards:
         unit = states.unit
         for span in unit.layout.spans(rank, unit.degrees.optimizer):
-            name, state = unit.layout.slots[span.param_index].name, engine.optimizer.shard_state.of(states, span)
+            name, state = unit.layout.slots[span.param_index].name, engine.optimizer.state_of(states).of(states, span)
             found[f"master of {name}"] = states.master[span.shard_slice].clone()
             found[f"moments of {name}"] = torch.stack([state.elements["exp_avg"], state.elements["exp_avg_sq"]])
             found[f"step of {name}"] = state.numbers["step"]

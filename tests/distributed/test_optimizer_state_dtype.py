@@ -68,7 +68,9 @@ def moments_and_bytes(stage: int) -> list[tuple[set[torch.dtype], int]]:
     found = []
     for more in ({}, BF16):
         engine = make_engine(Task(), stage, **more)
-        moments = [tensor for pair in engine.optimizer.backend.state.moments for tensor in pair]
+        moments = [
+            tensor for shard in engine.optimizer.shards for tensor in engine.optimizer.state_of(shard).tensors(shard)
+        ]
         found.append(({moment.dtype for moment in moments}, engine.memory().optimizer))
         engine.close()
     return found

@@ -24,7 +24,7 @@ from tests.distributed.training import (
 )
 from tests.emulated import a_real_gpu
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
-from zeroengine.optim.backends.blocking_adam import MAX_CACHED_LISTS
+from zeroengine.optim.backends.adam_update import MAX_CACHED_LISTS
 
 
 def features(step: int, rank: int) -> tuple[torch.Tensor]:
@@ -163,7 +163,9 @@ def skipping_at_random(step: int, rank: int) -> tuple[torch.Tensor, bool]:
 
 def count_remembered(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
     found = ordinary_loop(task, engine)
-    sizes = [segments.cache_info().currsize for segments in engine.optimizer.backend.segments_of_shard]
+    sizes = [
+        segments.cache_info().currsize for segments in engine.optimizer.backend.rules[0].segments_of_shard.values()
+    ]
     assert max(sizes) <= MAX_CACHED_LISTS < task.steps
     return found
 

@@ -12,6 +12,7 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from zeroengine.engine.initialize import make_engine
+from zeroengine.optim.backends.blocking_update import BlockingUpdate
 from zeroengine.optim.lion import Lion
 
 
@@ -37,11 +38,13 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
     optimizer, names, complete = engine.optimizer, set(), True
     for shard in optimizer.shards:
         for span in shard.spans():
-            state = optimizer.shard_state.of(shard, span)
+            state = optimizer.state_of(shard).of(shard, span)
             names |= {*state.elements, *state.numbers}
             complete &= all(values.shape == (span.numel,) for values in state.elements.values())
-            complete &= optimizer.shard_state.keys in (None, {*state.elements, *state.numbers})
-    found = type(optimizer.backend).__name__, optimizer.backend.is_async, sorted(names), complete
+            complete &= optimizer.state_of(shard).keys(shard) in (None, {*state.elements, *state.numbers})
+    backend = optimizer.backend
+    updates = backend.rules[0] if isinstance(backend, BlockingUpdate) else backend
+    found = type(updates).__name__, optimizer.backend.is_async, sorted(names), complete
     engine.close()
     return found
 
@@ -49,14 +52,14 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
 @pytest.mark.parametrize(
     ("name", "on_device", "backend", "state"),
     [
-        ("AdamW", False, "BlockingAdam", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AdamW", False, "AdamUpdate", ["exp_avg", "exp_avg_sq", "step"]),
         ("AdamW", True, "AsyncAdam", ["exp_avg", "exp_avg_sq", "step"]),
-        ("CustomAdam", True, "TorchOptimizer", ["exp_avg", "exp_avg_sq", "step"]),
-        ("AMSGrad", False, "TorchOptimizer", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
-        ("Lion", False, "TorchOptimizer", ["exp_avg"]),
+        ("CustomAdam", True, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AMSGrad", False, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
+        ("Lion", False, "ElementwiseUpdate", ["exp_avg"]),
     ],
 )
-def test_the_first_backend_that_serves_an_optimizer_runs_it(
+def test_the_first_backend_or_rule_that_serves_an_optimizer_runs_it(
     name: str, on_device: bool, backend: str, state: list[str]
 ) -> None:
     expected = (backend, backend == "AsyncAdam", state, True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.master_weights import MasterWeights
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box
@@ -145,16 +146,18 @@ class EngineTensors:
         """Return the optimizer's state of each parameter, by `optimizer.state.<parameter>.<key>`."""
         entries: StateEntries = {}
         for shard in self.optimizer.shards:
-            for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
+            shard_state = self.optimizer.state_of(shard)
+            for span in self._state_spans(shard, once):
                 slot = shard.unit.layout.slots[span.param_index]
-                state = self.optimizer.shard_state.of(shard, span)
+                state = shard_state.of(shard, span)
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
                     entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
                     entry.pieces += pieces_of_run(slot.shape, span.param_offset, value[: span.numel])
                 # Every rank that has part of the parameter has its step. The rank with the first element saves it.
                 for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
-                    if value.numel() != 1:
+                    # A state of a whole parameter may have any shape.
+                    if value.numel() != 1 and span.numel < slot.numel:
                         raise ZeroEngineError(
                             f"state {key!r} of the optimizer has shape {tuple(value.shape)} for parameter {slot.name}: "
                             "a checkpoint takes states of the parameter's shape, and numbers"
@@ -188,6 +191,15 @@ class EngineTensors:
             size = self.replicas.ranks_per_replica
             own_range = self.replicas.share(*unit.layout.unreplicated_range(unit.rank, degree, size))
         return unit.layout.spans(unit.rank, degree, own_range)
+
+    def _state_spans(self, shard: OptimizerShard, once: bool) -> Iterable[ShardSpan]:
+        """Return the spans of a shard's unit whose optimizer state this rank saves, or holds."""
+        state, unit = self.optimizer.state_of(shard), shard.unit
+        if not state.is_whole(shard):
+            return self._spans(unit, unit.degrees.optimizer, once)
+        # Each copy of the states has an owner for each parameter, and the owners of the first copy save.
+        is_copy = unit.rank >= unit.degrees.optimizer or self.replicas.replica > 0
+        return () if once and is_copy else state.spans(shard)
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a state dict holds, each once."""

@@ -119,7 +119,8 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
         if options.optimizer:
             spans = _plan_optimizer(tensors, names, manifest, path)
         else:
-            spans = [(shard, span, {}) for shard in tensors.optimizer.shards for span in shard.spans()]
+            optimizer = tensors.optimizer
+            spans = [(shard, span, {}) for shard in optimizer.shards for span in optimizer.state_of(shard).spans(shard)]
             # Many schedules compute a learning rate from the one before, so the rates come with the schedule.
             loads_schedule = engine.schedule is not None and schedule in metadata.objects
             group_keys = LEARNING_RATES if loads_schedule else ()
@@ -204,18 +205,18 @@ def _plan_optimizer(
     """Return the keys that the checkpoint has of each of this rank's spans."""
     saved = sorted({key for keys in names.state_keys.values() for key in keys})
     optimizer = tensors.optimizer
-    expected = optimizer.shard_state.keys
+    known = [optimizer.state_of(shard).keys(shard) for shard in optimizer.shards]
     # Without known keys the name of the rule is the only sign of another optimizer.
-    by_another = manifest is not None and expected is None and manifest.optimizer != optimizer.base_optimizer_name
-    if by_another or (expected is not None and not expected <= set(saved)):
+    by_another = manifest is not None and None in known and manifest.optimizer != optimizer.base_optimizer_name
+    if by_another or any(expected is not None and not expected <= set(saved) for expected in known):
         rule = manifest.optimizer if manifest is not None else "another optimizer"
         raise CheckpointError(
             f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
             f"{optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
         )
     planned = []
-    for shard in optimizer.shards:
-        for span in shard.spans():
+    for shard, expected in zip(optimizer.shards, known, strict=True):
+        for span in optimizer.state_of(shard).spans(shard):
             name = shard.unit.layout.slots[span.param_index].name
             keys = names.state_keys.get(name, {})
             # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.

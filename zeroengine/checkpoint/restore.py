@@ -164,13 +164,13 @@ def loading_errors(group: Group) -> Iterator[None]:
 def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: LoadOptions) -> None:
     """Read this rank's boxes of all tensors."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
-    shard_state, outer_step = engine.tensors.optimizer.shard_state, engine.tensors.outer_step
+    optimizer, outer_step = engine.tensors.optimizer, engine.tensors.outer_step
     for shard, span, keys in plan.optimizer:
         if keys:
-            shard_state.create(shard, span, keys)
+            optimizer.state_of(shard).create(shard, span, keys)
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
-            shard_state.clear(shard, span)
+            optimizer.state_of(shard).clear(shard, span)
     # Momentum that is not read restarts from zero.
     if not options.weights_only and outer_step is not None:
         outer_step.clear_momentum()
@@ -180,7 +180,7 @@ def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: Load
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, shape) in keys.items() if shape is not None}
         if keys:
-            shard_state.set_numbers(shard, span, numbers)
+            optimizer.state_of(shard).set_numbers(shard, span, numbers)
 
 
 def _load_entries(
@@ -230,6 +230,6 @@ def _apply_objects(engine: EngineState, manifest: Manifest | None, plan: LoadPla
 
 def _largest_step_count(optimizer: ShardedOptimizer) -> int:
     """Return the largest step count of a parameter that this rank has part of."""
-    state = optimizer.shard_state
-    numbers = (state.of(shard, span).numbers for shard in optimizer.shards for span in shard.spans())
+    states = ((shard, optimizer.state_of(shard)) for shard in optimizer.shards)
+    numbers = (state.of(shard, span).numbers for shard, state in states for span in state.spans(shard))
     return max((int(number["step"]) for number in numbers if "step" in number), default=0)

@@ -67,6 +67,8 @@ from zeroengine.utils.work import Work
 Ranks = tuple[int, ...] | None
 # What numbers the slices of an operation, see ``partition.degrees.shard_index``; None: a slice for each rank, in order.
 Levels = tuple[int, ...] | None
+# The elements of an exchange: ``sizes[i][j]`` go from the i-th rank to the j-th one. None: equally many.
+Sizes = tuple[tuple[int, ...], ...] | None
 
 
 class Buffer(Protocol):
@@ -196,7 +198,13 @@ class Channel(Protocol):
         """
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: Ranks = None,
+        levels: Levels = None,
+        sizes: Sizes = None,
     ) -> Work:
         """Give each rank its slice of ``sent``: ``received[i * n:(i + 1) * n]`` becomes what ``ranks[i]`` sends here.
 
@@ -208,6 +216,8 @@ class Channel(Protocol):
             ranks: The ranks that exchange, ascending, this one among them, as for ``all_gather``. None: all ranks.
             levels: What numbers the slices, see ``partition.degrees.shard_index``, where several ranks have the same
                 one. None: ``ranks[i]`` has slice i. A transport that ``reduces_by_levels`` takes None alone.
+            sizes: Where slices are of unequal size, the number of elements that each rank sends to each; then the
+                slices lie one after another in both tensors, and ``levels`` is None. None: n elements each.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

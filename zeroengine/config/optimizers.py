@@ -162,6 +162,53 @@ class LionConfig(Section):
     """Its hyperparameters."""
 
 
+class MuonParams(Section):
+    """Parameters of Muon, and of AdamW for what is no hidden matrix."""
+
+    lr: Annotated[NonNegative, AUTO] = 1e-3
+    """Learning rate of both, unless the next two keys say otherwise."""
+    muon_lr: Annotated[NonNegative | None, AUTO] = None
+    """Learning rate of Muon; null: lr. Without adjust_lr_fn about 0.02 is usual."""
+    adam_lr: Annotated[NonNegative | None, AUTO] = None
+    """Learning rate of AdamW; null: lr."""
+    momentum: Annotated[Decay, AUTO] = 0.95
+    """Momentum factor of Muon."""
+    nesterov: bool = True
+    """Look ahead of the momentum."""
+    weight_decay: Annotated[NonNegative, AUTO] = 0.0
+    """Decoupled weight decay of both."""
+    ns_steps: Annotated[int, Ge(1), Le(99)] = 5
+    """Iterations that make a matrix orthogonal (Newton-Schulz)."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """Coefficients of the iteration."""
+    ns_eps: NonNegative = 1e-7
+    """Smallest norm that a matrix is divided by."""
+    ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the iteration computes in: bf16 as in torch.optim.Muon, or fp32."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """How the rate depends on a matrix's rows A and columns B. null or "original": sqrt(max(1, A / B));
+    "match_rms_adamw": 0.2 sqrt(max(A, B)), with which AdamW's rates and decay serve (arXiv 2502.16982)."""
+    muon_params: list[str] | None = None
+    """Patterns of names (fnmatch) of the parameters that Muon updates. null: parameters of two or more dimensions
+    that are no embedding and no head."""
+    matrices: dict[str, Annotated[int, Ge(1)]] = Field(default_factory=dict)
+    """By patterns of names, how many matrices a parameter holds, which are equal blocks of its rows: 3 for a fused
+    projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself."""
+    betas: Annotated[Betas, AUTO] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    eps: Annotated[NonNegative, AUTO] = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+
+class MuonConfig(Section):
+    """An `optimizer` section of type "Muon"."""
+
+    type: Literal["Muon"]
+    """Muon for hidden matrices (kellerjordan.github.io/posts/muon), and AdamW for all other parameters."""
+    params: Annotated[dict[str, Any], CheckedBy(MuonParams)] = MuonParams().model_dump()
+    """The hyperparameters of both."""
+
+
 class ImportedOptimizerConfig(Section):
     """An `optimizer` section that names a class by its import path."""
 
@@ -200,14 +247,15 @@ OptimizerConfig = Annotated[
     | Annotated[SGDConfig, Tag("SGD")]
     | Annotated[AdagradConfig, Tag("Adagrad")]
     | Annotated[LionConfig, Tag("Lion")]
+    | Annotated[MuonConfig, Tag("Muon")]
     | Annotated[ImportedOptimizerConfig, Tag(IMPORTED_TAG)],
     Discriminator(_discriminate),
 ]
-OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion")
+OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Muon")
 # DeepSpeed's other optimizers, and why none of them is available.
 _NOT_ELEMENT_WISE = "its update of an element looks at the whole parameter, so it cannot run on shards"
 _COMPRESSED = "it compresses its communication, which changes results"
 UNAVAILABLE_TYPES = {
-    **dict.fromkeys(("Lamb", "Muon", "OneBitLamb"), _NOT_ELEMENT_WISE),
+    **dict.fromkeys(("Lamb", "OneBitLamb"), _NOT_ELEMENT_WISE),
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam"), _COMPRESSED),
 }

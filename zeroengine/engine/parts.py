@@ -175,13 +175,13 @@ class PartitionedModel:
 
     Attributes:
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
-        backend: Updates states at these places by the rule of the optimizer.
+        backend: Makes what updates states at these places by the rules of the optimizer.
         units: All units of the model, in the order of registration.
         restoration: Makes the parameters whole and ordinary when the engine ends.
     """
 
     placement: Placement
-    backend: type[UpdateBackend]
+    backend: Callable[[BackendParts], UpdateBackend]
     units: Sequence[Unit]
     restoration: Restoration
 
@@ -205,7 +205,9 @@ def partition_model(setup: EngineSetup, ranks: Ranks, timer: Timer) -> Partition
         placement = place_states(plans, ranks.rules, config, ranks.transport, group.device, timer, setup.copies)
         undo.callback(placement.close)
         check_hooks_allowed(_hooked_modules(setup, ranks, placement))
-        backend = choose_backend(setup.base_optimizer, plans, placement, config, group.device, setup.async_step)
+        degree = max((ranks.rules.of_unit(plan).optimizer for plan in plans), default=1)
+        device, async_step = group.device, setup.async_step
+        backend = choose_backend(setup.base_optimizer, plans, placement, config, device, async_step, degree)
     units: list[Unit] = []
     restoration = Restoration(group, ranks.replica_group, ranks.transport, placement, units)
     undo.push(restoration)
@@ -354,6 +356,7 @@ def build_states(
                 shards,
                 reduction,
                 passes.outside_writes,
+                ranks.transport,
                 passes.gatherer.publish_update,
                 FLOATS[config.optimizer_state_dtype],
                 placement.pipeline,

@@ -120,7 +120,7 @@ def _facts(parts: EngineParts) -> dict[str, Any]:
     runner, schedule = parts.loop.step_runner, parts.states.lr_schedule.current
     states: dict[tuple[int, int], tuple[StateKeys, dict[str, Any]]] = {}
     for shard, span in _spans(parts):
-        state = parts.states.optimizer.shard_state.of(shard, span)
+        state = parts.states.optimizer.state_of(shard).of(shard, span)
         keys: StateKeys = {key: (value.dtype, None) for key, value in state.elements.items()}
         keys |= {key: (value.dtype, tuple(value.shape)) for key, value in state.numbers.items()}
         numbers = {key: value.tolist() for key, value in state.numbers.items()}
@@ -152,8 +152,8 @@ def _apply(parts: EngineParts, facts: dict[str, Any]) -> None:
                 group[key].copy_(torch.as_tensor(value))
             else:
                 group[key] = value
-    shard_state = parts.states.optimizer.shard_state
     for shard, span in _spans(parts):
+        shard_state = parts.states.optimizer.state_of(shard)
         keys, numbers = facts["states"][shard.index, span.param_index]
         if keys:
             # States that this replica lacks begin with zeros.
@@ -167,20 +167,20 @@ def _apply(parts: EngineParts, facts: dict[str, Any]) -> None:
 
 def _spans(parts: EngineParts) -> Iterator[tuple[OptimizerShard, ShardSpan]]:
     for shard in parts.states.optimizer.shards:
-        for span in shard.spans():
+        for span in parts.states.optimizer.state_of(shard).spans(shard):
             yield shard, span
 
 
 def _state_regions(parts: EngineParts, outer_step: OuterStep) -> Iterator[Region]:
     """Yield the optimizer's states with a value for each element."""
     for outer in outer_step.shards:
-        shard, state = outer.shard, parts.states.optimizer.shard_state
+        shard, state = outer.shard, parts.states.optimizer.state_of(outer.shard)
         whole = state.whole_shard_tensors(shard)
         if whole:
             yield from (replace(outer.region, values=tensor) for tensor in whole)
             continue
         # States of single parameters do not divide into equal pieces, so each rank averages all that it holds.
-        for span in shard.spans():
+        for span in state.spans(shard):
             for value in state.of(shard, span).elements.values():
                 if value.is_floating_point() or value.is_complex():
                     yield Region(value, (0,), 0, shard.store)

@@ -39,6 +39,11 @@ _MARK = "_zeroengine_step"
 MAX_FRAMES_TO_TORCH = 12
 
 
+_decorated = torch.optim.Optimizer.add_param_group
+# The decorated one imports torch._dynamo, which costs 70 MB and a second or two at every start.
+add_param_group = getattr(_decorated, "__wrapped__", _decorated)
+
+
 def redirect_calls(
     optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None], undo: ExitStack
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -11,10 +13,15 @@ from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.backends.adam_state import has_adam_rule
+from zeroengine.optim.backends.adam_update import AdamUpdate
 from zeroengine.optim.backends.async_adam import AsyncAdam
-from zeroengine.optim.backends.blocking_adam import BlockingAdam
-from zeroengine.optim.backends.interface import UpdateBackend
-from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
+from zeroengine.optim.backends.blocking_update import BlockingUpdate
+from zeroengine.optim.backends.interface import BackendParts, UpdateBackend, UpdateRule
+from zeroengine.optim.backends.muon_update import MuonUpdate
+from zeroengine.optim.backends.torch_update import ElementwiseUpdate, WholeUpdate
+from zeroengine.optim.elementwise import is_elementwise
+from zeroengine.optim.mixed_optimizer import members_of
+from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
 
 
@@ -25,8 +32,9 @@ def choose_backend(
     config: Config,
     device: torch.device,
     async_step: bool | None,
-) -> type[UpdateBackend]:
-    """Return the class of the backend that updates the states of ``plans`` where ``placement`` has them.
+    degree: int,
+) -> Callable[[BackendParts], UpdateBackend]:
+    """Return what makes the backend that updates the states of ``plans`` where ``placement`` has them.
 
     Args:
         optimizer: The caller's optimizer, whose class says how to update.
@@ -35,27 +43,46 @@ def choose_backend(
         config: The resolved configuration.
         device: The device that the model computes on.
         async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
+        degree: The largest degree of the optimizer's states.
 
     Raises:
-        ZeroEngineError: The backend cannot keep states in bf16, or not outside the device's memory.
+        ZeroEngineError: A rule cannot keep states in bf16, or not outside the device's memory.
     """
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
     on_device = all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable)))
     master_dtypes = {torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable}
-    if has_adam_rule(optimizer) and master_dtypes <= {torch.float32}:
-        if trainable and on_device and (ops.cuda_library(device) is not None if async_step is None else async_step):
+    members = members_of(optimizer)
+    rules = [rule_of(member, fp32_masters=master_dtypes <= {torch.float32}, degree=degree) for member in members]
+    if rules == [AdamUpdate] and trainable and on_device:
+        if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncAdam
-        return BlockingAdam
-    name = type(optimizer).__name__
-    if FLOATS[config.optimizer_state_dtype] is not torch.float32:
-        raise ZeroEngineError(
-            f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
-            "the key"
-        )
-    if not on_device:
-        raise ZeroEngineError(
-            f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; write "
-            '"device": "none"'
-        )
-    # ``check_optimizer`` refuses optimizers that cannot run on shards.
-    return TorchOptimizer
+    for member, rule in zip(members, rules, strict=True):
+        name = type(member).__name__
+        if rule is not AdamUpdate and FLOATS[config.optimizer_state_dtype] is not torch.float32:
+            raise ZeroEngineError(
+                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
+                "the key"
+            )
+        if rule is not AdamUpdate and not on_device:
+            raise ZeroEngineError(
+                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
+                'write "device": "none"'
+            )
+    return partial(BlockingUpdate, rules=rules)
+
+
+def rule_of(optimizer: torch.optim.Optimizer, *, fp32_masters: bool, degree: int) -> type[UpdateRule]:
+    """Return the rule that updates as ``optimizer`` does, which has one algorithm.
+
+    Args:
+        optimizer: The optimizer. ``check_optimizer`` refuses those that no rule serves.
+        fp32_masters: Whether all masters are fp32.
+        degree: The largest degree of the optimizer's states.
+    """
+    if has_adam_rule(optimizer) and fp32_masters:
+        return AdamUpdate
+    # A subclass may update in another way. torch wraps every class's step in a profiling hook.
+    if inspect.unwrap(type(optimizer).step) is inspect.unwrap(Muon.step):
+        return MuonUpdate
+    # Where every rank has all of a unit, parameters are whole in the shards.
+    return ElementwiseUpdate if degree == 1 or is_elementwise(optimizer) else WholeUpdate

@@ -1,13 +1,14 @@
-"""Find out whether an optimizer's update of an element depends on other elements, which it would not see on a shard.
+"""Find out what an optimizer's update of an element depends on: this element, its parameter, or other parameters too.
 
 An optimizer of an unknown class is tried on two small parameters, whole and cut as two ranks would cut them. If the
-results differ, the model would train otherwise at each number of ranks.
+results differ, it needs whole parameters, or the model would train otherwise at each number of ranks. If they also
+differ where each rank has one whole parameter, no rank can update by itself.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.utils.tensor_tree import leaves_in
 
-# The update of an element depends on other elements, so these optimizers are wrong on a shard.
+# The update of an element depends on other elements, so these optimizers need whole parameters.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 NUM_STEPS = 3
 SHAPES = ((4, 6), (8,))
@@ -36,6 +37,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return acts_elementwise(optimizer, lambda copied: None)
 
 
+def looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer`` updates each parameter by its own gradients alone.
+
+    An optimizer that cannot be tried is taken to do so.
+    """
+    return _agree(optimizer, lambda copied: None, [(shape,) for shape in SHAPES])
+
+
 def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any]) -> bool:
     """Return whether steps of ``optimizer`` and then ``act`` do and return the same on whole parameters and on parts.
 
@@ -43,13 +52,19 @@ def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.opti
         optimizer: Copies of it take the steps.
         act: Is called with a copy after its steps. What it does may depend on its state.
     """
+    return _agree(optimizer, act, [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])])
+
+
+def _agree(
+    optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any], ranks: Sequence[Sequence[Any]]
+) -> bool:
+    """Return whether steps and then ``act`` do and return the same on one rank and on ``ranks``. See ``_updated``."""
     try:
         with torch.random.fork_rng(devices=[]):
             whole, other_seed = (_updated(optimizer, [SHAPES], act, seed=seed) for seed in (0, 1))
             if not torch.equal(whole.elements, other_seed.elements):
                 return True
-            cut_shapes = [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])]
-            cut = _updated(optimizer, cut_shapes, act, seed=0)
+            cut = _updated(optimizer, ranks, act, seed=0)
     except Exception:
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
         return True
@@ -78,7 +93,7 @@ class _Updated(NamedTuple):
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, ranks: list[Any], act: Callable[[torch.optim.Optimizer], Any], seed: int
+    optimizer: torch.optim.Optimizer, ranks: Sequence[Any], act: Callable[[torch.optim.Optimizer], Any], seed: int
 ) -> _Updated:
     """Take a few steps and then ``act``, where each rank has parameters of some shapes.
 

@@ -16,8 +16,11 @@ from torch import nn
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.elementwise import is_elementwise
+from zeroengine.optim.caller_optimizer import add_param_group
+from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
 from zeroengine.optim.lion import Lion
+from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
+from zeroengine.optim.muon_groups import build_muon
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.listed import listed
 
@@ -48,6 +51,8 @@ def make_optimizer(
     trainable = [p for p in model.parameters() if p.requires_grad]
     # torch's optimizers refuse an empty list. Frozen parameters get no gradients, so no update changes them.
     params = trainable or list(model.parameters())
+    if isinstance(optimizer, (list, tuple)):
+        optimizer = MixedOptimizer([unwrapped(member) for member in optimizer])
     if isinstance(optimizer, torch.optim.Optimizer):
         base_optimizer = unwrapped(optimizer)
     elif optimizer is not None:
@@ -58,6 +63,8 @@ def make_optimizer(
         base_optimizer = optimizer(params)
         if not isinstance(base_optimizer, torch.optim.Optimizer):
             raise ZeroEngineError(f"the optimizer callable returned {base_optimizer!r}, not a torch.optim.Optimizer")
+    elif config.optimizer is not None and config.optimizer.type == "Muon":
+        base_optimizer = build_muon(model, trainable, config.optimizer.params)
     elif config.optimizer is not None:
         base_optimizer = build_optimizer(config.optimizer.type, params, dict(config.optimizer.params))
     elif not trainable:
@@ -91,8 +98,9 @@ def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict
     """
     # A name with a dot is an import path. Lion is not part of torch.
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
-    # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.
-    undecorated = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
+    # See ``add_param_group``.
+    is_decorated = cls.add_param_group is torch.optim.Optimizer.add_param_group
+    undecorated = {"add_param_group": add_param_group} if is_decorated else {}
     _check_hyperparameters(kind, cls, hyperparameters)
     try:
         # A subclass carries the undecorated method, because torch's class must not change for other code.
@@ -154,10 +162,6 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
     return cls
 
 
-_decorated = torch.optim.Optimizer.add_param_group
-add_param_group = getattr(_decorated, "__wrapped__", _decorated)
-
-
 def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: ExitStack) -> str | None:
     """Check the optimizer's parameters, freeze the trainable ones that it leaves out, and return a notice of them."""
     # Parameters are compared by identity: an optimizer over a copy of the model would train nothing.
@@ -200,9 +204,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
         degrees: The degrees of the model's states; at optimizer degree 1 there are whole parameters.
 
     Raises:
-        ZeroEngineError: The optimizer needs a closure, or whole parameters where there are shards, or holds another
-            optimizer, or has taken steps.
+        ZeroEngineError: The optimizer needs a closure, or several parameters at a time where there are shards, or
+            holds another optimizer, or has taken steps.
     """
+    if isinstance(optimizer, MixedOptimizer):
+        for member in members_of(optimizer):
+            check_optimizer(member, degrees)
+        return
     name = type(optimizer).__name__
     # Optimizers such as Lookahead wrap another one, which would go on with the parameters that it knows.
     for attribute, value in vars(optimizer).items():
@@ -228,10 +236,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} takes sparse gradients alone, and the engine reduces dense ones, also of "
             "nn.Embedding(sparse=True). Use an optimizer such as AdamW."
         )
-    if degrees.optimizer > 1 and not is_elementwise(optimizer):
+    if degrees.optimizer > 1 and not is_elementwise(optimizer) and not looks_at_one_parameter(optimizer):
         raise ZeroEngineError(
-            f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
-            "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
+            f"{name} looks at several parameters to update one, and no rank has all of them. Use "
+            "zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as AdamW or Muon."
         )
     # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. A method that looks
     # for the state of a parameter leaves an empty one. Any other state is taken to come from a step.

@@ -14,12 +14,12 @@ from zeroengine.offload.state_offloader import resident_bytes
 from zeroengine.optim.backends.interface import ShardState, SpanState, UpdateBackend
 from zeroengine.optim.caller_optimizer import (
     PartitionedStateDict,
+    add_param_group,
     check_step_call,
     deep_copy,
     load_hyperparameters,
     refuse_copy,
 )
-from zeroengine.optim.factory import add_param_group
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.partition.layout import ShardSpan
@@ -141,11 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if shard.may_be_written:
                 shard.reload_master()
 
-    @property
-    def shard_state(self) -> ShardState:
-        """The state of this rank's shards by spans. It includes the last step, so it may wait for the device."""
+    def state_of(self, shard: OptimizerShard) -> ShardState:
+        """Return the state of one of this rank's shards. It includes the last step, so it may wait for the device."""
         self.backend.await_step_counts()
-        return self.backend.state
+        return self.backend.state_of(shard)
 
     def state_shapes(self, shard: OptimizerShard, param_index: int) -> dict[str, tuple[int, ...] | None]:
         """Return the shape of each state of a parameter on this rank; None for a state with a value per element."""
@@ -177,19 +176,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if target is None:
                 # A number such as a step count belongs to the parameter as a whole, and each rank with a part of it
                 # keeps a copy.
-                self.backend.state.set_numbers(shard, span, {key: value})
+                self.state_of(shard).set_numbers(shard, span, {key: value})
             else:
                 populate(target, write=True)
                 target.copy_(value.view(-1)[span.param_slice])
 
     def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[ShardSpan, SpanState]]:
-        state = self.shard_state
-        return ((span, state.of(shard, span)) for span in shard.spans() if span.param_index == param_index)
+        state = self.state_of(shard)
+        return ((span, state.of(shard, span)) for span in state.spans(shard) if span.param_index == param_index)
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Return the bytes of masters and optimizer state on this rank in one medium; None: device memory."""
         shards = [shard for shard in self.shards if shard.medium == medium]
-        state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
+        state = (tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard))
         # A master that is the parameter shard takes no memory of its own.
         masters = (shard.master for shard in shards if shard.unit.is_mixed_precision)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
@@ -198,4 +197,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the masters and the optimizer state that are on the device."""
         shards = [shard for shard in self.shards if shard.store is None]
         masters = [shard.master for shard in shards if shard.unit.is_mixed_precision]
-        return masters + [tensor for shard in shards for tensor in self.backend.state.tensors(shard)]
+        return masters + [tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard)]

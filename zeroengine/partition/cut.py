@@ -16,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,22 @@ class UnitPlan:
         return self.dtype in (torch.bfloat16, torch.float16)
 
 
+class _Kind(NamedTuple):
+    """What all parameters of a unit share.
+
+    Attributes:
+        dtype: What the model computes in.
+        trainable: Whether they get gradients.
+        algorithm: What updates them, where the optimizer has several algorithms.
+    """
+
+    dtype: torch.dtype
+    trainable: bool
+    algorithm: str
+
+
 class _Group(NamedTuple):
-    """Parameters that become one unit, or a unit for each dtype and for frozen and trainable ones."""
+    """Parameters that become one unit, or a unit for each kind."""
 
     name: str
     root: nn.Module | None  # the module that holds all of them, if there is one
@@ -88,13 +103,14 @@ def cut_units(
     patterns: Sequence[str] | None = None,
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[nn.Parameter] = (),
+    algorithms: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> list[UnitPlan]:
     """Cut ``model`` into units, in registration order but for "Lists of units" in ``unit_lists.py``.
 
     Each block in a repeated container is a unit. Such a container is a ``ModuleList``, ``ModuleDict`` or ``Sequential``
     of at least two modules of one class that have child modules. Each large parameter of the rest is a unit, and the
     others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit has one dtype and
-    is trainable or frozen as a whole, so a block of mixed parameters becomes several units.
+    one algorithm, and is trainable or frozen as a whole, so a block of mixed parameters becomes several units.
 
     Args:
         patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks. Of
@@ -102,6 +118,7 @@ def cut_units(
             its own, and the outer block is the rest: ``["layers.*", "layers.*.experts.*"]``.
         compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
         keep_fp32: Parameters that are converted to fp32 instead.
+        algorithms: The algorithm that updates each trainable parameter, where the optimizer has several.
 
     Raises:
         ZeroEngineError: The model has no parameters, or a trainable one that keeps a dtype of eight bits, or a pattern
@@ -144,7 +161,10 @@ def cut_units(
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
-    units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, dtype_of)], owners)
+    def kind_of(param: nn.Parameter) -> _Kind:
+        return _Kind(dtype_of(param), param.requires_grad, algorithms.get(param, "") if param.requires_grad else "")
+
+    units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, kind_of)], owners)
     return [dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules)) for unit in units]
 
 
@@ -237,23 +257,24 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _split(
-    group: _Group, owners: dict[nn.Parameter, list[nn.Module]], dtype_of: Callable[[nn.Parameter], torch.dtype]
+    group: _Group, owners: dict[nn.Parameter, list[nn.Module]], kind_of: Callable[[nn.Parameter], _Kind]
 ) -> Iterator[UnitPlan]:
-    """Yield one unit for each dtype and trainability in the group, trainable first."""
+    """Yield one unit for each kind of parameters in the group, trainable first."""
     # A flat buffer has one dtype, and gets gradients for all of its parameters or for none.
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params:
-        kinds.setdefault((dtype_of(param), param.requires_grad), []).append((name, param))
+        kinds.setdefault(kind_of(param), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
     # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
-    main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
-    for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
+    main = next(iter(sorted(kinds, key=lambda kind: not kind.trainable)))
+    for kind, params in sorted(kinds.items(), key=lambda item: not item[0].trainable):
         # A parameter of a block that is tied to a module outside of the block is also needed there.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]
-        suffix = "" if (dtype, trainable) == main else f" ({'frozen, ' * (not trainable)}{str(dtype)[6:]})"
-        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), dtype, trainable, group.root)
+        words = ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]] + [kind.algorithm] * bool(kind.algorithm)
+        suffix = "" if kind == main else f" ({', '.join(words)})"
+        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), kind.dtype, kind.trainable, group.root)
 
 
 def _with_holders(

@@ -70,9 +70,10 @@ class Degrees:
         return shard_index(rank, (*self.levels, world_size))
 
     def gather_groups(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks with which ``rank`` gathers parameters: at first, again, and after an update."""
+        """Return the ranks with which ``rank`` gathers: at first, again, after an update, and whole matrices."""
         again = self.secondary_owners(rank) if self.secondary else ()
-        return self.owners(rank, self.parameters), again, self.owners(rank, self.optimizer, self.parameters)
+        updated = self.owners(rank, self.optimizer, self.parameters)
+        return self.owners(rank, self.parameters), again, updated, self.owners(rank, self.optimizer)
 
     def secondary_owners(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the second copy of the parameters with ``rank``, in the order of its shards."""

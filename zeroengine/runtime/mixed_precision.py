@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,10 +43,24 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
         ) from error
 
 
-def units_of_model(model: nn.Module, config: Config) -> list[UnitPlan]:
-    """Return the units that a model is cut into, in the precision that a resolved configuration asks for."""
+def units_of_model(
+    model: nn.Module, config: Config, algorithms: Mapping[nn.Parameter, str] = MappingProxyType({})
+) -> list[UnitPlan]:
+    """Return the units that a model is cut into, in the precision that a resolved configuration asks for.
+
+    Args:
+        model: The model.
+        config: The resolved configuration.
+        algorithms: The algorithm that updates each trainable parameter, where the optimizer has several.
+    """
     keep_fp32 = {param for module in fp32_modules(model, config) for param in module.parameters()}
-    return cut_units(model, patterns=config.units, compute_dtype=config.low_precision, keep_fp32=keep_fp32)
+    return cut_units(
+        model,
+        patterns=config.units,
+        compute_dtype=config.low_precision,
+        keep_fp32=keep_fp32,
+        algorithms=algorithms,
+    )
 
 
 def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:

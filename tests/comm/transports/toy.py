@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Transport
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Sizes, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
@@ -48,9 +48,23 @@ class ToyChannel:
         return Completed()
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: Ranks = None,
+        levels: Levels = None,
+        sizes: Sizes = None,
     ) -> Work:
-        arrived, ranks = self._send_to_all(sent, label), ranks or tuple(range(self._size))
+        ranks = ranks or tuple(range(self._size))
+        if sizes is not None:
+            # Every rank sends as much as the one that sends most, because this toy sends equally much to all.
+            most, own = max(map(sum, sizes)), ranks.index(self._rank)
+            arrived = self._send_to_all(torch.cat([sent, sent.new_zeros(most - sent.numel())]), label)
+            for rank, row, target in zip(ranks, sizes, received.split([row[own] for row in sizes]), strict=True):
+                target.copy_(arrived[rank].split([*row, most - sum(row)])[own])
+            return Completed()
+        arrived = self._send_to_all(sent, label)
         targets = received.chunk(len(ranks))
         index = ranks.index(self._rank) if levels is None else shard_index(self._rank, levels)
         for target, rank in zip(targets, ranks, strict=True):

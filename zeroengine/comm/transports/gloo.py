@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, Sizes
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
@@ -149,18 +149,29 @@ class GlooChannel:
         return self._writers.write(shard, exchange, finish, accumulate=accumulate)
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: Ranks = None,
+        levels: Levels = None,
+        sizes: Sizes = None,
     ) -> Work:
         """Send every peer its slice."""
-        return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, ranks, levels))
+        return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, ranks, levels, sizes))
 
     def slices_to_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, ranks: Ranks, levels: Levels
+        self, received: torch.Tensor, sent: torch.Tensor, ranks: Ranks, levels: Levels, sizes: Sizes
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Return what an all-to-all sends to each rank, and where it receives. This rank's own slice is copied."""
         ranks = ranks or self._all_ranks
-        arrived = dict(zip(ranks, received.chunk(len(ranks)), strict=True))
-        slices = sent.chunk(sent.numel() // arrived[self._rank].numel())
+        if sizes is None:
+            incoming = received.chunk(len(ranks))
+            slices = sent.chunk(sent.numel() // incoming[0].numel())
+        else:
+            own = ranks.index(self._rank)
+            incoming, slices = received.split([row[own] for row in sizes]), sent.split(sizes[own])
+        arrived = dict(zip(ranks, incoming, strict=True))
         numbers = [position if levels is None else shard_index(rank, levels) for position, rank in enumerate(ranks)]
         sent_to = {rank: slices[number] for rank, number in zip(ranks, numbers, strict=True)}
         arrived[self._rank].copy_(sent_to[self._rank])

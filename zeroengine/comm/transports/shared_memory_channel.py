@@ -28,7 +28,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
-from zeroengine.comm.interfaces import Levels, Ranks
+from zeroengine.comm.interfaces import Levels, Ranks, Sizes
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -193,20 +193,33 @@ class SharedMemoryChannel:
         return self._issue(work)
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: Ranks = None,
+        levels: Levels = None,
+        sizes: Sizes = None,
     ) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
         memory = self._memory
         ranks = ranks or self._all_ranks
         own_position = ranks.index(memory.rank)
-        arrived = received.chunk(len(ranks))
-        nbytes = arrived[0].nbytes
-        start = nbytes * (own_position if levels is None else shard_index(memory.rank, levels))
-        work = self._post(EXCHANGE, label, sent)
-        arrived[own_position].copy_(sent[start // sent.itemsize :][: arrived[0].numel()])
-        for rank, target in zip(ranks, arrived, strict=True):
-            if rank != memory.rank:
-                read = partial(self._reads.read, memory.peers[rank], work.seq, target.data_ptr(), nbytes, start)
+        if sizes is None:
+            arrived = received.chunk(len(ranks))
+            number = own_position if levels is None else shard_index(memory.rank, levels)
+            starts = [number * arrived[0].numel()] * len(ranks)
+        else:
+            arrived = received.split([row[own_position] for row in sizes])
+            starts = [sum(row[:own_position]) for row in sizes]
+        # The ranks compare the bytes of an operation, and of one with slices of unequal size those of all ranks.
+        nbytes = sent.nbytes if sizes is None else sum(map(sum, sizes)) * sent.itemsize
+        work = self._post(EXCHANGE, label, sent, nbytes)
+        arrived[own_position].copy_(sent[starts[own_position] :][: arrived[own_position].numel()])
+        for rank, target, first in zip(ranks, arrived, starts, strict=True):
+            if rank != memory.rank and target.numel():
+                at = target.data_ptr(), target.nbytes, first * sent.itemsize
+                read = partial(self._reads.read, memory.peers[rank], work.seq, *at)
                 work.steps.append(PeerRead(self._posted, (rank,), read))
         return self._issue(work)
 
@@ -268,7 +281,7 @@ class SharedMemoryChannel:
 
     # -- posting and executing --------------------------------------------------------------------
 
-    def _post(self, kind: int, label: str, sent: torch.Tensor) -> SharedMemoryWork:
+    def _post(self, kind: int, label: str, sent: torch.Tensor, nbytes: int | None = None) -> SharedMemoryWork:
         """Announce an operation to the peers. First wait for peers that are ``MAX_POSTED`` operations behind."""
         memory = self._memory
         # A closed engine has closed its descriptors, whose numbers may now belong to other files.
@@ -282,7 +295,9 @@ class SharedMemoryChannel:
         # This record overwrites an earlier one, whose operation still needs it until it is executed.
         while self._pending and self._pending[0].seq <= self._seq - MAX_POSTED:
             self._pending[0].wait_host()
-        record = RECORD.pack(self._seq, kind, sent.nbytes, memory.offset_of(sent), _short_label(label))
+        # Nothing has no address, and no peer reads it.
+        offset = memory.offset_of(sent) if sent.numel() else 0
+        record = RECORD.pack(self._seq, kind, sent.nbytes if nbytes is None else nbytes, offset, _short_label(label))
         start = self._base + COUNTERS_BYTES + self._seq % MAX_POSTED * RECORD.size
         # ``ze_post`` raises the counter only after the record is visible to other cores.
         memory.control[start : start + RECORD.size] = record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer, Sizes
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.utils.work import Completed, Work
 
@@ -30,7 +30,13 @@ class SingleProcessChannel:
         return Completed()
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, label: str, ranks: Ranks = None, levels: Levels = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        label: str,
+        ranks: Ranks = None,
+        levels: Levels = None,
+        sizes: Sizes = None,
     ) -> Work:
         """Copy the only slice."""
         received.copy_(sent)

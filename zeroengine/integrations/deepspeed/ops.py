@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.factory import add_param_group
+from zeroengine.optim.caller_optimizer import add_param_group
 from zeroengine.optim.lion import Lion
 
 

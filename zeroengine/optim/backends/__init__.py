@@ -1,8 +1,8 @@
-"""The update backends of the sharded optimizer.
+"""The ways to run an update, behind the protocols of ``interface``.
 
-interface          the protocol, and how to add a fused optimizer
-blocking_adam      fused Adam that waits for the norm; states may be offloaded
-async_adam         fused Adam that issues a step without waiting for the norm
-torch_optimizer    any element-wise torch optimizer, run on the shards
-adam_state         moments and step counts, which both Adam backends keep
+async_adam         fused Adam that is issued without waiting for the norm
+blocking_update    waits for the norm, and then runs a rule for each algorithm:
+adam_update        fused Adam; states may be offloaded
+muon_update        Muon; its matrices are whole at their owners
+torch_update       any torch optimizer, on shards or on whole parameters at their owners
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 
 T = TypeVar("T")
+KEYS = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
 
 def has_adam_rule(optimizer: torch.optim.Optimizer) -> bool:
@@ -46,12 +47,22 @@ class AdamState:
         steps: For each shard, by its index, the step count of every parameter of its unit.
     """
 
-    keys = frozenset({"exp_avg", "exp_avg_sq", "step"})
-
     def __init__(self, shards: Sequence[OptimizerShard], moments_dtype: torch.dtype) -> None:
         # Moments exist from the start, so that too little memory fails in ``initialize`` and not in the first step.
-        self.moments = [(shard.zeros(moments_dtype), shard.zeros(moments_dtype)) for shard in shards]
-        self.steps = [[0] * len(shard.unit.params) for shard in shards]
+        self.moments = {shard.index: (shard.zeros(moments_dtype), shard.zeros(moments_dtype)) for shard in shards}
+        self.steps = {shard.index: [0] * len(shard.unit.params) for shard in shards}
+
+    def keys(self, shard: OptimizerShard) -> frozenset[str]:
+        """See ``ShardState``."""
+        return KEYS
+
+    def spans(self, shard: OptimizerShard) -> Iterator[ShardSpan]:
+        """See ``ShardState``."""
+        return shard.spans()
+
+    def is_whole(self, shard: OptimizerShard) -> bool:
+        """See ``ShardState``."""
+        return False
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
@@ -102,7 +113,7 @@ def run_over_adam_state(parts: BackendParts, state: AdamState, act: Callable[[to
     result = over_shards.run(act)
     for shard, span, param in over_shards:
         present = states.get(param, {})
-        unknown = sorted(present.keys() - state.keys)
+        unknown = sorted(present.keys() - KEYS)
         if unknown:
             raise ZeroEngineError(
                 f"{type(over_shards.optimizer).__name__}: a method gave parameters the state {', '.join(unknown)}, and "

@@ -33,7 +33,7 @@ HAS_GRAD_OFFSET = len(GradientFactor._fields)
 
 
 class AsyncAdam:
-    """See ``UpdateBackend``. Gives the same bits as ``BlockingAdam``."""
+    """See ``UpdateBackend``. Gives the same bits as ``AdamUpdate``."""
 
     is_async: ClassVar[bool] = True
 
@@ -89,6 +89,10 @@ class AsyncAdam:
         self._pending = result, values
         return result
 
+    def state_of(self, shard: OptimizerShard) -> AdamState:
+        """See ``UpdateBackend``."""
+        return self.state
+
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateBackend``."""
         return run_over_adam_state(self._parts, self.state, act)
@@ -110,14 +114,16 @@ class AsyncAdam:
         # On overflow the device counted no step.
         if updated:
             has_grad = iter(numbers[HAS_GRAD_OFFSET:])
-            self.state.steps = [[step + (next(has_grad) > 0) for step in steps] for steps in self.state.steps]
+            self.state.steps = {
+                index: [step + (next(has_grad) > 0) for step in steps] for index, steps in self.state.steps.items()
+            }
             self._device_counts = self._host_counts()
         suspects = self._parts.writes.suspects(numbers[HAS_GRAD_OFFSET + len(self._device_counts) :])
         if suspects:
             raise DivergenceError(self._parts.writes.message(suspects))
 
     def _host_counts(self) -> list[int]:
-        return [step for steps in self.state.steps for step in steps]
+        return [step for steps in self.state.steps.values() for step in steps]
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         decoupled = has_decoupled_decay(self._parts.base_optimizer, group)

@@ -1,13 +1,19 @@
 """The protocol of an update backend, which updates the shards for the sharded optimizer.
 
-There are three backends, of which `choose_backend` in `optim/choice.py` takes one:
+There are two backends, of which `choose_backend` in `optim/choice.py` takes one:
 
-    AsyncAdam        Adam and AdamW, issued without waiting for the norm; every state is on the device
-    BlockingAdam     Adam and AdamW, after the host knows the norm; states may be offloaded
-    TorchOptimizer   any element-wise torch optimizer, run over parameters that are views of the shards
+    AsyncAdam         Adam and AdamW, issued without waiting for the norm; every state is on the device
+    BlockingUpdate    after the host knows the norm: runs rules, each over the units of its algorithm
+
+and these rules:
+
+    AdamUpdate        Adam and AdamW by the fused kernel; states may be offloaded
+    MuonUpdate        Muon: momentum on shards, the iteration on whole matrices at their owners
+    ElementwiseUpdate any element-wise torch optimizer, run over parameters that are views of the shards
+    WholeUpdate       any torch optimizer whose rule looks at one parameter at a time, run over whole ones at owners
 
 [Note: How to add a fused optimizer]
-Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimizer`, in several passes over memory.
+Take Lion in C++ as an example. Today `optim/lion.py` runs through `ElementwiseUpdate`, in several passes over memory.
 
 1. The kernel. Declare `ze_lion_args` (lr, beta1, beta2, weight_decay, grad_scale, reload_written) and `ze_lion` in
    `csrc/zeroengine.h`, with the arrays of `ze_adam` except `exp_avg_sq`, and raise `ZE_ABI_VERSION`. Write the update
@@ -23,15 +29,15 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
    against the formula in float64.
 3. The state. Write a class like `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
-4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `step` is one call of
-   `StepReduction.step_on_host` with a function that calls `lion_step` for each segment of each shard, and
-   `publish_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as in `BlockingAdam`.
-5. The choice. Return the class from `choose_backend` where every master is fp32 and the `step` of the optimizer is that
-   of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass). Norm, clipping,
-   loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With offload, change
-   the bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`, `_moved_element_bytes`),
-   and two messages in `optim/choice.py` that name Adam alone.
-   The test to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
+4. The rule. Write `backends/lion_update.py` with the methods of `UpdateRule`. `update` calls `lion_step` for each
+   segment of each shard, and `publish_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as
+   in `AdamUpdate`.
+5. The choice. Return the class from `rule_of` in `optim/choice.py` where every master is fp32 and the `step` of the
+   optimizer is that of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass).
+   Norm, clipping, loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With
+   offload, change the bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`,
+   `_moved_element_bytes`), and two messages in `optim/choice.py` that name Adam alone. The test to extend is in
+   `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
    and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
    With offload, `OptimizerProbe.has_adam_rule` in `plan/bytes/optimizer_state.py` says which optimizers may be
@@ -41,13 +47,14 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from zeroengine.comm.interfaces import Transport
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -77,9 +84,14 @@ class SpanState(NamedTuple):
 class ShardState(Protocol):
     """The state that an optimizer keeps of each span of its shards."""
 
-    @property
-    def keys(self) -> frozenset[str] | None:
-        """The names of all states of a parameter that has any. None: the optimizer decides while it runs."""
+    def keys(self, shard: OptimizerShard) -> frozenset[str] | None:
+        """Return the names of all states of a parameter that has any. None: the optimizer decides while it runs."""
+
+    def spans(self, shard: OptimizerShard) -> Iterable[ShardSpan]:
+        """Return the spans whose states this rank keeps: those of its shard, or the parameters that it owns."""
+
+    def is_whole(self, shard: OptimizerShard) -> bool:
+        """Return whether ``spans`` are whole parameters at their owners, and not the parts in the shard."""
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """Return the state of a span, or of part of one, of this rank's shard."""
@@ -110,6 +122,7 @@ class BackendParts:
         shards: The optimizer shard of every trainable unit, in the order of registration.
         reduction: Sums norms and flags over the ranks.
         writes: Knows which parameters were written from outside.
+        transport: Moves bytes between the ranks.
         publish_update: Called with a unit right after the update of its shard.
         moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
@@ -120,6 +133,7 @@ class BackendParts:
     shards: Sequence[OptimizerShard]
     reduction: StepReduction
     writes: OutsideWrites
+    transport: Transport
     publish_update: Callable[[Unit], None]
     moments_dtype: torch.dtype
     pipeline: Pipeline | None
@@ -129,6 +143,29 @@ class BackendParts:
     def group_of_param(self) -> Mapping[torch.Tensor, int]:
         """The index of each parameter's group."""
         return {p: i for i, group in enumerate(self.base_optimizer.param_groups) for p in group["params"]}
+
+
+class UpdateRule(Protocol):
+    """Updates some of this rank's shards by one algorithm, and keeps their optimizer state."""
+
+    def __init__(self, parts: BackendParts) -> None:
+        """Allocate the state of every shard of ``parts``."""
+
+    @property
+    def state(self) -> ShardState:
+        """The optimizer's state by spans."""
+
+    def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        """Update every shard, calling ``publish_update`` after each one. All ranks call it.
+
+        Args:
+            factor: Multiplies the summed gradients.
+            has_grad: For each unit of the model, by its index, and each of its parameters, whether any rank computed a
+                gradient. A parameter without one keeps its value, state and step count, as in torch.
+        """
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """See ``UpdateBackend``."""
 
 
 class UpdateBackend(Protocol):
@@ -143,9 +180,8 @@ class UpdateBackend(Protocol):
     def __init__(self, parts: BackendParts) -> None:
         """Allocate the state of every shard."""
 
-    @property
-    def state(self) -> ShardState:
-        """The optimizer's state by spans. Call ``await_step_counts`` before reading or setting its numbers."""
+    def state_of(self, shard: OptimizerShard) -> ShardState:
+        """Return what keeps the state of a shard. Call ``await_step_counts`` before reading or setting its numbers."""
 
     def step(self, settings: StepSettings) -> StepResult:
         """Compute the norm, clip, and update every shard, calling ``publish_update`` after each one. A collective.

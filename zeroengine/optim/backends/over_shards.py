@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ class OptimizerOverShards:
     """
 
     def __init__(self, parts: BackendParts) -> None:
-        self._caller, self._groups = parts.base_optimizer, parts.base_optimizer.param_groups
+        self._caller = parts.base_optimizer
         self.optimizer = copy_without_parameters(parts.base_optimizer)
         self.params: list[dict[int, ShardParameter]] = [{} for _ in parts.shards]
         for shard in parts.shards:
@@ -53,19 +53,22 @@ class OptimizerOverShards:
         for params in self.params:
             yield from params.values()
 
+    def step(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        """Let the copy take a step. See ``UpdateRule.update``."""
+        for shard, span, param in self:
+            # The optimizer skips a parameter without a gradient, as in plain torch.
+            if has_grad[shard.index][span.param_index]:
+                gradient = shard.gradient[span.shard_slice]
+                param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
+        self.run(lambda optimizer: optimizer.step())
+        # The copies of the gradients would take memory until the next step.
+        self.optimizer.zero_grad(set_to_none=True)
+
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """Return what ``act`` returns of the copy, with the caller's present settings."""
-        groups = self.optimizer.param_groups
-        for group, caller_group in zip(groups, self._groups, strict=True):
-            group.update(_hyperparameters(caller_group))
-        copy_attributes(self._caller, self.optimizer)
         try:
-            return act(self.optimizer)
+            return run_with_settings(self._caller, self.optimizer, act)
         finally:
-            # Checkpoints save the caller's groups, and users read its attributes.
-            for group, caller_group in zip(groups, self._groups, strict=True):
-                caller_group.update(_hyperparameters(group))
-            copy_attributes(self.optimizer, self._caller)
             for shard, span, param in self:
                 master = shard.master[span.shard_slice]
                 if param.data_ptr() != master.data_ptr():
@@ -73,6 +76,29 @@ class OptimizerOverShards:
                     populate(master, write=True)
                     master.copy_(param.detach().view(-1))
                     param.data = master.view(param.shape)
+
+
+def run_with_settings(
+    caller: torch.optim.Optimizer, copied: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], T]
+) -> T:
+    """Return what ``act`` returns of a copy of the caller's optimizer, with the caller's present settings.
+
+    Args:
+        caller: The caller's optimizer. It takes over what ``act`` changes.
+        copied: The copy, with as many groups.
+        act: Runs code of the optimizer.
+    """
+    groups = list(zip(copied.param_groups, caller.param_groups, strict=True))
+    for group, caller_group in groups:
+        group.update(_hyperparameters(caller_group))
+    copy_attributes(caller, copied)
+    try:
+        return act(copied)
+    finally:
+        # Checkpoints save the caller's groups, and users read its attributes.
+        for group, caller_group in groups:
+            caller_group.update(_hyperparameters(group))
+        copy_attributes(copied, caller)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

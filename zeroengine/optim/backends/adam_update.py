@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay,
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
-from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.work import Work
 
 T = TypeVar("T")
@@ -34,39 +33,32 @@ MAX_CACHED_LISTS = 16
 MAX_WRITEBACKS = 3
 
 
-class BlockingAdam:
-    """See ``UpdateBackend``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
-
-    is_async: ClassVar[bool] = False
+class AdamUpdate:
+    """See ``UpdateRule``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
         self._parts = parts
         # For each shard a function of which parameters have a gradient, and of how far each is behind the unit's
         # largest step count. Neither depends on the step itself, so results are reused from step to step.
-        self.segments_of_shard = [
-            lru_cache(MAX_CACHED_LISTS)(
+        self.segments_of_shard = {
+            shard.index: lru_cache(MAX_CACHED_LISTS)(
                 partial(segments_of, unit.layout, unit.rank, [parts.group_of_param[param] for param in unit.params])
             )
-            for unit in (shard.unit for shard in parts.shards)
-        ]
-
-    def step(self, settings: StepSettings) -> StepResult:
-        """See ``UpdateBackend``."""
-        return self._parts.reduction.step_on_host(settings, self._update)
+            for shard, unit in ((shard, shard.unit) for shard in parts.shards)
+        }
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
-        """See ``UpdateBackend``."""
+        """See ``UpdateRule``."""
         return run_over_adam_state(self._parts, self.state, act)
 
-    def await_step_counts(self) -> None:
-        """Do nothing: step counts are on the host."""
-
-    def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+    def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        """See ``UpdateRule``."""
         # Updated parameter shards on their way from the device to their store, and shards for the pipeline.
         writebacks: deque[tuple[OffloadStore, Work]] = deque()
         offloaded = []
-        for shard, flags in zip(self._parts.shards, has_grad, strict=True):
+        for shard in self._parts.shards:
+            flags = has_grad[shard.index]
             # Steps are counted before the update, because Adam's bias correction counts from 1.
             steps = [step + flag for step, flag in zip(self.state.steps[shard.index], flags, strict=True)]
             self.state.steps[shard.index] = steps

@@ -1,31 +1,32 @@
-"""The update of any element-wise torch optimizer, run over parameters that are views of the shards."""
+"""The update of torch optimizers of any class, run over parts of parameters in shards, or over whole ones at owners."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
+from zeroengine.optim.backends.over_owners import OptimizerOverOwners
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.layout import ShardSpan
 
 T = TypeVar("T")
 
 
-class TorchOptimizer:
-    """See ``UpdateBackend`` and ``ShardState``. The state is that of a copy of the caller's optimizer."""
+class TorchUpdate:
+    """See ``UpdateRule`` and ``ShardState``. The state is that of a copy of the caller's optimizer.
 
-    is_async: ClassVar[bool] = False
-    keys = None
+    Args:
+        parts: The parts of the backend.
+        over_shards: The copy.
+    """
 
-    def __init__(self, parts: BackendParts) -> None:
-        self._parts = parts
-        self._over_shards = OptimizerOverShards(parts)
+    def __init__(self, parts: BackendParts, over_shards: OptimizerOverShards | OptimizerOverOwners) -> None:
+        self._parts, self._over_shards = parts, over_shards
         caller_state = parts.base_optimizer.state
         for shard, span, on_shard in self._over_shards:
             param = shard.unit.params[span.param_index]
@@ -40,34 +41,21 @@ class TorchOptimizer:
         return self._over_shards.optimizer.state
 
     @property
-    def state(self) -> TorchOptimizer:
-        """See ``UpdateBackend``."""
+    def state(self) -> TorchUpdate:
+        """See ``UpdateRule``."""
         return self
 
-    def step(self, settings: StepSettings) -> StepResult:
-        """See ``UpdateBackend``."""
-        return self._parts.reduction.step_on_host(settings, self._update)
-
-    def await_step_counts(self) -> None:
-        """Do nothing: step counts are on the host."""
-
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
-        """See ``UpdateBackend``."""
+        """See ``UpdateRule``."""
         return self._over_shards.run(act)
 
-    def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+    def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        """See ``UpdateRule``."""
         # The update starts from the masters, which lack values written into the parameters since the last step.
         for shard in self._parts.shards:
             if shard.may_be_written:
                 shard.reload_master()
-        for shard, span, param in self._over_shards:
-            # The optimizer skips a parameter without a gradient, as in plain torch.
-            if has_grad[shard.index][span.param_index]:
-                gradient = shard.gradient[span.shard_slice]
-                param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
-        self._over_shards.run(lambda optimizer: optimizer.step())
-        # The copies of the gradients would take memory until the next step.
-        self._over_shards.optimizer.zero_grad(set_to_none=True)
+        self._over_shards.step(factor, has_grad)
         for shard in self._parts.shards:
             if shard.low_precision_param is not None:
                 # This also rounds parameters without a gradient. Their masters were reloaded above, so they keep values
@@ -76,6 +64,17 @@ class TorchOptimizer:
             self._parts.publish_update(shard.unit)
 
     # -- the state of spans -----------------------------------------------------------------------
+
+    def keys(self, shard: OptimizerShard) -> None:
+        """See ``ShardState``."""
+
+    def spans(self, shard: OptimizerShard) -> list[ShardSpan]:
+        """See ``ShardState``."""
+        return [span for _, span, _ in self._over_shards.params[shard.index].values()]
+
+    def is_whole(self, shard: OptimizerShard) -> bool:
+        """See ``ShardState``."""
+        return isinstance(self._over_shards, OptimizerOverOwners)
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
@@ -130,6 +129,20 @@ class TorchOptimizer:
     def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
         return []
+
+
+class ElementwiseUpdate(TorchUpdate):
+    """See ``UpdateRule``. The optimizer updates what is in the shards: an element at a time, or whole units."""
+
+    def __init__(self, parts: BackendParts) -> None:
+        super().__init__(parts, OptimizerOverShards(parts))
+
+
+class WholeUpdate(TorchUpdate):
+    """See ``UpdateRule``. The optimizer updates whole parameters at their owners."""
+
+    def __init__(self, parts: BackendParts) -> None:
+        super().__init__(parts, OptimizerOverOwners(parts))
 
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:

@@ -1,0 +1,150 @@
+"""The update of Muon: momentum and step on shards, the iteration on whole matrices at their owners.
+
+    shards      momentum, direction -+                              +-> decay, step, publish
+                                     v  to the owners, in the       |
+    owners                           +-> dtype of the iteration ->  +   back to the shards
+                                         Newton-Schulz
+
+Momentum stays partitioned as any state of an element, so it is balanced to the byte, and checkpoints load at any stage
+and number of ranks. Only directions travel. While a round of matrices is made orthogonal, the next one travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
+from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, OwnerExchange, RoundTrip
+from zeroengine.optim.muon import DTYPES, apply_direction, direction, orthogonalize, update_cost
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.partition.owners import Matrix
+
+T = TypeVar("T")
+KEY = "momentum_buffer"
+
+
+class MuonState:
+    """See ``ShardState``: the momentum of each element."""
+
+    def __init__(self, shards: Sequence[OptimizerShard]) -> None:
+        self.momentum = {shard.index: shard.zeros(torch.float32) for shard in shards}
+
+    def keys(self, shard: OptimizerShard) -> frozenset[str]:
+        """See ``ShardState``."""
+        return frozenset({KEY})
+
+    def spans(self, shard: OptimizerShard) -> list[ShardSpan]:
+        """See ``ShardState``."""
+        return list(shard.spans())
+
+    def is_whole(self, shard: OptimizerShard) -> bool:
+        """See ``ShardState``."""
+        return False
+
+    def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
+        """See ``ShardState``."""
+        return SpanState({KEY: self.momentum[shard.index][span.shard_slice]}, {})
+
+    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+        """Do nothing: the momentum exists from the start."""
+
+    def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: there are no numbers."""
+
+    def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
+        """See ``ShardState``."""
+        self.momentum[shard.index][span.shard_slice].zero_()
+
+    def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """See ``ShardState``."""
+        return [self.momentum[shard.index]]
+
+    whole_shard_tensors = tensors
+
+
+class MuonUpdate:
+    """See ``UpdateRule``."""
+
+    def __init__(self, parts: BackendParts) -> None:
+        self._parts, self.state = parts, MuonState(parts.shards)
+        counts = [
+            [self._group(shard, i)["num_matrices"] for i in range(len(shard.unit.params))] for shard in parts.shards
+        ]
+        self._exchange = OwnerExchange(parts.shards, counts, update_cost, parts.transport)
+        self._shards = {shard.index: shard for shard in parts.shards}
+
+    def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
+        """See ``UpdateRule``."""
+        raise ZeroEngineError("Muon has no methods of its own")
+
+    def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        """See ``UpdateRule``."""
+        rounds = self._exchange.rounds
+        trips: list[RoundTrip] = []
+        # Round n travels to its owners while round n - 1 is computed there and round n - 2 travels back.
+        for number in range(len(rounds) + NUM_SLOTS):
+            if number >= NUM_SLOTS:
+                self._apply(trips[number - NUM_SLOTS], has_grad)
+            if number < len(rounds):
+                # All groups of a run iterate in one dtype, as ``check_groups`` ensures.
+                trip = self._exchange.begin(rounds[number], self._dtype(rounds[number].shards[0]), number % NUM_SLOTS)
+                self._fill(trip, factor, has_grad)
+                trip.send()
+                trips.append(trip)
+            if 1 <= number <= len(rounds):
+                trip = trips[number - 1]
+                with self._parts.timer.span("update", label="Newton-Schulz"):
+                    trip.send_back(self._orthogonal(trip.matrices(), has_grad))
+        self._exchange.end()
+
+    def _fill(self, trip: RoundTrip, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        with self._parts.timer.span("update", label="momentum"):
+            for shard, part, values in trip.parts():
+                if has_grad[shard.index][part.matrix.param_index]:
+                    gradient = shard.gradient[part.shard_slice].to(torch.float32) * factor
+                    momentum = self.state.momentum[shard.index][part.shard_slice]
+                    values.copy_(direction(momentum, gradient, self._group(shard, part.matrix.param_index)))
+
+    def _orthogonal(
+        self, matrices: Sequence[tuple[Matrix, torch.Tensor]], has_grad: Sequence[Sequence[bool]]
+    ) -> list[torch.Tensor]:
+        """Return the orthogonal directions. Matrices of one shape and one group are computed in one batch."""
+        results = [values for _, values in matrices]
+        batches: dict[tuple[int, int, int], list[int]] = {}
+        for index, (matrix, _) in enumerate(matrices):
+            if has_grad[matrix.unit][matrix.param_index]:
+                group = self._parts.group_of_param[self._shards[matrix.unit].unit.params[matrix.param_index]]
+                batches.setdefault((group, matrix.rows, matrix.columns), []).append(index)
+        for (group, rows, columns), indices in batches.items():
+            batch = torch.stack([results[index].view(rows, columns) for index in indices])
+            orthogonal = orthogonalize(batch, self._parts.base_optimizer.param_groups[group])
+            for index, result in zip(indices, orthogonal, strict=True):
+                results[index] = result
+        return results
+
+    def _apply(self, trip: RoundTrip, has_grad: Sequence[Sequence[bool]]) -> None:
+        trip.wait()
+        for shard in trip.round.shards:
+            if shard.may_be_written:
+                shard.reload_master()
+        with self._parts.timer.span("update", label="update"):
+            for shard, part, values in trip.parts():
+                if has_grad[shard.index][part.matrix.param_index]:
+                    group = self._group(shard, part.matrix.param_index)
+                    shape = part.matrix.rows, part.matrix.columns
+                    apply_direction(shard.master[part.shard_slice], values, group, shape)
+        for shard in trip.round.shards:
+            if shard.low_precision_param is not None:
+                shard.low_precision_param.copy_(shard.master)
+            self._parts.publish_update(shard.unit)
+
+    def _group(self, shard: OptimizerShard, param_index: int) -> dict[str, Any]:
+        return self._parts.base_optimizer.param_groups[self._parts.group_of_param[shard.unit.params[param_index]]]
+
+    def _dtype(self, shard: OptimizerShard) -> torch.dtype:
+        return DTYPES[self._group(shard, 0)["ns_dtype"]]

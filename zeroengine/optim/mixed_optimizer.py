@@ -1,0 +1,89 @@
+"""One optimizer whose groups are updated by several algorithms, such as Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.caller_optimizer import add_param_group
+
+ALGORITHM = "algorithm"
+
+
+class MixedOptimizer(torch.optim.Optimizer):
+    """Update each group of parameters by an optimizer of its own.
+
+    The groups are those of the optimizers, with one key more, "algorithm", which names the optimizer's class. Schedules
+    and users change their hyperparameters at any time::
+
+        optimizer = MixedOptimizer([Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)])
+
+    Args:
+        optimizers: The optimizers, one of each class, over different parameters.
+
+    Raises:
+        ZeroEngineError: There are none, or two of one class, or one has taken steps, or two have the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        _check(optimizers)
+        # By the name of the class. A dict, because attributes that are optimizers mark one that wraps others.
+        self._members = {type(optimizer).__name__: optimizer for optimizer in optimizers}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for name, optimizer in self._members.items():
+            for group in optimizer.param_groups:
+                group[ALGORITHM] = name
+        super().__init__(groups, {})
+
+    add_param_group = add_param_group
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let each optimizer take a step, and return the loss of ``closure`` if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in members_of(self):
+            member.step()
+        return loss
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update, with their present groups: those of a ``MixedOptimizer``, or ``optimizer``."""
+    if not isinstance(optimizer, MixedOptimizer):
+        return [optimizer]
+    for name, member in optimizer._members.items():
+        # A user may have replaced the list of groups.
+        member.param_groups = [group for group in optimizer.param_groups if group[ALGORITHM] == name]
+    return list(optimizer._members.values())
+
+
+def algorithms_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
+    """Return the algorithm of each parameter, if there are several. A unit of the model has one algorithm."""
+    if not isinstance(optimizer, MixedOptimizer):
+        return {}
+    return {param: group[ALGORITHM] for group in optimizer.param_groups for param in group["params"]}
+
+
+def _check(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+        raise ZeroEngineError(f"MixedOptimizer takes a list of torch.optim.Optimizer, found {list(optimizers)!r}")
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ZeroEngineError(
+                f"MixedOptimizer: found {kinds.count(kind)} optimizers of class {kind}; make one, with groups"
+            )
+    place: dict[torch.nn.Parameter, str] = {}
+    for kind, optimizer in zip(kinds, optimizers, strict=True):
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param in place:
+                    raise ZeroEngineError(
+                        f"MixedOptimizer: a parameter of shape {tuple(param.shape)} is in {place[param]} and in "
+                        f"{kind}.param_groups[{index}]; each parameter belongs to one optimizer"
+                    )
+                place[param] = f"{kind}.param_groups[{index}]"

@@ -1,0 +1,168 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024, kellerjordan.github.io/posts/muon).
+
+The rule has three parts. The first and the last look at single elements, so they run on shards; the second needs whole
+matrices, so it runs at their owners (``backends/muon_update.py``):
+
+1. ``direction``: the momentum takes the gradient; the direction is the momentum, or Nesterov's look ahead.
+2. ``orthogonalize``: a Newton-Schulz iteration moves all singular values of the direction's matrix towards 1.
+3. ``apply_direction``: decoupled weight decay, and a step against the orthogonal direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.owners import matrix_shape
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Muon(torch.optim.Optimizer):
+    """Update matrices by an orthogonal direction. Takes the arguments of ``torch.optim.Muon``, and two more.
+
+    Parameters have two or more dimensions; kernels of convolutions count as matrices whose rows are output channels.
+    The rest of a model needs another optimizer: ``MixedOptimizer`` joins both, as the type "Muon" of a configuration.
+
+    Args:
+        params: Parameters or groups, as for any torch optimizer.
+        lr: The learning rate.
+        weight_decay: The decoupled weight decay.
+        momentum: The factor of the momentum.
+        nesterov: Whether the direction looks ahead of the momentum.
+        ns_coefficients: The coefficients a, b and c of the iteration.
+        eps: The smallest Frobenius norm that a direction is divided by.
+        ns_steps: The number of iterations.
+        adjust_lr_fn: How the rate depends on the rows A and columns B of a matrix: "original" or None for
+            sqrt(max(1, A / B)); "match_rms_adamw" for 0.2 sqrt(max(A, B)), with which AdamW's rates and weight decay
+            serve (arXiv 2502.16982).
+        ns_dtype: What the iteration computes in: "bf16" as in torch, or "fp32".
+        num_matrices: The number of matrices in each parameter, which are equal blocks of its rows: such as 3 for a
+            fused projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself.
+
+    Raises:
+        ZeroEngineError: A parameter is no matrix, or does not divide into its matrices, or an argument is unknown.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: str = "bf16",
+        num_matrices: int = 1,
+    ) -> None:
+        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            _check_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, and return the loss of ``closure`` if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, shape = self.state[param], matrix_shape(param.shape, group["num_matrices"])
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param)
+                matrices = direction(state["momentum_buffer"], param.grad, group).to(DTYPES[group["ns_dtype"]])
+                update = orthogonalize(matrices.view(-1, *shape), group)
+                apply_direction(param, update.view_as(param), group, shape)
+        return loss
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """Check the values of a group that a rule on matrices needs, and that each of its parameters has matrices.
+
+    Raises:
+        ZeroEngineError: Something is wrong.
+    """
+    for key, known in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", tuple(DTYPES))):
+        if group[key] not in known:
+            raise ZeroEngineError(f"Muon: {key} is one of {', '.join(map(repr, known))}, found {group[key]!r}")
+    count = group["num_matrices"]
+    for param in group["params"]:
+        if param.ndim < 2:
+            raise ZeroEngineError(
+                f"Muon: found a parameter of shape {tuple(param.shape)}, which is no matrix. Give vectors, such as "
+                "biases and the weights of norms, to AdamW: zeroengine.MixedOptimizer joins both, and the type "
+                '"Muon" of a configuration divides a model by itself.'
+            )
+        rows = param.shape[0] if count == 1 else param.numel() // max(param.shape[-1], 1)
+        if not isinstance(count, int) or count < 1 or rows % count:
+            raise ZeroEngineError(
+                f"Muon: num_matrices is {count!r} for a parameter of shape {tuple(param.shape)}, whose {rows} rows do "
+                "not divide into so many blocks"
+            )
+
+
+def direction(momentum: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return the direction of some elements. ``momentum`` becomes the next one, ``gradient`` keeps its values.
+
+    Each element takes the same roundings wherever it lies: products and sums are rounded one by one, because the
+    vectors and the last elements of a loop may otherwise differ in what they fuse.
+    """
+    factor = group["momentum"]
+    weighted = gradient * (1 - factor)
+    momentum.mul_(factor).add_(weighted)
+    return weighted.add_(momentum * factor) if group["nesterov"] else momentum.clone()
+
+
+def orthogonalize(matrices: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return matrices of the same row and column spaces whose singular values are near 1.
+
+    Args:
+        matrices: Of shape (number, rows, columns), in the dtype of the iteration. It may be overwritten.
+        group: The hyperparameters.
+    """
+    # Batched products of a CPU may round otherwise than single ones, and would not be faster.
+    if matrices.device.type == "cpu" and len(matrices) > 1:
+        return torch.stack([orthogonalize(matrix, group)[0] for matrix in matrices.split(1)])
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=group["eps"])
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def apply_direction(
+    master: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any], shape: tuple[int, int]
+) -> None:
+    """Move some elements of ``master`` against their part of the orthogonal direction, in place.
+
+    Args:
+        master: The elements.
+        update: The direction, in any dtype.
+        group: The hyperparameters.
+        shape: Rows and columns of the matrix.
+    """
+    rows, columns = shape
+    lr, kind = float(group["lr"]), group["adjust_lr_fn"]
+    scale = 0.2 * math.sqrt(max(shape)) if kind == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    master.mul_(1 - lr * group["weight_decay"]).add_(update.to(master.dtype) * (-lr * scale))
+
+
+def update_cost(rows: int, columns: int) -> int:
+    """Return the multiplications of one iteration on a matrix, which owners are balanced by."""
+    short, long = min(rows, columns), max(rows, columns)
+    return 2 * short * short * long + short**3
