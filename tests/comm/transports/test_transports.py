@@ -107,8 +107,12 @@ class Script:
     def run(self, operations: int) -> None:
         for _ in range(operations):
             self.number += 1
-            operations = [self.gather, self.scatter, self.accumulate, self.exchange, self.all_reduce, self.scalars]
-            operation = self.shared.choice(operations)
+            operation = self.shared.choice(
+                [
+                    *(self.gather, self.scatter, self.accumulate, self.all_reduce, self.scalars),
+                    *(self.exchange, self.exchange_unequal),
+                ]
+            )
             operation(self.shared.choice([1, 7, 64, 1000, 33_333]), self.shared.choice(DTYPES))
             while len(self.open) > self.own.randrange(8):
                 self.finish(self.own.randrange(len(self.open)))
@@ -172,6 +176,18 @@ class Script:
         index = 0 if num_slices == 1 else self.rank
         expected = torch.cat([piece.chunk(num_slices)[index] for piece in everyone])
         self.open.append((work, received, expected, dtype))
+
+    def exchange_unequal(self, numel: int, dtype: torch.dtype) -> None:
+        """Slices of unequal size, some of them empty."""
+        sizes = tuple(tuple(self.shared.randrange(numel) for _ in range(self.size)) for _ in range(self.size))
+        everyone = [values(self.number, rank, sum(sizes[rank]), dtype) for rank in range(self.size)]
+        memory = self.transport.empty(max(sum(sizes[self.rank]), 1), dtype)
+        sent = memory[: sum(sizes[self.rank])].copy_(everyone[self.rank])
+        pieces = [piece.split(row)[self.rank] for piece, row in zip(everyone, sizes, strict=True)]
+        received = torch.empty(sum(row[self.rank] for row in sizes), dtype=dtype)
+        channel = self.shared.choice([self.transport.gather, self.transport.reduce])
+        work = channel.all_to_all(received, sent, f"unit {self.number}", sizes=sizes)
+        self.open.append((work, received, torch.cat(pieces), dtype))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
         full, everyone = self.sent(numel * self.size, dtype)

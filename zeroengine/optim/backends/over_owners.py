@@ -91,6 +91,7 @@ class OptimizerOverOwners:
                 values.copy_(values_of(shard)[part.shard_slice])
             trip.send()
             yield from trip.matrices()
+            self._exchange.end_one_way(trip)
 
     def _give_back(self) -> None:
         for around in self._exchange.rounds:
@@ -99,6 +100,7 @@ class OptimizerOverOwners:
             trip.wait()
             for shard, part, values in trip.parts():
                 shard.master[part.shard_slice].copy_(values)
+            self._exchange.end_one_way(trip)
 
     def _param(self, matrix: Matrix) -> torch.nn.Parameter:
         return self.params[matrix.unit][matrix.param_index].param

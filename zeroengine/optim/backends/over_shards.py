@@ -32,13 +32,13 @@ class OptimizerOverShards:
 
     Attributes:
         optimizer: The copy. Its state belongs to these parameters.
-        params: For each shard, by the index of a parameter in its unit, what the copy updates.
+        params: For each shard, by its index and that of a parameter in its unit, what the copy updates.
     """
 
     def __init__(self, parts: BackendParts) -> None:
         self._caller = parts.base_optimizer
         self.optimizer = copy_without_parameters(parts.base_optimizer)
-        self.params: list[dict[int, ShardParameter]] = [{} for _ in parts.shards]
+        self.params: dict[int, dict[int, ShardParameter]] = {shard.index: {} for shard in parts.shards}
         for shard in parts.shards:
             for span in shard.spans():
                 original = shard.unit.params[span.param_index]
@@ -50,7 +50,7 @@ class OptimizerOverShards:
 
     def __iter__(self) -> Iterator[ShardParameter]:
         """Yield the parameters of all shards."""
-        for params in self.params:
+        for params in self.params.values():
             yield from params.values()
 
     def step(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:

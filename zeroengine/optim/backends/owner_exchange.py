@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 import torch
 
 from zeroengine.comm.interfaces import Sizes, Transport
+from zeroengine.comm.memory_reuse import REUSE_TIMEOUT_S
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.owners import ExchangePlan, Matrix, Part, assign_owners, matrices_of, rounds_of
 from zeroengine.utils.work import Completed, Work
@@ -43,10 +44,10 @@ class Round:
     @cached_property
     def owned(self) -> list[tuple[Matrix, list[slice]]]:
         """The matrices that this rank owns, with the places at which their parts arrive, in order."""
-        places: dict[int, tuple[Matrix, list[slice]]] = {}
-        for part, place in _places(self.plan.received):
-            places.setdefault(part.number, (part.matrix, []))[1].append(place)
-        return [places[index] for index in sorted(places)]
+        # With hybrid degrees the shards are not in the order of the ranks, from which parts arrive.
+        in_order = sorted(_places(self.plan.received), key=lambda arrived: (arrived[0].number, arrived[0].offset))
+        by_matrix = groupby(in_order, lambda arrived: arrived[0].matrix)
+        return [(matrix, [place for _, place in arrived]) for matrix, arrived in by_matrix]
 
 
 class RoundTrip:
@@ -100,6 +101,10 @@ class RoundTrip:
     def wait(self) -> None:
         """Wait for the results."""
         self._work.wait_stream()
+
+    def is_read(self) -> bool:
+        """Wait a while until all owners have their parts, and return whether they have."""
+        return not self._moves or self._transport.gather.reusable(self._work, REUSE_TIMEOUT_S)
 
     def _move(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sizes) -> None:
         if self._moves:
@@ -166,6 +171,12 @@ class OwnerExchange:
             return RoundTrip(self._transport, around, in_shards, None)
         at_owner = self._take(slot, "at owner", dtype, max(r.plan.num_received for r in self.rounds))
         return RoundTrip(self._transport, around, in_shards, at_owner)
+
+    def end_one_way(self, trip: RoundTrip) -> None:
+        """Let the memory of a round trip serve again, although nothing comes back."""
+        if not trip.is_read():
+            # A peer that is far behind keeps what it still reads.
+            self._memory.clear()
 
     def _take(self, slot: int, place: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         key = slot, place, dtype

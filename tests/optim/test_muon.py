@@ -1,0 +1,45 @@
+"""Muon's rule: its iteration, its agreement with torch's, and how it divides a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroengine.optim.muon import Muon, orthogonalize
+
+GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+SHAPES = [(5, 5), (3, 40), (40, 3), (1, 7), (7, 1), (64, 48)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_becomes_nearly_orthogonal_whatever_else_is_in_its_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        batch = torch.randn(4, *shape, dtype=dtype) * torch.tensor([1e-6, 1.0, 1e6, 1.0], dtype=dtype).view(4, 1, 1)
+        results = orthogonalize(batch.clone(), GROUP)
+        for matrix, result in zip(batch, results, strict=True):
+            assert torch.equal(orthogonalize(matrix[None].clone(), GROUP)[0], result)
+            # The coefficients move singular values between 0.1 and 1 of the norm into this range.
+            values = torch.linalg.svdvals(result.float())
+            assert values.max() < 1.3 and values[0] > 0.6
+    assert not orthogonalize(torch.zeros(1, 3, 3), GROUP).any()
+
+
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_takes_the_steps_of_torchs_own(adjust: str | None, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(24, 16), torch.randn(16, 24)]
+    gradients = [[torch.randn_like(value) for value in start] for _ in range(3)]
+    found = []
+    for cls in (Muon, torch.optim.Muon):
+        params = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = cls(params, lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust)
+        for step in gradients:
+            for param, gradient in zip(params, step, strict=True):
+                param.grad = gradient.clone()
+            optimizer.step()
+        found.append(params)
+    # Both iterate in bf16, from directions that may be rounded to neighbors.
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=3 * 0.02 * 0.02 * (24**0.5 if adjust else 1))
