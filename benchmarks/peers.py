@@ -5,6 +5,7 @@ rounds, each run next to its own floor; the median of the ratios counts. The def
 
     pip install .[bench]
     python benchmarks/peers.py --size s --rounds 5
+    python benchmarks/peers.py --size m --optimizer Muon --only ddp:0 deepspeed:2 deepspeed:3 zeroengine:2 zeroengine:3
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def run(engine: str, args: argparse.Namespace) -> dict[str, float]:
     workload = str(Path(__file__).with_name("workload.py"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
     options = ["--stage", stage or "0", "--size", args.size, "--dtype", args.dtype, "--steps", str(args.steps)]
-    options += ["--batch", str(args.batch), "--context", str(args.context)]
+    options += ["--optimizer", args.optimizer, "--batch", str(args.batch), "--context", str(args.context)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1"}
     done = subprocess.run([*launch, workload, name, *options], env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
     parser.add_argument("--context", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
     parser.add_argument("--only", nargs="*", help="engines as name:stage")
     parser.add_argument("--json", type=Path, help="also write the figures into this file")
     args = parser.parse_args()
@@ -92,7 +94,7 @@ def figures_of(
         }
         for engine, values in ratios.items()
     ]
-    settings = {key: getattr(args, key) for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context")}
+    settings = {key: getattr(args, key) for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context", "optimizer")}
     return {
         "machine": machine(),
         **settings,

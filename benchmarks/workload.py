@@ -92,6 +92,11 @@ def json_config(args: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": args.stage},
         "optimizer": {"type": "AdamW", "params": ADAMW},
     }
+    if args.optimizer == "Muon":
+        config["optimizer"] = {"type": "Muon", "params": {**ADAMW, "momentum": 0.95}}
+        if args.engine == "deepspeed":
+            # Its Muon refuses reduce-scatters, and its rule for names takes "tokens" and "positions" for matrices.
+            config["zero_optimization"]["reduce_scatter"] = False
     if args.offload != "none":
         place = {"device": args.offload, "nvme_path": args.nvme_path, "pin_memory": False}
         config["zero_optimization"]["offload_optimizer"] = place
@@ -145,6 +150,13 @@ def deepspeed_step(model: nn.Module, args: argparse.Namespace, data: Iterator[An
             if key in config["zero_optimization"]:
                 config["zero_optimization"][key] = {**config["zero_optimization"][key], "buffer_count": 5}
         config["zero_optimization"].setdefault("sub_group_size", max(numel // 8, 1 << 24))
+    if args.optimizer == "Muon":
+        model.embed_tokens, model.embed_positions = model.tokens, model.positions
+        del model.tokens, model.positions
+        type(model).tokens, type(model).positions = (  # type: ignore[attr-defined]
+            property(lambda self: self.embed_tokens),
+            property(lambda self: self.embed_positions),
+        )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> torch.Tensor:
@@ -174,21 +186,28 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, **options)  # type: ignore[arg-type]
         fully_shard(model, **options)
-    step = plain_step(model, None if args.engine == "fsdp2" else half)
+    step = plain_step(model, None if args.engine == "fsdp2" else half, args.optimizer)
     return lambda: step(*next(data))
 
 
-def plain_step(model: nn.Module, half: torch.dtype | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Take a step of plain PyTorch: autocast to ``half`` if there is one, clipping, and fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+def plain_step(
+    model: nn.Module, half: torch.dtype | None, kind: str = "AdamW"
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Take a step of plain PyTorch: autocast to ``half`` if there is one, clipping, and fused AdamW or torch's Muon."""
+    matrices = {p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2} if kind == "Muon" else {}
+    rest = [param for param in model.parameters() if param not in matrices]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, fused=True, **ADAMW)]
+    if kind == "Muon":
+        optimizers.append(torch.optim.Muon(matrices, lr=ADAMW["lr"], weight_decay=ADAMW["weight_decay"]))
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, half, enabled=half is not None):
             loss = model(ids, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     return step
@@ -207,6 +226,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--offload", choices=["none", "cpu", "nvme"], default="none")
     parser.add_argument("--nvme-path")
+    parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
     parser.add_argument("--meta", action="store_true", help="build the model without memory for its parameters")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
