@@ -94,7 +94,10 @@ def figures_of(
         }
         for engine, values in ratios.items()
     ]
-    settings = {key: getattr(args, key) for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context", "optimizer")}
+    settings = {
+        key: getattr(args, key)
+        for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context", "optimizer")
+    }
     return {
         "machine": machine(),
         **settings,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import zeroengine
+from tests.distributed.models import TinyLM
+from zeroengine.config.optimizers import MuonParams
 from zeroengine.optim.muon import Muon, orthogonalize
+from zeroengine.optim.muon_groups import build_muon
 
 GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
 SHAPES = [(5, 5), (3, 40), (40, 3), (1, 7), (7, 1), (64, 48)]
@@ -43,3 +47,29 @@ def test_it_takes_the_steps_of_torchs_own(adjust: str | None, nesterov: bool) ->
     # Both iterate in bf16, from directions that may be rounded to neighbors.
     for own, theirs in zip(*found, strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=3 * 0.02 * 0.02 * (24**0.5 if adjust else 1))
+
+
+def divided(model: torch.nn.Module, **settings: object) -> dict[str, list[str]]:
+    """The names of the parameters that each algorithm updates."""
+    optimizer = build_muon(model, list(model.parameters()), MuonParams(**settings).model_dump())
+    names = {param: name for name, param in model.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for group in optimizer.param_groups:
+        found.setdefault(group["algorithm"], []).extend(names[param] for param in group["params"])
+    return found
+
+
+def test_a_model_is_divided_alike_with_and_without_memory() -> None:
+    """Matrices inside of blocks; neither the embedding nor a head of its shape, tied or not, nor vectors."""
+    for tied in (True, False):
+        found = divided(TinyLM(tied, blocks=1))
+        assert found["Muon"] == ["blocks.0.up.weight", "blocks.0.down.weight"]
+        assert {"tok.weight", "norm.weight", "blocks.0.up.bias"} < set(found["AdamW"])
+        with torch.device("meta"):
+            assert divided(TinyLM(tied, blocks=1)) == found
+        with zeroengine.meta_init():
+            assert divided(TinyLM(tied, blocks=1)) == found
+    assert divided(TinyLM(blocks=2), muon_params=["*.up.weight"])["Muon"] == [
+        "blocks.0.up.weight",
+        "blocks.1.up.weight",
+    ]

@@ -68,6 +68,11 @@ def choose_backend(
                 f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
                 'write "device": "none"'
             )
+        if rule is WholeUpdate and config.local_steps is not None:
+            raise ZeroEngineError(
+                f"local_steps: states of {name} belong to whole parameters and cannot be averaged over replicas. Use an "
+                "optimizer with a value of each element, such as AdamW or Muon."
+            )
     return partial(BlockingUpdate, rules=rules)
 
 

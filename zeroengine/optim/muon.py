@@ -67,6 +67,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             _check_group(group)
+        if len({group["ns_dtype"] for group in self.param_groups}) > 1:
+            raise ZeroEngineError("Muon: found groups of different ns_dtype; write one for all of them")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -32,7 +32,7 @@ class MuonState:
     """See ``ShardState``: the momentum of each element."""
 
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
-        self.momentum = {shard.index: shard.zeros(torch.float32) for shard in shards}
+        self.momentum = {shard.index: shard.zeros(shard.master.dtype) for shard in shards}
 
     def keys(self, shard: OptimizerShard) -> frozenset[str]:
         """See ``ShardState``."""
@@ -91,7 +91,7 @@ class MuonUpdate:
             if number >= NUM_SLOTS:
                 self._apply(trips[number - NUM_SLOTS], has_grad)
             if number < len(rounds):
-                # All groups of a run iterate in one dtype, as ``check_groups`` ensures.
+                # The groups of an optimizer iterate in one dtype.
                 trip = self._exchange.begin(rounds[number], self._dtype(rounds[number].shards[0]), number % NUM_SLOTS)
                 self._fill(trip, factor, has_grad)
                 trip.send()
@@ -106,7 +106,7 @@ class MuonUpdate:
         with self._parts.timer.span("update", label="momentum"):
             for shard, part, values in trip.parts():
                 if has_grad[shard.index][part.matrix.param_index]:
-                    gradient = shard.gradient[part.shard_slice].to(torch.float32) * factor
+                    gradient = shard.gradient[part.shard_slice].to(shard.master.dtype) * factor
                     momentum = self.state.momentum[shard.index][part.shard_slice]
                     values.copy_(direction(momentum, gradient, self._group(shard, part.matrix.param_index)))
 
