@@ -20,7 +20,6 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.owners import matrix_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Muon(torch.optim.Optimizer):
@@ -41,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: How the rate depends on the rows A and columns B of a matrix: "original" or None for
             sqrt(max(1, A / B)); "match_rms_adamw" for 0.2 sqrt(max(A, B)), with which AdamW's rates and weight decay
             serve (arXiv 2502.16982).
-        ns_dtype: What the iteration computes in: "bf16" as in torch, or "fp32".
+        ns_dtype: What the iteration computes in: "bf16" as in torch, or "fp32", which is float64 for such parameters.
         num_matrices: The number of matrices in each parameter, which are equal blocks of its rows: such as 3 for a
             fused projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself.
 
@@ -84,7 +83,9 @@ class Muon(torch.optim.Optimizer):
                 state, shape = self.state[param], matrix_shape(param.shape, group["num_matrices"])
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(param)
-                matrices = direction(state["momentum_buffer"], param.grad, group).to(DTYPES[group["ns_dtype"]])
+                matrices = direction(state["momentum_buffer"], param.grad, group).to(
+                    iteration_dtype(group, param.dtype)
+                )
                 update = orthogonalize(matrices.view(-1, *shape), group)
                 apply_direction(param, update.view_as(param), group, shape)
         return loss
@@ -96,7 +97,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
     Raises:
         ZeroEngineError: Something is wrong.
     """
-    for key, known in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", tuple(DTYPES))):
+    for key, known in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", ("bf16", "fp32"))):
         if group[key] not in known:
             raise ZeroEngineError(f"Muon: {key} is one of {', '.join(map(repr, known))}, found {group[key]!r}")
     count = group["num_matrices"]
@@ -113,6 +114,11 @@ def _check_group(group: Mapping[str, Any]) -> None:
                 f"Muon: num_matrices is {count!r} for a parameter of shape {tuple(param.shape)}, whose {rows} rows do "
                 "not divide into so many blocks"
             )
+
+
+def iteration_dtype(group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """Return what the iteration computes in, for masters of ``dtype``."""
+    return torch.bfloat16 if group["ns_dtype"] == "bf16" else dtype
 
 
 def direction(momentum: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

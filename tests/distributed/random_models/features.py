@@ -385,7 +385,7 @@ def random_recipe(seed: int) -> Recipe:
     fields = draft.fields
     fields["width"] = rng.choice((5, 6, 8))
     fields["dtype"] = rng.choice(("float64",) * 4 + ("float32",))
-    fields["optimizer"] = rng.choice(("sgd", "momentum", "adamw", "adamw in groups"))
+    fields["optimizer"] = rng.choice(("sgd", "momentum", "adamw", "adamw in groups", "muon", "by norms"))
     if "fused adam" in draft.tags:  # the only update of what is offloaded
         fields["dtype"], fields["optimizer"] = "float32", rng.choice(("adamw", "adamw in groups"))
     fields["clip"] = rng.choice((0.0, 0.3))

@@ -13,6 +13,37 @@ from torch import nn
 import zeroengine
 from tests.distributed.random_models.model import RandomModel
 from tests.distributed.random_models.recipe import Recipe
+from zeroengine.optim.mixed_optimizer import MixedOptimizer
+from zeroengine.optim.muon import Muon
+
+
+class ByNorms(torch.optim.Optimizer):
+    """Divides each gradient by its parameter's norm of it, so that it needs whole parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros((), dtype=param.dtype))
+                    mean.lerp_(param.grad.norm(), 0.5)
+                    param.add_(param.grad / (mean + 0.1), alpha=-group["lr"])
+
+
+def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Muon for what is a matrix, and AdamW for the rest, if there are both."""
+    matrices = [param for param in params if param.ndim >= 2 and param.requires_grad]
+    rest = [param for param in params if param.ndim < 2 or not param.requires_grad]
+    members: list[torch.optim.Optimizer] = []
+    if matrices:
+        members.append(Muon(matrices, lr=0.02, ns_dtype="fp32", eps=1e-2))
+    if rest:
+        members.append(torch.optim.AdamW(rest, lr=1e-2, eps=1e-3))
+    return MixedOptimizer(members)
+
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
@@ -22,6 +53,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw in groups": lambda params: torch.optim.AdamW(
         [{"params": params[::2]}, {"params": params[1::2], "lr": 2e-3, "weight_decay": 0.0}], lr=1e-2, eps=1e-3
     ),
+    "muon": muon,
+    "by norms": lambda params: ByNorms(params, lr=0.05),
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, OwnerExchange, RoundTrip
-from zeroengine.optim.muon import DTYPES, apply_direction, direction, orthogonalize, update_cost
+from zeroengine.optim.muon import apply_direction, direction, iteration_dtype, orthogonalize, update_cost
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.owners import Matrix
@@ -147,4 +147,4 @@ class MuonUpdate:
         return self._parts.base_optimizer.param_groups[self._parts.group_of_param[shard.unit.params[param_index]]]
 
     def _dtype(self, shard: OptimizerShard) -> torch.dtype:
-        return DTYPES[self._group(shard, 0)["ns_dtype"]]
+        return iteration_dtype(self._group(shard, 0), shard.master.dtype)
