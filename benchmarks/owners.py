@@ -1,6 +1,6 @@
 """Compares two ways in which the gradients of matrices reach the ranks that update them, and the values come back.
 
-    shards    reduce-scatter to equal shards, all-to-all to the owners and back in bf16, all-gather: what zeroengine does
+    shards    reduce-scatter to equal shards, all-to-all to the owners and back in bf16, all-gather: as zeroengine does
     owners    sums land at the owners of whole matrices, which send the updated matrices to all ranks
 
 Both move the matrices of a transformer, block by block, without computing anything but the sums.

@@ -70,7 +70,7 @@ def choose_backend(
             )
         if rule is WholeUpdate and config.local_steps is not None:
             raise ZeroEngineError(
-                f"local_steps: states of {name} belong to whole parameters and cannot be averaged over replicas. Use an "
+                f"local_steps: states of {name} belong to whole parameters, and replicas cannot average them. Use an "
                 "optimizer with a value of each element, such as AdamW or Muon."
             )
     return partial(BlockingUpdate, rules=rules)
