@@ -77,7 +77,8 @@ def _honored(model: type[BaseModel], prefix: str, kind: str = "") -> Iterator[tu
             for section in inner:
                 yield from _honored(section, f"{path}.")
         else:
-            default = "required" if info.is_required() else f"`{json.dumps(info.default)}`"
+            value = None if info.is_required() else info.get_default(call_default_factory=True)
+            default = "required" if info.is_required() else f"`{json.dumps(value)}`"
             yield path, default, info.description or "", kind
 
 

@@ -24,6 +24,7 @@ jsonschema = pytest.importorskip("jsonschema")
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 READY = sorted(path for path in CONFIGS.glob("*.json") if path.name != "schema.json")
+STAGES = [CONFIGS / f"zero{stage}.json" for stage in range(4)]
 DEEPSPEED_FILES = Path(__file__).parent / "deepspeed_files"
 
 
@@ -45,8 +46,8 @@ def test_the_tables_in_the_docs_are_current() -> None:
     assert integrations_table() in COMING_FROM.read_text(), "run: python -m tests.generated_docs"
 
 
-def test_there_is_a_ready_file_for_each_stage() -> None:
-    assert [path.name for path in READY] == [f"zero{stage}.json" for stage in range(4)]
+def test_there_is_a_ready_file_for_each_stage_and_for_muon() -> None:
+    assert READY == [CONFIGS / "muon.json", *STAGES]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
@@ -56,11 +57,11 @@ def test_a_ready_file_loads_without_a_notice(path: Path, validator: Any) -> None
     assert tree["$schema"] == "./schema.json"
     config = load(path).resolve(world_size=2)
     assert config.notices == ()
-    assert config.zero_optimization.stage == int(path.stem[-1])
+    assert path not in STAGES or config.zero_optimization.stage == STAGES.index(path)
 
 
-def test_the_ready_files_differ_in_the_stage_alone() -> None:
-    trees = [json.loads(path.read_text()) for path in READY]
+def test_the_ready_files_of_the_stages_differ_in_the_stage_alone() -> None:
+    trees = [json.loads(path.read_text()) for path in STAGES]
     for stage, tree in enumerate(trees):
         assert tree["zero_optimization"].pop("stage") == stage
     assert all(tree == trees[0] for tree in trees)
