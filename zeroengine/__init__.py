@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         ReleasedParameterError,
         ZeroEngineError,
     )
+    from zeroengine.optim.mixed_optimizer import MixedOptimizer
+    from zeroengine.optim.muon import Muon
     from zeroengine.plan.api import plan
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
     _MODULES = {
@@ -54,6 +56,8 @@ else:  # Names are imported when they are first used, so the commands that need 
             "ReleasedParameterError",
             "ZeroEngineError",
         ],
+        "zeroengine.optim.mixed_optimizer": ["MixedOptimizer"],
+        "zeroengine.optim.muon": ["Muon"],
     }
     _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -82,6 +86,8 @@ __all__ = [
     "Engine",
     "LossScaleError",
     "Memory",
+    "MixedOptimizer",
+    "Muon",
     "OffloadError",
     "ReleasedParameterError",
     "ZeroEngineError",

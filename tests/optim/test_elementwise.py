@@ -1,4 +1,4 @@
-"""An optimizer that looks at other elements would train otherwise on shards, and is refused there."""
+"""An optimizer that looks at other elements would train otherwise on shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroengine.optim.elementwise import is_elementwise
+from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
 
 Params = list[torch.nn.Parameter]
 
@@ -30,10 +30,42 @@ class Written(torch.optim.Optimizer):
         self.update([param for group in self.param_groups for param in group["params"] if param.grad is not None])
 
 
-def normalize_each(params: Params) -> None:
+class Late(Written):
+    """As some kinds of Shampoo, which begin with another rule."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 20:
+            super().step()
+
+
+class Adapted(torch.optim.Optimizer):
+    """As D-adaptation: tiny steps at first, by a rate that grows with the progress of all parameters together."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"rate": 1e-6, "sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                start = self.state[param].setdefault("start", param.clone())
+                group["sum"] += float((param.grad * (start - param)).sum())
+            group["rate"] = max(group["rate"] * 1.1, abs(group["sum"]))
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["rate"])
+
+
+def normalize_each(params: Params, size: float = 1.0) -> None:
     for param in params:
         assert param.grad is not None
-        param.sub_(param.grad / param.grad.norm())
+        param.sub_(param.grad / param.grad.norm(), alpha=size)
+
+
+def normalize_matrices(params: Params) -> None:
+    assert all(param.ndim == 2 for param in params)
+    normalize_each(params)
 
 
 def normalize_all(params: Params) -> None:
@@ -64,25 +96,33 @@ ELEMENTWISE: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "asgd": of_own_class(torch.optim.ASGD),
     "a rate of 0": of_own_class(torch.optim.SGD, lr=0.0),
     "torch's own": torch.optim.SGD,
-    # What cannot be decided is not refused.
+}
+ONE_PARAMETER: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
+    "by name": torch.optim.Adafactor,
+    "a norm of each parameter": lambda params: Written(params, normalize_each),
+    "for matrices alone": lambda params: Written(params, normalize_matrices),
+    "at later steps": lambda params: Late(params, normalize_each),
+    "tiny steps": lambda params: Written(params, lambda params: normalize_each(params, 1e-9)),
+    # What cannot be decided is right on whole parameters.
     "noise": lambda params: Written(params, add_noise),
     "cannot be tried": lambda params: Written(params, raise_for_small),
 }
-OTHERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
-    "by name": torch.optim.Adafactor,
-    "a norm of each parameter": lambda params: Written(params, normalize_each),
+SEVERAL: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "a norm of all": lambda params: Written(params, normalize_all),
+    "a rate from all": Adapted,
 }
+ALL = ELEMENTWISE | ONE_PARAMETER | SEVERAL
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *OTHERS])
-def test_an_update_that_looks_at_other_elements_is_found(name: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_what_an_update_looks_at_is_found(name: str) -> None:
     params = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(3))]
-    optimizer = (ELEMENTWISE | OTHERS)[name](params)
+    optimizer = ALL[name](params)
     random_state, num_states = torch.get_rng_state(), len(optimizer.state)
     assert is_elementwise(optimizer) == (name in ELEMENTWISE)
+    assert looks_at_one_parameter(optimizer) == (name not in SEVERAL)
     # The trial leaves no trace.
     assert len(optimizer.state) == num_states and [group["params"] for group in optimizer.param_groups] == [params]
     assert all(torch.equal(param, torch.ones_like(param)) and param.grad is None for param in params)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert optimizer.param_groups[0]["lr"] == optimizer.defaults["lr"]
+    assert optimizer.param_groups[0].get("lr") == optimizer.defaults.get("lr")

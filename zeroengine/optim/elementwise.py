@@ -7,7 +7,9 @@ differ where each rank has one whole parameter, no rank can update by itself.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,59 +20,79 @@ from zeroengine.utils.tensor_tree import leaves_in
 
 # The update of an element depends on other elements, so these optimizers need whole parameters.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
-NUM_STEPS = 3
-SHAPES = ((4, 6), (8,))
+# Some optimizers begin to look at other elements after some steps.
+NUM_STEPS = 30
+# The parameters that are tried. Some optimizers take matrices alone.
+TRIED = (((4, 6), (8,)), ((4, 6), (2, 4)))
 # The first rank has this many of the elements of all parameters. The cut goes through a row of the first parameter.
 CUT = 15
+Shapes = Sequence[Sequence[int]]
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` updates each element by its own gradients alone.
+    """Return whether ``optimizer`` is known to update each element by its own gradients alone.
 
-    The classes of ``torch.optim`` are known. An optimizer that cannot be tried, because it needs parameters of a model
-    or a GPU, or that draws random numbers, is taken to be element-wise.
+    The classes of ``torch.optim`` are known. Others are tried. One that cannot be tried, or that draws random numbers,
+    is right on whole parameters in any case.
     """
     if {cls.__name__ for cls in type(optimizer).__mro__} & NOT_ELEMENTWISE:
         return False
     if type(optimizer).__module__.startswith(("torch.optim.", "zeroengine.")):
         return True
-    return acts_elementwise(optimizer, lambda copied: None)
+    return _agree(optimizer, lambda copied: None, _cut) is True
 
 
 def looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` updates each parameter by its own gradients alone.
-
-    An optimizer that cannot be tried is taken to do so.
-    """
-    return _agree(optimizer, lambda copied: None, [(shape,) for shape in SHAPES])
+    """Return whether ``optimizer`` updates each parameter by its own gradients alone, or cannot be tried."""
+    return _agree(optimizer, lambda copied: None, lambda shapes: [(shape,) for shape in shapes]) is not False
 
 
 def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any]) -> bool:
     """Return whether steps of ``optimizer`` and then ``act`` do and return the same on whole parameters and on parts.
 
+    What cannot be tried counts as such.
+
     Args:
         optimizer: Copies of it take the steps.
         act: Is called with a copy after its steps. What it does may depend on its state.
     """
-    return _agree(optimizer, act, [((CUT,),), ((SHAPES[0][0] * SHAPES[0][1] - CUT,), SHAPES[1])])
+    return _agree(optimizer, act, _cut) is not False
+
+
+def _cut(shapes: Shapes) -> list[Shapes]:
+    """Return the shapes that each of two ranks has, where a cut goes through the first parameter."""
+    return [((CUT,),), ((torch.Size(shapes[0]).numel() - CUT,), shapes[1])]
 
 
 def _agree(
-    optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any], ranks: Sequence[Sequence[Any]]
-) -> bool:
-    """Return whether steps and then ``act`` do and return the same on one rank and on ``ranks``. See ``_updated``."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole, other_seed = (_updated(optimizer, [SHAPES], act, seed=seed) for seed in (0, 1))
-            if not torch.equal(whole.elements, other_seed.elements):
-                return True
-            cut = _updated(optimizer, ranks, act, seed=0)
-    except Exception:
+    optimizer: torch.optim.Optimizer,
+    act: Callable[[torch.optim.Optimizer], Any],
+    cut: Callable[[Shapes], Sequence[Shapes]],
+) -> bool | None:
+    """Return whether steps and then ``act`` do and return the same on one rank and on several; None: it is unknown.
+
+    Args:
+        optimizer: See ``acts_elementwise``.
+        act: See ``acts_elementwise``.
+        cut: Returns the shapes that each rank has, from those of whole parameters.
+    """
+    own = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    # Some optimizers run on GPUs alone, or in fp32 alone. In float64 the tiniest steps show.
+    for kind in itertools.product(dict.fromkeys(("cpu", own.type)), (torch.float64, torch.float32), TRIED):
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
-        return True
-    if not torch.allclose(whole.elements, cut.elements, rtol=1e-5, atol=1e-7):
-        return False
-    return all(_is_same(whole.results[0], result) for result in cut.results)
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+            device, dtype, shapes = kind
+            one, other_seed, parts = (
+                _updated(optimizer, ranks, act, torch.empty(0, device=device, dtype=dtype), seed=seed)
+                for ranks, seed in (([shapes], 0), ([shapes], 1), (cut(shapes), 0))
+            )
+            if not torch.equal(one.movement, other_seed.movement) or not one.movement.any():
+                return None
+            # A small movement may grow later, so what counts is the difference relative to it.
+            tolerance = 1e-6 * float(one.movement.abs().max())
+            agrees = torch.allclose(one.movement, parts.movement, rtol=1e-5, atol=tolerance)
+            return agrees and all(_is_same(one.results[0], result) for result in parts.results)
+    return None
 
 
 def _is_same(whole: Any, part: Any) -> bool:
@@ -86,51 +108,61 @@ def _is_same(whole: Any, part: Any) -> bool:
 
 
 class _Updated(NamedTuple):
-    """The elements of all parameters after a few steps, and what each rank's ``act`` returned then."""
+    """How far the elements of all parameters have moved, and what each rank's ``act`` returned then."""
 
-    elements: torch.Tensor
+    movement: torch.Tensor
     results: list[Any]
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, ranks: Sequence[Any], act: Callable[[torch.optim.Optimizer], Any], seed: int
+    optimizer: torch.optim.Optimizer,
+    ranks: Sequence[Shapes],
+    act: Callable[[torch.optim.Optimizer], Any],
+    like: torch.Tensor,
+    seed: int,
 ) -> _Updated:
-    """Take a few steps and then ``act``, where each rank has parameters of some shapes.
+    """Take steps and then ``act``, where each rank has parameters of some shapes.
 
     Args:
         optimizer: The optimizer. A copy of it takes the steps.
-        ranks: For each rank the shapes of its parameters. Together they have as many elements as ``SHAPES``.
+        ranks: For each rank the shapes of its parameters. Together they have as many elements as whole parameters.
+        act: See ``acts_elementwise``.
+        like: Has the dtype and the device of the parameters.
         seed: Of torch's random generator.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
-    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    draws = [torch.randn(numel, generator=generator, device="cpu") for _ in range(1 + NUM_STEPS)]
-    updated, results, start = [], [], 0
+    numel = sum(torch.Size(shape).numel() for shapes in ranks for shape in shapes)
+    draws = [torch.randn(numel, generator=generator, device="cpu") for _ in range(2 + NUM_STEPS)]
+    # Gradients have a mean, by which optimizers that estimate a rate make progress.
+    values, mean, *noise = (draw.to(like) for draw in draws)
+    moved, results, start = [], [], 0
     for shapes in ranks:
         torch.manual_seed(seed)
         sizes = [torch.Size(shape).numel() for shape in shapes]
         stop = start + sum(sizes)
-        parts = [draw[start:stop].split(sizes) for draw in draws]
+        part = values[start:stop]
         on_rank = _independent_copy(optimizer)
         # Each group has a copy of the parameters, because groups may have rules of their own.
         params = []
         for group in on_rank.param_groups:
             group["params"] = [
-                torch.nn.Parameter(value.clone().view(shape)) for value, shape in zip(parts[0], shapes, strict=True)
+                torch.nn.Parameter(value.clone().view(tuple(shape)))
+                for value, shape in zip(part.split(sizes), shapes, strict=True)
             ]
             # A schedule's warmup may begin at 0, which would hide every difference.
             if "lr" in group and not float(group["lr"]):
                 group["lr"] = 0.01
             params.append(group["params"])
-        for gradients in parts[1:]:
+        for draw in noise:
+            gradients = (mean + 0.5 * draw)[start:stop].split(sizes)
             for group_params in params:
                 for param, gradient in zip(group_params, gradients, strict=True):
                     param.grad = gradient.clone().view_as(param)
             on_rank.step()
         results.append(act(on_rank))
-        updated.append(torch.stack([torch.cat([p.detach().flatten() for p in group]) for group in params]))
+        moved.append(torch.stack([torch.cat([p.detach().flatten() for p in group]) - part for group in params]))
         start = stop
-    return _Updated(torch.cat(updated, dim=1), results)
+    return _Updated(torch.cat(moved, dim=1), results)
 
 
 def _independent_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
