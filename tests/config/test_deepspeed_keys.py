@@ -112,7 +112,8 @@ def test_the_zero2_file_of_transformers_with_offload_lacks_the_number_of_steps_a
 def test_the_file_that_accelerate_writes() -> None:
     config = load(FILES / "accelerate_zero3.json")
     assert config.notices == (
-        "zero_allow_untested_optimizer (line 14) has no effect: every element-wise torch optimizer is allowed.",
+        "zero_allow_untested_optimizer (line 14) has no effect: every optimizer that looks at one parameter at a time "
+        "is allowed.",
     )
     assert config.steps_per_print is None
     assert config.resolve(world_size=8).bf16.enabled

@@ -59,8 +59,11 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* cannot run on shards'),
-        ({"type": "Radam"}, "write one of Adam, AdamW, SGD, Adagrad, Lion, the import path .* such as torch.optim.RAd"),
+        ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* by its import path'),
+        (
+            {"type": "Radam"},
+            "write one of Adam, AdamW, SGD, Adagrad, Lion, Muon, the import path .* such as torch.optim.RAd",
+        ),
         ({"type": "OneBitAdam"}, "It is not available: it compresses its communication, which changes results"),
         ({"type": 3}, r"optimizer.type: found 3 \(an integer\); write one of"),
         ({"type": "my-package.Adam"}, "the import path of a class such as torch.optim.RAdam"),
@@ -77,7 +80,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "AdamW", "params": {"amsgrad": True}}, "AMSGrad is not available"),
         (
             {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
-            "optimizer.params.betas: SGD does not take it; Adam and AdamW and Lion do",
+            "optimizer.params.betas: SGD does not take it; Adam and AdamW and Lion and Muon do",
         ),
         ({"type": "SGD", "params": {"nesterov": True}}, 'write for example "momentum": 0.9'),
     ],

@@ -15,7 +15,8 @@ import zeroengine
 from tests.distributed.models import WIDTH, Block, TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, ordinary_loop, start
-from zeroengine import ZeroEngineError
+from tests.optim.test_elementwise import Written, normalize_all
+from zeroengine import Muon, ZeroEngineError
 from zeroengine.engine.model_checks import check_one_device
 
 
@@ -62,6 +63,19 @@ def with_parameter(values: torch.Tensor) -> nn.Module:
 
 def by_import_path(kind: str, params: dict[str, Any]) -> None:
     zeroengine.initialize(build(), None, config(1, optimizer={"type": kind, "params": params}))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.dim() > 1]
+
+
+def vectors(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.dim() == 1]
+
+
+def several(make: Callable[[nn.Module], Any]) -> None:
+    model = build()
+    initialize(model, make(model))
 
 
 def second_initialize() -> None:
@@ -249,9 +263,66 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: (lambda model: initialize(model, torch.optim.LBFGS(model.parameters()), stage=0))(build()),
         r"LBFGS calls the model several times in a step, through a closure",
     ),
-    "Adafactor on shards": (
-        lambda: (lambda model: initialize(model, torch.optim.Adafactor(model.parameters()), stage=1))(build()),
-        r"Adafactor is not element-wise: .* Use zero_optimization.stage 0, or an element-wise optimizer such as AdamW",
+    "an optimizer that couples parameters": (
+        lambda: several(lambda model: Written(matrices(model), normalize_all)),
+        r"Written looks at several parameters to update one, .* Use zero_optimization.stage 0, or an optimizer that",
+    ),
+    "one of several that couples parameters": (
+        lambda: several(lambda model: [Muon(matrices(model)), Written(vectors(model), normalize_all)]),
+        r"Written looks at several parameters to update one",
+    ),
+    "one of several that needs a closure": (
+        lambda: several(lambda model: [Muon(matrices(model)), torch.optim.LBFGS(vectors(model))]),
+        r"LBFGS calls the model several times in a step, through a closure",
+    ),
+    "a list with a class": (
+        lambda: several(lambda model: [Muon(matrices(model)), torch.optim.AdamW]),
+        r"several optimizers are a list of torch.optim.Optimizer, found one of \['Muon', 'type'\]",
+    ),
+    "an empty list": (lambda: initialize(build(), []), "several optimizers are a list of .*, found one of none"),
+    "a parameter in two optimizers": (
+        lambda: several(lambda model: [Muon(matrices(model)), adamw(model.parameters())]),
+        r"shape \(61, 24\) is in Muon.param_groups\[0\] and in AdamW.param_groups\[0\]; each parameter belongs to one",
+    ),
+    "a parameter twice in a group": (
+        lambda: several(lambda model: adamw([*model.parameters(), *vectors(model)])),
+        r"AdamW: blocks.0.norm.weight is again in param_groups\[0\]; name it once",
+    ),
+    "Muon over vectors": (
+        lambda: several(lambda model: Muon(model.parameters())),
+        r"Muon: found a parameter of shape \(24,\), which is no matrix. Give vectors, .* zeroengine.MixedOpt",
+    ),
+    "Muon in two dtypes": (
+        lambda: several(
+            lambda model: Muon([{"params": [p], "ns_dtype": d} for p, d in zip(matrices(model), ("fp32", "bf16"), strict=False)])
+        ),
+        r"Muon: found groups of different ns_dtype; write one for all of them",
+    ),
+    "Muon without a matrix": (
+        lambda: zeroengine.initialize(nn.LayerNorm(8), None, config(1, optimizer={"type": "Muon"})),
+        r'Muon finds no hidden matrix in the model, .* here are weight, bias. Write "type": "AdamW", or name matrices',
+    ),
+    "a pattern for Muon that matches nothing": (
+        lambda: named("muon", muon_params=["layers.*"]),
+        r"muon_params: the pattern 'layers.\*' matches no trainable parameter of two .* are tok.weight, blocks.0",
+    ),
+    "a pattern for matrices that matches nothing": (
+        lambda: named("Muon", matrices={"*.q.weight": 4}),
+        r"matrices: the pattern '\*.q.weight' matches no parameter that Muon updates; these are blocks.0.up.weight",
+    ),
+    "rows that do not divide": (
+        lambda: named("Muon", matrices={"*.up.weight": 7}),
+        r"num_matrices is 7 for a parameter of shape \(72, 24\), whose 72 rows do not divide into so many blocks",
+    ),
+    "heads that are not known": (
+        lambda: named("Muon", per_head_muon=True),
+        r'per_head_muon: model.config .* do not say which are heads; write .* "matrices": \{"\*.q_proj.weight": 32\}',
+    ),
+    "Muon with moments in bf16": (
+        lambda: zeroengine.initialize(
+            build(), None, config(1, optimizer={"type": "Muon"}, optimizer_state_dtype="bf16")
+        ),
+        r"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not Muon; remove the key",
     ),
     "units that match nothing": (
         lambda: initialize(build(), units=["layers.*"]),
@@ -303,11 +374,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an optimizer's name that is unknown": (
         lambda: named("Lamb"),
-        r'found "Lamb" .* It is not available: its update of an element looks at the whole parameter',
-    ),
-    "an imported optimizer on shards": (
-        lambda: named("torch.optim.Adafactor"),
-        r"Adafactor is not element-wise: .* Use zero_optimization.stage 0, or an element-wise optimizer such as AdamW",
+        r'found "Lamb" .* It is not available: torch has no LAMB; a class of another package runs at every stage',
     ),
     "a module that is not there": (
         lambda: named("nowhere.Adam"),
@@ -384,7 +451,7 @@ def all_cases() -> dict[str, tuple[str, str]]:
                 str(error),
             )
     model = build()  # which a failed attempt leaves as it was
-    for stage, optimizer in ((3, torch.optim.Adafactor), (3, lambda params: None)):
+    for stage, optimizer in ((3, lambda params: Written(params, normalize_all)), (3, lambda params: None)):
         with pytest.raises(ZeroEngineError):
             initialize(model, optimizer, stage)
     task = Task(steps=2)

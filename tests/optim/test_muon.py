@@ -11,7 +11,7 @@ from zeroengine.config.optimizers import MuonParams
 from zeroengine.optim.muon import Muon, orthogonalize
 from zeroengine.optim.muon_groups import build_muon
 
-GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7, "ns_method": "standard"}
 SHAPES = [(5, 5), (3, 40), (40, 3), (1, 7), (7, 1), (64, 48)]
 
 
@@ -27,6 +27,20 @@ def test_a_matrix_becomes_nearly_orthogonal_whatever_else_is_in_its_batch(dtype:
             values = torch.linalg.svdvals(result.float())
             assert values.max() < 1.3 and values[0] > 0.6
     assert not orthogonalize(torch.zeros(1, 3, 3), GROUP).any()
+
+
+def test_the_method_gram_computes_the_same_polynomial() -> None:
+    torch.manual_seed(0)
+    for shape in [*SHAPES, (24, 37), (128, 32)]:
+        for ns_steps in (1, 2, 5, 9):
+            batch = torch.randn(2, *shape)
+            # A column far longer than the others makes all other singular values small.
+            batch[1, :, 0] *= 100
+            group = GROUP | {"ns_steps": ns_steps}
+            found = orthogonalize(batch.clone(), group | {"ns_method": "gram"})
+            torch.testing.assert_close(found, orthogonalize(batch.clone(), group), rtol=0, atol=1e-4)
+            is_long = 2 * max(shape) > 3 * min(shape)
+            assert torch.equal(found, orthogonalize(batch.clone(), group)) is not is_long
 
 
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])

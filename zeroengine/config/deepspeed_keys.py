@@ -86,7 +86,7 @@ _ROWS = {
         _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
         _no_effect("disable_allgather", "updated parameters are always gathered"),
         _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
-        _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
+        _no_effect("zero_allow_untested_optimizer", "every optimizer that looks at one parameter at a time is allowed"),
         _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
         _fixed("allgather_size", "gathers are sized by units"),
         _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),

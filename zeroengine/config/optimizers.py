@@ -165,10 +165,10 @@ class LionConfig(Section):
 class MuonParams(Section):
     """Parameters of Muon, and of AdamW for what is no hidden matrix."""
 
-    lr: Annotated[NonNegative, AUTO] = 1e-3
-    """Learning rate of both, unless the next two keys say otherwise."""
+    lr: Annotated[NonNegative | None, AUTO] = None
+    """Learning rate of both, unless the next two keys say otherwise. null: 0.02 for Muon and 3e-4 for AdamW."""
     muon_lr: Annotated[NonNegative | None, AUTO] = None
-    """Learning rate of Muon; null: lr. Without adjust_lr_fn about 0.02 is usual."""
+    """Learning rate of Muon; null: lr."""
     adam_lr: Annotated[NonNegative | None, AUTO] = None
     """Learning rate of AdamW; null: lr."""
     momentum: Annotated[Decay, AUTO] = 0.95
@@ -185,19 +185,28 @@ class MuonParams(Section):
     """Smallest norm that a matrix is divided by."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """What the iteration computes in: bf16 as in torch.optim.Muon, or fp32."""
+    ns_method: Literal["standard", "gram"] = "standard"
+    """How the iteration is computed: "gram" is the same polynomial in fewer products, where a matrix is longer than
+    1.5 times its width. It rounds otherwise. DeepSpeed's default is "gram"."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     """How the rate depends on a matrix's rows A and columns B. null or "original": sqrt(max(1, A / B));
     "match_rms_adamw": 0.2 sqrt(max(A, B)), with which AdamW's rates and decay serve (arXiv 2502.16982)."""
     muon_params: list[str] | None = None
     """Patterns of names (fnmatch) of the parameters that Muon updates. null: parameters of two or more dimensions
-    that are no embedding and no head."""
-    matrices: dict[str, Annotated[int, Ge(1)]] = Field(default_factory=dict)
+    that are no embedding and no head. An attribute use_muon (True or False) of a parameter decides before both."""
+    matrices: dict[str, Annotated[int, Ge(1)]] = Field(default={})
     """By patterns of names, how many matrices a parameter holds, which are equal blocks of its rows: 3 for a fused
-    projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself."""
-    betas: Annotated[Betas, AUTO] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    eps: Annotated[NonNegative, AUTO] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself. Of two patterns
+    that match a name the later one counts."""
+    per_head_muon: bool = False
+    """Make each head of q_proj, k_proj and v_proj (query, key and value, wq, wk and wv) orthogonal by itself, as
+    model.config has the numbers of heads. `matrices` decides before it."""
+    betas: Annotated[Betas, AUTO] = (0.9, 0.95)
+    """Decay rates of AdamW's moments. The default is DeepSpeed's for Muon."""
+    eps: Annotated[NonNegative, AUTO] = 1e-10
+    """Added to the root of AdamW's second moment. The default is DeepSpeed's for Muon."""
+    adam_w_mode: bool = True
+    """false: Adam with L2 decay in the place of AdamW."""
 
 
 class MuonConfig(Section):
@@ -253,9 +262,6 @@ OptimizerConfig = Annotated[
 ]
 OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Muon")
 # DeepSpeed's other optimizers, and why none of them is available.
-_NOT_ELEMENT_WISE = "its update of an element looks at the whole parameter, so it cannot run on shards"
+_ABSENT = "torch has no LAMB; a class of another package runs at every stage by its import path"
 _COMPRESSED = "it compresses its communication, which changes results"
-UNAVAILABLE_TYPES = {
-    **dict.fromkeys(("Lamb", "OneBitLamb"), _NOT_ELEMENT_WISE),
-    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam"), _COMPRESSED),
-}
+UNAVAILABLE_TYPES = {"Lamb": _ABSENT, **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), _COMPRESSED)}

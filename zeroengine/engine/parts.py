@@ -28,6 +28,7 @@ from zeroengine.optim.choice import choose_backend
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedule, LRSchedulerLike, check_scheduler, make_scheduler
 from zeroengine.optim.master_weights import MasterWeights
+from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import Nesterov, OuterStep
 from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
@@ -378,5 +379,8 @@ def build_states(
     # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on this
     # rank alone.
     redirect_calls(base_optimizer, calls.step, calls.zero_grad, setup.undo)
+    if isinstance(base_optimizer, MixedOptimizer):
+        for member in members_of(base_optimizer):
+            redirect_calls(member, base_optimizer.refuse_member_step, calls.zero_grad, setup.undo)
     forward_own_methods(base_optimizer, calls.run_method, setup.undo)
     return States(base_optimizer, optimizer, lr_schedule, outer_step, master_weights)

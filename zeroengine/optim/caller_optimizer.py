@@ -51,7 +51,7 @@ def redirect_calls(
 
     Args:
         optimizer: The optimizer that was passed to `initialize`.
-        step: A bound method of the engine. Only a weak reference to it is kept.
+        step: A bound method, such as of the engine. Only a weak reference to it is kept.
         zero_grad: Likewise.
         undo: Makes it an ordinary optimizer again.
     """

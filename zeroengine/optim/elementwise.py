@@ -150,7 +150,7 @@ def _updated(
                 for value, shape in zip(part.split(sizes), shapes, strict=True)
             ]
             # A schedule's warmup may begin at 0, which would hide every difference.
-            if "lr" in group and not float(group["lr"]):
+            if group.get("lr") is not None and not float(group["lr"]):
                 group["lr"] = 0.01
             params.append(group["params"])
         for draw in noise:

@@ -63,10 +63,8 @@ def make_optimizer(
         base_optimizer = optimizer(params)
         if not isinstance(base_optimizer, torch.optim.Optimizer):
             raise ZeroEngineError(f"the optimizer callable returned {base_optimizer!r}, not a torch.optim.Optimizer")
-    elif config.optimizer is not None and config.optimizer.type == "Muon":
-        base_optimizer = build_muon(model, trainable, config.optimizer.params)
     elif config.optimizer is not None:
-        base_optimizer = build_optimizer(config.optimizer.type, params, dict(config.optimizer.params))
+        base_optimizer = build_configured(config.optimizer, model, params)
     elif not trainable:
         base_optimizer = build_optimizer("SGD", params, {"lr": 0.0})
     else:
@@ -83,6 +81,22 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     base_optimizer: torch.optim.Optimizer = optimizer
     return base_optimizer
+
+
+def build_configured(section: Any, model: nn.Module, params: list[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of a section of the configuration.
+
+    Args:
+        section: The section ``optimizer``.
+        model: The model.
+        params: The parameters to train, or groups of them.
+
+    Raises:
+        ZeroEngineError: It cannot be made.
+    """
+    if section.type == "Muon":
+        return build_muon(model, params, section.params)
+    return build_optimizer(section.type, params, dict(section.params))
 
 
 def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
@@ -176,6 +190,8 @@ def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: E
                     "parameter of the model. Build the optimizer from model.parameters() of the model passed to "
                     "initialize(), after any change of its modules."
                 )
+            if param in held:
+                raise ZeroEngineError(f"{kind}: {names[param]} is again in param_groups[{index}]; name it once")
             held.add(param)
     # The gradients of a trainable parameter that the optimizer lacks would be reduced for nothing.
     left_out = {param: name for param, name in names.items() if param.requires_grad and param not in held}

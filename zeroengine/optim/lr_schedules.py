@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.optim.mixed_optimizer import members_of
 
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
@@ -99,7 +100,8 @@ def _check(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
             f"{schedule!r}. Write for example lr_scheduler=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt)"
         )
     driven = getattr(schedule, "optimizer", None)
-    if driven is not None and driven.param_groups is not optimizer.param_groups:
+    # A schedule over one of several optimizers drives its groups, and the rates of the others stay.
+    if driven is not None and not {*map(id, driven.param_groups)} <= {*map(id, optimizer.param_groups)}:
         raise ZeroEngineError(
             "lr_scheduler drives another optimizer than the one passed to initialize(): build it over that one, or "
             "pass a callable that takes the optimizer"
@@ -148,7 +150,7 @@ class LRSchedule:
     def step(self) -> None:
         """Step the schedule, if there is one."""
         # torch's schedulers warn unless they see that their optimizer has stepped.
-        for optimizer in (self._optimizer, self._base_optimizer):
+        for optimizer in (self._optimizer, self._base_optimizer, *members_of(self._base_optimizer)):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._guarded:
             # The schedule's class refuses ``step``, so the method of its own class is called.

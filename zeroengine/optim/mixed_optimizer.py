@@ -29,6 +29,7 @@ class MixedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        optimizers = [member for optimizer in optimizers for member in members_of(optimizer)]
         _check(optimizers)
         # By the name of the class. A dict, because attributes that are optimizers mark one that wraps others.
         self._members = {type(optimizer).__name__: optimizer for optimizer in optimizers}
@@ -46,9 +47,18 @@ class MixedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for member in members_of(self):
-            member.step()
+        # An engine runs this method on a copy without parameters, and the members keep their groups.
+        if any(group["params"] for group in self.param_groups):
+            for member in members_of(self):
+                member.step()
         return loss
+
+    def refuse_member_step(self) -> None:
+        """Raise: one of the optimizers was asked for a step, and the engine updates all parameters at once."""
+        raise ZeroEngineError(
+            "step() of one optimizer of several: the engine updates all parameters at once. Write engine.step() in the "
+            "place of the calls of step() of the optimizers that were passed to initialize()."
+        )
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -71,7 +81,7 @@ def algorithms_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, 
 def _check(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
-        raise ZeroEngineError(f"MixedOptimizer takes a list of torch.optim.Optimizer, found {list(optimizers)!r}")
+        raise ZeroEngineError(f"several optimizers are a list of torch.optim.Optimizer, found one of {kinds or 'none'}")
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ZeroEngineError(

@@ -21,46 +21,59 @@ EMBEDDINGS = ("embed", "lm_head")
 HEADS = {"head", "heads", "classifier", "score"}
 # The names that an error lists.
 NUM_SHOWN = 8
-_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "weight_decay")
+_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_dtype", "ns_method", "weight_decay")
 _ADAM = ("betas", "eps", "weight_decay")
+# The rates where a configuration has none, as in DeepSpeed.
+MUON_LR, ADAM_LR = 0.02, 3e-4
+# The modules of attention whose rows are heads, with the key of model.config that has their number.
+_HEADS = dict.fromkeys(("q_proj", "query", "wq"), "num_attention_heads")
+_HEADS |= dict.fromkeys(("k_proj", "key", "wk", "v_proj", "value", "wv"), "num_key_value_heads")
 
 
-def build_muon(model: nn.Module, params: Sequence[nn.Parameter], settings: Mapping[str, Any]) -> MixedOptimizer:
-    """Return Muon over the hidden matrices of a model, and AdamW over its other trainable parameters.
+def build_muon(model: nn.Module, params: Sequence[Any], settings: Mapping[str, Any]) -> MixedOptimizer:
+    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters.
 
     Args:
         model: The model; its parameters may have no memory.
-        params: Its trainable parameters.
+        params: The parameters to train, or groups of them, whose hyperparameters go before those of ``settings``.
         settings: The section ``optimizer.params``, see ``config.optimizers.MuonParams``.
 
     Raises:
         ZeroEngineError: No parameter is a hidden matrix, or a pattern matches no matrix, or the rows of a parameter do
             not divide into the matrices that it is said to hold.
     """
-    wanted = set(params)
+    groups = list(params) if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    wanted = {param for group in groups for param in group["params"]}
     named = {plain_name(name): param for name, param in model.named_parameters() if param in wanted}
     hidden = _hidden(model, named, settings["muon_params"])
-    counts = _matrices_in(hidden, settings["matrices"])
-    muon_lr, adam_lr = (settings["lr"] if settings[key] is None else settings[key] for key in ("muon_lr", "adam_lr"))
-    groups = [
-        {"params": [param for name, param in hidden.items() if counts[name] == count], "num_matrices": count}
-        for count in sorted(set(counts.values()))
-    ]
-    shared = {name: settings[name] for name in _MUON}
-    # Subclasses have torch's undecorated ``add_param_group``, see there.
-    undecorated = {"add_param_group": MixedOptimizer.add_param_group}
-    muon = type("Muon", (Muon,), undecorated)(groups, lr=muon_lr, eps=settings["ns_eps"], **shared)
-    rest = [param for name, param in named.items() if name not in hidden]
-    if not rest:
+    counts = _matrices_in(hidden, settings["matrices"], _heads_in(model, hidden) if settings["per_head_muon"] else {})
+    count_of = {hidden[name]: count for name, count in counts.items()}
+    muon_lr, adam_lr = (
+        next(rate for rate in (settings[key], settings["lr"], default) if rate is not None)
+        for key, default in (("muon_lr", MUON_LR), ("adam_lr", ADAM_LR))
+    )
+    matrices, others = [], []
+    for group in groups:
+        # These keys of a group are of AdamW.
+        of_muon = {key: value for key, value in group.items() if key not in ("betas", "eps")}
+        for count in sorted(set(counts.values())):
+            part = [param for param in group["params"] if count_of.get(param) == count]
+            matrices += [{**of_muon, "params": part, "num_matrices": count}] if part else []
+        rest = [param for param in group["params"] if param not in count_of]
+        others += [{**group, "params": rest}] if rest else []
+    muon = Muon(matrices, lr=muon_lr, eps=settings["ns_eps"], **{name: settings[name] for name in _MUON})
+    if not others:
         return MixedOptimizer([muon])
-    adam = type("AdamW", (torch.optim.AdamW,), undecorated)
-    return MixedOptimizer([muon, adam(rest, lr=adam_lr, **{name: settings[name] for name in _ADAM})])
+    base = torch.optim.AdamW if settings["adam_w_mode"] else torch.optim.Adam
+    # A subclass has torch's undecorated ``add_param_group``, see there.
+    adam = type(base.__name__, (base,), {"add_param_group": Muon.add_param_group})
+    return MixedOptimizer([muon, adam(others, lr=adam_lr, **{name: settings[name] for name in _ADAM})])
 
 
 def _hidden(
     model: nn.Module, named: Mapping[str, nn.Parameter], patterns: Sequence[str] | None
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that Muon updates, by name, by ``patterns`` or by the rule of the documentation."""
+    """Return the parameters that Muon updates, by name: by their attributes ``use_muon``, ``patterns`` or the rule."""
     matrices = {name: param for name, param in named.items() if param.ndim >= 2 and param.numel()}
     if patterns is None:
         tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
@@ -77,6 +90,8 @@ def _hidden(
                     f"more dimensions; these are {listed(list(matrices), NUM_SHOWN) or 'none'}"
                 )
             hidden |= matching
+    # DeepSpeed's users mark parameters. Muon refuses a marked one that is no matrix.
+    hidden = {name: param for name, param in named.items() if getattr(param, "use_muon", name in hidden)}
     if not hidden:
         raise ZeroEngineError(
             "optimizer: Muon finds no hidden matrix in the model, so AdamW would update everything. It takes trainable "
@@ -93,10 +108,35 @@ def _is_outer(name: str) -> bool:
     return is_head or any(word in name.lower() for word in EMBEDDINGS)
 
 
-def _matrices_in(hidden: Mapping[str, nn.Parameter], counts: Mapping[str, int]) -> dict[str, int]:
-    """Return how many matrices each parameter holds: as ``counts`` says by patterns, or stacked ones, or one."""
+def _heads_in(model: nn.Module, hidden: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return the number of heads of projections of queries, keys and values, as ``model.config`` has them.
+
+    Raises:
+        ZeroEngineError: There is no such projection whose rows are those heads.
+    """
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // num_heads
+    heads = {}
+    for name, param in hidden.items():
+        key = _HEADS.get(name.split(".")[-2]) if "." in name else None
+        count = 0 if key is None else getattr(config, key, None) or num_heads
+        if count > 1 and param.ndim == 2 and param.shape[0] == count * width:
+            heads[name] = count
+    if not heads:
+        raise ZeroEngineError(
+            "optimizer.params.per_head_muon: model.config and the names of parameters do not say which are heads; "
+            'write the number of heads by patterns of names, such as "matrices": {"*.q_proj.weight": 32}'
+        )
+    return heads
+
+
+def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Mapping[str, int]) -> dict[str, int]:
+    """Return how many matrices each parameter holds: as ``counts`` says by patterns, or heads, stacked ones or one."""
     # A kernel of a convolution is one matrix. Experts that are stacked are a matrix each.
     found = {name: param.shape[0] if param.ndim == 3 and _is_stacked(name) else 1 for name, param in hidden.items()}
+    found |= heads
     for pattern, count in counts.items():
         matching = fnmatch.filter(hidden, pattern)
         if not matching:

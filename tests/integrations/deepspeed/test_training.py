@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,10 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def losses_of_ddp() -> list[float]:
-    model = DistributedDataParallel(build())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def losses_of_ddp(make: Callable[[nn.Sequential], torch.optim.Optimizer] | None = None) -> list[float]:
+    module = build()
+    optimizer = make(module) if make else torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    model = DistributedDataParallel(module)
     losses = []
     for step in range(STEPS):
         for micro_step in range(WINDOW):
@@ -62,6 +65,16 @@ def losses_of_ddp() -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def with_muon(model: nn.Sequential) -> torch.optim.Optimizer:
+    """In groups whose order is not that of the two rules."""
+    muon_optimizer = importlib.import_module("zeroengine.integrations.deepspeed.runtime.zero.muon.muon_optimizer")
+    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    first = {"params": vectors, "use_muon": False, "lr": 1e-2, "weight_decay": 0.1}
+    second = {"params": matrices, "use_muon": True, "weight_decay": 0.1, "ns_dtype": "fp32"}
+    optimizer: torch.optim.Optimizer = muon_optimizer.MuonWithAuxAdam([first, second])
+    return optimizer
 
 
 def run_steps(engine: Any, first: int, last: int) -> list[float]:
@@ -135,6 +148,32 @@ def test_a_script_trains_as_under_ddp_and_resumes_exactly(
     runpy.run_path(str(script), run_name="__main__")
     saved, last = torch.load(folder / "pytorch_model.bin"), torch.load(tmp_path / "pytorch_model.bin")
     assert saved.keys() == last.keys() and not any(torch.equal(saved[name], last[name]) for name in saved)
+
+
+def train_with_muon() -> None:
+    deepspeed.init_distributed()
+    expected = losses_of_ddp(with_muon)
+    keys = {"adam_lr": 1e-2, "weight_decay": 0.1, "ns_dtype": "fp32", "ns_method": "gram"}
+    section = {"type": "muon", "params": keys}
+    for stage, given, optimizer in ((0, True, {}), (3, True, {}), (2, False, {"optimizer": section})):
+        model = build()
+        config = {key: value for key, value in settings(stage).items() if key != "optimizer"} | optimizer
+        # What DeepSpeed's users write.
+        groups = None if given else [{"params": list(model.parameters())}]
+        for param in () if given else model.parameters():
+            param.use_muon = param.dim() == 2
+        client = with_muon(model) if given else None
+        engine, view, *_ = deepspeed.initialize(
+            model=model, optimizer=client, model_parameters=groups, config=config, lr_scheduler=None
+        )
+        assert run_steps(engine, 0, STEPS) == pytest.approx(expected, rel=2e-6)
+        assert sorted(group["lr"] for group in view.param_groups) == [1e-2, 0.02]
+        assert not given or [group["use_muon"] for group in view.param_groups] == [False, True]
+        engine.destroy()
+
+
+def test_muon_trains_as_under_ddp_from_the_class_and_from_the_configuration() -> None:
+    run_ranks(2, train_with_muon)
 
 
 def boundaries(stage: int, folder: str) -> None:

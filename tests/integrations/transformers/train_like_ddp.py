@@ -9,16 +9,37 @@ import sys
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from tests.integrations.environments import report
 from tests.integrations.transformers.models import Tokens, tiny_llama, training_arguments
+from zeroengine import MixedOptimizer, Muon
 from zeroengine.integrations.transformers import ZeroTrainer
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {},
     "no accumulation and no clipping": {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0},
+    # Its rule looks at whole parameters.
+    "Adafactor": {"optim": "adafactor", "num_train_epochs": 1},
+    "Muon": {"num_train_epochs": 1},
 }
+AUTO = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+MUON = {"type": "Muon", "params": AUTO | {"ns_dtype": "fp32", "per_head_muon": True}}
+
+
+def muon(model: torch.nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    """What the section ``MUON`` stands for with these arguments."""
+    names = dict(model.named_parameters())
+    heads = {4: ["q_proj"], 2: ["k_proj", "v_proj"], 1: ["o_proj", "gate_proj", "up_proj", "down_proj"]}
+    groups = [
+        {"params": [p for name, p in names.items() if name.split(".")[-2] in modules], "num_matrices": count}
+        for count, modules in heads.items()
+    ]
+    others = [p for name, p in names.items() if "norm" in name or "embed" in name or "lm_head" in name]
+    shared = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
+    return MixedOptimizer(
+        [Muon(groups, ns_dtype="fp32", **shared), torch.optim.AdamW(others, **shared, betas=(0.9, 0.999), eps=1e-8)]
+    )
 
 
 def logged(trainer: Trainer) -> dict[str, list[float]]:
@@ -32,11 +53,13 @@ def main() -> None:
     data = Tokens(28)
     found: dict[str, Any] = {}
     for case, changes in CASES.items():
-        plain = Trainer(tiny_llama(), training_arguments(**changes), train_dataset=data)
+        model, arguments = tiny_llama(), training_arguments(**changes)
+        made: dict[str, Any] = {"optimizers": (muon(model, arguments), None)} if case == "Muon" else {}
+        plain = Trainer(model, arguments, train_dataset=data, **made)
         found[case] = {"ddp": logged(plain)}
         expected = plain.model.state_dict()
         for stage in map(int, sys.argv[1:]):
-            config = {"zero_optimization": {"stage": stage}}
+            config = {"zero_optimization": {"stage": stage}} | ({"optimizer": MUON} if case == "Muon" else {})
             trainer = ZeroTrainer(tiny_llama(), training_arguments(**changes), train_dataset=data, zero_config=config)
             found[case][f"stage {stage}"] = logged(trainer)
             weights = trainer.engine.full_state_dict()

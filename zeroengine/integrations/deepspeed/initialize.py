@@ -20,6 +20,7 @@ from zeroengine.integrations.deepspeed import comm
 from zeroengine.integrations.deepspeed.engine import DeepSpeedEngine
 from zeroengine.integrations.deepspeed.leaf_modules import mark_leaf_modules
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
+from zeroengine.integrations.deepspeed.muon import MuonWithAuxAdam
 from zeroengine.integrations.deepspeed.ops import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -37,12 +38,12 @@ from zeroengine.integrations.deepspeed.settings import (
 )
 from zeroengine.integrations.deepspeed.zero_init import outside_of_init
 from zeroengine.integrations.parameter_engines import engines_of
-from zeroengine.optim.factory import build_optimizer
+from zeroengine.optim.factory import build_configured
 
 # What "zero_force_ds_cpu_optimizer" allows.
 CPU_OPTIMIZERS = (DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion)
 # What "zero_allow_untested_optimizer": false allows.
-TESTED_OPTIMIZERS = (*CPU_OPTIMIZERS, FusedAdam, FusedLion, torch.optim.Adam, torch.optim.AdamW)
+TESTED_OPTIMIZERS = (*CPU_OPTIMIZERS, FusedAdam, FusedLion, MuonWithAuxAdam, torch.optim.Adam, torch.optim.AdamW)
 
 log = logging.getLogger("zeroengine")
 
@@ -173,7 +174,7 @@ def _check_optimizer(facts: DeepSpeedConfig, optimizer: torch.optim.Optimizer) -
     """Refuse an optimizer that the configuration rules out by a key that it names.
 
     Without the keys ``"zero_force_ds_cpu_optimizer": true`` and ``"zero_allow_untested_optimizer": false`` every
-    element-wise optimizer works, wherever its state lives, where DeepSpeed refuses some.
+    optimizer works that ``zeroengine.initialize`` takes, where DeepSpeed refuses some.
     """
     forced = facts.zero_force_ds_cpu_optimizer is True and facts.zero_config.offload_optimizer.device != "none"
     if forced and not isinstance(optimizer, CPU_OPTIMIZERS):
@@ -186,7 +187,7 @@ def _check_optimizer(facts: DeepSpeedConfig, optimizer: torch.optim.Optimizer) -
     # DeepSpeed asserts this, and scripts catch its class of error.
     assert not refuses_untested or type(optimizer) in TESTED_OPTIMIZERS, (
         f'"zero_allow_untested_optimizer": false refuses {type(optimizer).__name__}, which DeepSpeed did not test with '
-        "ZeRO. Write true: every element-wise optimizer works here"
+        "ZeRO. Write true: every optimizer that looks at one parameter at a time works here"
     )
 
 
@@ -219,7 +220,7 @@ def _optimizer_of(
         return True, lambda params: optimizer(groups if groups is not None else params)
     if config.optimizer is not None:
         section = config.optimizer
-        return True, lambda params: _configured_optimizer(section.type, groups or params, dict(section.params))
+        return True, lambda params: _configured_optimizer(section, model, groups or params)
     # A model that is only evaluated: frozen parameters need neither gradients nor master weights.
     for param in model.parameters():
         if param.requires_grad:
@@ -228,13 +229,13 @@ def _optimizer_of(
     return False, None
 
 
-def _configured_optimizer(kind: str, params: Any, hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+def _configured_optimizer(section: Any, model: nn.Module, params: Any) -> torch.optim.Optimizer:
     """Return the optimizer of the configuration; for Adam of the class that DeepSpeed makes."""
     # The configuration's Adam is one with L2 decay; where its decay is decoupled, it is AdamW already.
-    if kind in ("Adam", "AdamW"):
+    if section.type in ("Adam", "AdamW"):
         names = ("lr", "betas", "eps", "weight_decay")
-        return FusedAdam(params, adam_w_mode=kind == "AdamW", **{name: hyperparameters[name] for name in names})
-    return build_optimizer(kind, params, hyperparameters)
+        return FusedAdam(params, adam_w_mode=section.type == "AdamW", **{name: section.params[name] for name in names})
+    return build_configured(section, model, params)
 
 
 def _groups(model_parameters: Any, model: nn.Module) -> Any:

@@ -22,6 +22,7 @@ from zeroengine.integrations.deepspeed import (
     engine,
     leaf_modules,
     lr_schedules,
+    muon,
     ops,
     optimizer,
     parameters,
@@ -68,7 +69,7 @@ _SCHEDULE_KEYS = {
 
 # The modules of this package that define what the table names.
 _DEFINING_MODULES: list[ModuleType] = [
-    *(comm, engine, leaf_modules, lr_schedules, ops, optimizer, parameters),
+    *(comm, engine, leaf_modules, lr_schedules, muon, ops, optimizer, parameters),
     *(script_utils, settings, torch_autocast, zero),
 ]
 _OBJECTS: dict[str, Any] = {name: value for module in _DEFINING_MODULES for name, value in vars(module).items()}
@@ -94,6 +95,8 @@ _OBJECTS |= {
     "_get_data_parallel_rank": comm.get_rank,
     "_get_data_parallel_world_size": comm.get_world_size,
     "_orig_torch_arange": torch.arange,
+    **dict.fromkeys(("Muon", "SingleDeviceMuon"), muon.make_muon),
+    "SingleDeviceMuonWithAuxAdam": muon.MuonWithAuxAdam,
     "checkpointing": checkpointing,
     "has_moe_layers": lambda model: (False, 0),
     "is_moe_param": lambda param: False,
@@ -107,7 +110,7 @@ _OBJECTS |= {
 
 # The names of each module, by its path below ``deepspeed``.
 _NAMES = {
-    **dict.fromkeys(("checkpoint", "launcher", "moe", "runtime", "runtime.fp16"), ""),
+    **dict.fromkeys(("checkpoint", "launcher", "moe", "runtime", "runtime.fp16", "runtime.zero.muon"), ""),
     **dict.fromkeys(("pipe", "runtime.pipe", "runtime.pipe.module"), "LayerSpec PipelineModule TiedLayerSpec"),
     "checkpoint.utils": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
     "comm.comm": "init_distributed",
@@ -145,6 +148,8 @@ _NAMES = {
         "DeepSpeedZeroLeafModuleConfig"
     ),
     "runtime.zero.mics": "MiCS_Init",
+    "runtime.zero.muon.muon_optimizer": "MuonWithAuxAdam",
+    "runtime.zero.muon.original_muon": "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam",
     "runtime.zero.offload_config": f"{_SECTIONS} OffloadStateTypeEnum",
     "runtime.zero.partition_parameters": f"{_PARTITION_PARAMETERS} _orig_torch_arange get_allgather_dtype "
     "partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",

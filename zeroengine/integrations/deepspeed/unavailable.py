@@ -38,7 +38,7 @@ _ADVICE_OF_CLASSES = {
         "pass the section as a dict to initialize(config=...)"
     ),
     "BF16_Optimizer FP16_Optimizer FP16_UnfusedOptimizer": "initialize() makes the optimizer of every precision",
-    "FusedLamb": "its update looks at whole parameters, which are partitioned; use Adam",
+    "FusedLamb": "pass a LAMB of another package to initialize(), which runs at every stage",
     "TiledLinear TiledLinearReturnBias": 'write several torch.nn.Linear, each of which can be one of the "units"',
     "OnebitAdam OnebitLamb ZeroOneAdam": "it compresses its communication, which changes results; use Adam",
 }

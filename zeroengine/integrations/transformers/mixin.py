@@ -27,7 +27,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
 from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
 from zeroengine.integrations.transformers.settings import load_settings, with_manual_accumulation, with_number_of_steps
-from zeroengine.optim.factory import build_optimizer
+from zeroengine.optim.factory import build_configured
 
 # The names that the trainer gives to the files of its schedule and its optimizer.
 SCHEDULER_NAME, OPTIMIZER_NAME = "scheduler.pt", "optimizer.pt"
@@ -130,7 +130,7 @@ class ZeroTrainerMixin(Trainer):
             return optimizer
         if self.optimizer is None:
             params = [param for param in self.model.parameters() if param.requires_grad]
-            self.optimizer = self._created_optimizer = build_optimizer(section.type, params, dict(section.params))
+            self.optimizer = self._created_optimizer = build_configured(section, self.model, params)
         # A second call of `train` finds the optimizer of the first, which accelerate has wrapped.
         elif getattr(self.optimizer, "optimizer", self.optimizer) is not self._created_optimizer:
             raise ZeroEngineError(
