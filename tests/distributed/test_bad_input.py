@@ -294,7 +294,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Muon in two dtypes": (
         lambda: several(
-            lambda model: Muon([{"params": [p], "ns_dtype": d} for p, d in zip(matrices(model), ("fp32", "bf16"), strict=False)])
+            lambda model: Muon(
+                [{"params": [p], "ns_dtype": d} for p, d in zip(matrices(model), ("fp32", "bf16"), strict=False)]
+            )
         ),
         r"Muon: found groups of different ns_dtype; write one for all of them",
     ),

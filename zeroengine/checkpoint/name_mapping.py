@@ -6,7 +6,6 @@ under another of its names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -174,11 +173,9 @@ class CheckpointNames:
             name = aliases.get(parameter, parameter)
             if name in shapes:
                 self.state_names[f"{OPTIMIZER}{name}.{key}"] = stored_name
-                # Some optimizers keep numbers in tensors of one element. A parameter without dimensions has state
-                # without dimensions, of which only the step is a number.
-                is_number = math.prod(tensor.shape) == 1 and (
-                    tensor.shape != shapes[name] or (key == "step" and not tensor.shape)
-                )
+                # A state of another shape, such as a number or a mean over rows, belongs to the whole parameter. A
+                # parameter without dimensions has state without dimensions, of which only the step is a number.
+                is_number = tensor.shape != shapes[name] or (key == "step" and not tensor.shape)
                 number_shape = tensor.shape if is_number else None
                 self.state_keys.setdefault(name, {})[key] = (torch_dtype(tensor.dtype), number_shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -105,7 +106,8 @@ class TorchUpdate:
                     state[key] = torch.zeros_like(param)
             # The checkpoint's number is read into a tensor of its own shape.
             elif key not in state or tuple(getattr(state[key], "shape", ())) != number_shape:
-                state[key] = torch.zeros(number_shape, dtype=dtype, device="cpu")
+                device = param.device if math.prod(number_shape) > 1 else "cpu"
+                state[key] = torch.zeros(number_shape, dtype=dtype, device=device)
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
