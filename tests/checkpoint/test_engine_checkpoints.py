@@ -182,6 +182,28 @@ def counts(root: Path) -> None:
         other.close()
 
 
+def whole_parameters(model: nn.Module) -> torch.optim.Optimizer:
+    """Its states of matrices are means over rows and over columns."""
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def states_of_other_shapes(root: Path) -> None:
+    engine = engine_at(3, optimizer=whole_parameters)
+    take_steps(engine, range(2))
+    engine.save_checkpoint(root)
+    expected = take_steps(engine, range(2, 4))
+    engine.close()
+    for stage in (3, 1):
+        engine = engine_at(stage, optimizer=whole_parameters, seed=7)
+        engine.load_checkpoint(root)
+        assert take_steps(engine, range(2, 4)) == expected
+        engine.close()
+
+
+def test_states_of_other_shapes_than_the_parameters_come_back(tmp_path: Path) -> None:
+    run_ranks(2, states_of_other_shapes, tmp_path)
+
+
 def test_a_number_that_an_optimizer_keeps_as_a_tensor_of_one_element_comes_back(tmp_path: Path) -> None:
     run_ranks(2, counts, tmp_path)
 
