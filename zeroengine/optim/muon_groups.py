@@ -58,9 +58,9 @@ def build_muon(model: nn.Module, params: Sequence[Any], settings: Mapping[str, A
         of_muon = {key: value for key, value in group.items() if key not in ("betas", "eps")}
         for count in sorted(set(counts.values())):
             part = [param for param in group["params"] if count_of.get(param) == count]
-            matrices += [{**of_muon, "params": part, "num_matrices": count}] if part else []
+            matrices += [{**of_muon, "params": part, "num_matrices": count, "use_muon": True}] if part else []
         rest = [param for param in group["params"] if param not in count_of]
-        others += [{**group, "params": rest}] if rest else []
+        others += [{**group, "params": rest, "use_muon": False}] if rest else []
     muon = Muon(matrices, lr=muon_lr, eps=settings["ns_eps"], **{name: settings[name] for name in _MUON})
     if not others:
         return MixedOptimizer([muon])
