@@ -194,7 +194,7 @@ class MuonParams(Section):
     muon_params: list[str] | None = None
     """Patterns of names (fnmatch) of the parameters that Muon updates. null: parameters of two or more dimensions
     that are no embedding and no head. An attribute use_muon (True or False) of a parameter decides before both."""
-    matrices: dict[str, Annotated[int, Ge(1)]] = Field(default={})
+    matrices: dict[str, Annotated[int, Ge(1)]] = Field(default_factory=dict)
     """By patterns of names, how many matrices a parameter holds, which are equal blocks of its rows: 3 for a fused
     projection of queries, keys and values, or the number of heads. Each is made orthogonal by itself. Of two patterns
     that match a name the later one counts."""
