@@ -172,7 +172,7 @@ class ApartMode(TorchDispatchMode):
         if len(sides) > 1 and name not in self.COPIES:
             raise Apart(f"{func} takes memory of the host and of the device")
         result = func(*args, **(kwargs or {}))
-        if sides == {True} and name not in self.COPIES:
+        if sides == {True} and name != "copy_" and (kwargs or {}).get("device") is None:
             for made in torch.utils._pytree.tree_leaves(result):
                 if isinstance(made, torch.Tensor) and made.numel() and not self._copies.is_host(made):
                     self._made[StorageWeakRef(made.untyped_storage())] = None

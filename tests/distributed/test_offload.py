@@ -103,6 +103,28 @@ def test_nvme_gives_the_bits_of_memory(
     assert memory.nvme["parameters"] > 0 if "offload_param" in which else memory.nvme["parameters"] == 0
 
 
+def train_in_turn(every: list[dict[str, Any]]) -> list[Any]:
+    return [train(settings, 3) for settings in every]
+
+
+@pytest.mark.parametrize(
+    ("precision", "cases"),
+    [
+        pytest.param({}, [(2, OPTIMIZER), (3, OPTIMIZER_AND_PARAM), (3, PARAM)], id="fp32"),
+        pytest.param({"bf16": {"enabled": True}}, [(1, OPTIMIZER), (3, OPTIMIZER_AND_PARAM)], id="bf16"),
+    ],
+)
+def test_muon_on_nvme_gives_the_bits_of_memory(tmp_path: Path, precision: dict[str, Any], cases: list[Any]) -> None:
+    """Its momentum is the only state of its units; gradients, masters and parameters are where Adam's are."""
+    more = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, **precision}
+    away = [offloaded(stage, tmp_path, which, **more) for stage, which in cases]
+    for here, *others in run_ranks(2, train_in_turn, [config(2, **more), *away]):
+        for (_, which), other in zip(cases, others, strict=True):
+            assert_same(here, other)
+            assert (other[3].nvme["optimizer"] > 0) == ("offload_optimizer" in which)
+            assert (other[3].nvme["parameters"] > 0) == ("offload_param" in which)
+
+
 class TwoLayers(nn.Module):
     """In one unit; a step needs one of them or the other."""
 

@@ -151,6 +151,19 @@ def test_bits_are_those_of_states_on_the_device(
             assert after.optimizer == 0 or "offload_optimizer" not in which
 
 
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}
+
+
+def test_bits_of_muon_are_those_of_states_on_the_device(tmp_path: Path) -> None:
+    more, cases = PRECISIONS["bf16"] | MUON, [(0, OPTIMIZER), (3, MIXED)]
+    for found in run_ranks(2, compared, cases, tmp_path, more, True):
+        for (stage, which), (differs, before, after) in zip(cases, found, strict=True):
+            assert not differs, (stage, which)
+            assert after.states == before.states, (stage, which)
+    with pytest.raises(RankFailed, match='Muon with "offload_optimizer"'):
+        run_ranks(1, compared, [(3, PARAM)], tmp_path, MUON, True)
+
+
 LOW_AND_SLOW_FP32 = pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 
 

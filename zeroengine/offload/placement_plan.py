@@ -19,6 +19,8 @@ from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 
 # The location of states in CPU memory. The location of states on a disk is the path of a folder.
 CPU_MEMORY = ""
+# Of algorithms whose states may be offloaded and that have fewer moments than Adam's two.
+NUM_MOMENTS = {"Muon": 1}
 StateName = Literal["parameters", "gradients", "optimizer"]
 
 
@@ -183,9 +185,10 @@ def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, piece_num
         piece_numel: Those that it averages with other replicas (``local_steps``).
         grad_numel: Those of its summed gradients; None: they are elsewhere.
     """
+    moments = NUM_MOMENTS.get(plan.algorithm, 2)
     moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
     # Each state is padded separately, because each begins at a block of the file.
-    nbytes = 2 * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
+    nbytes = moments * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
     if config.local_steps is not None and config.local_steps.nesterov is not None:
         nbytes += 2 * padded_nbytes(piece_numel * torch.float32.itemsize)
     if grad_numel is not None:
@@ -200,5 +203,6 @@ def _moved_element_bytes(
     optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
     nbytes = (has_device_memory or param_location is not None) * plan.dtype.itemsize
     nbytes += (has_device_memory or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
-    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + plan.is_mixed_precision * torch.float32.itemsize
+    state_bytes = NUM_MOMENTS.get(plan.algorithm, 2) * FLOATS[config.optimizer_state_dtype].itemsize
+    state_bytes += plan.is_mixed_precision * torch.float32.itemsize
     return max(nbytes + optimizer_on_disk * state_bytes, 1)

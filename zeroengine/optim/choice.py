@@ -24,6 +24,9 @@ from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
 
+# The rules that update states which are not on the device.
+OFFLOADABLE = (AdamUpdate, MuonUpdate)
+
 
 def choose_backend(
     optimizer: torch.optim.Optimizer,
@@ -63,10 +66,12 @@ def choose_backend(
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
                 "the key"
             )
-        if rule is not AdamUpdate and not on_device:
+        # A GPU updates no parameter shard that is elsewhere by another rule than Adam's: the pipeline does.
+        by_pipeline = rule in OFFLOADABLE and placement.pipeline is not None
+        if not (on_device or by_pipeline or rule is AdamUpdate):
             raise ZeroEngineError(
-                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
-                'write "device": "none"'
+                'offload: only Adam and AdamW on fp32 masters, and Muon with "offload_optimizer", update states that '
+                f'are not on the device, not {name}; write "device": "none"'
             )
         if rule is WholeUpdate and config.local_steps is not None:
             raise ZeroEngineError(
@@ -74,6 +79,11 @@ def choose_backend(
                 "optimizer with a value of each element, such as AdamW or Muon."
             )
     return partial(BlockingUpdate, rules=rules)
+
+
+def can_offload(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether states of ``optimizer`` may be offloaded where all masters are fp32."""
+    return all(rule_of(member, fp32_masters=True, degree=1) in OFFLOADABLE for member in members_of(optimizer))
 
 
 def rule_of(optimizer: torch.optim.Optimizer, *, fp32_masters: bool, degree: int) -> type[UpdateRule]:

@@ -72,10 +72,8 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def algorithms_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
-    """Return the algorithm of each parameter, if there are several. A unit of the model has one algorithm."""
-    if not isinstance(optimizer, MixedOptimizer):
-        return {}
-    return {param: group[ALGORITHM] for group in optimizer.param_groups for param in group["params"]}
+    """Return the algorithm of each parameter: the name of an optimizer's class. A unit of the model has one."""
+    return {p: type(m).__name__ for m in members_of(optimizer) for group in m.param_groups for p in group["params"]}
 
 
 def _check(optimizers: Sequence[torch.optim.Optimizer]) -> None:

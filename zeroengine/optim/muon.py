@@ -193,14 +193,16 @@ def apply_direction(
 
     Args:
         master: The elements.
-        update: The direction, in any dtype.
+        update: The direction, in any dtype, on any device.
         group: The hyperparameters.
         shape: Rows and columns of the matrix.
     """
     rows, columns = shape
     lr, kind = float(group["lr"]), group["adjust_lr_fn"]
     scale = 0.2 * math.sqrt(max(shape)) if kind == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-    master.mul_(1 - lr * group["weight_decay"]).add_(update.to(master.dtype) * (-lr * scale))
+    # Masters that are offloaded from a GPU are updated on the host.
+    step = torch.empty_like(master).copy_(update).mul_(-lr * scale)
+    master.mul_(1 - lr * group["weight_decay"]).add_(step)
 
 
 def update_cost(rows: int, columns: int) -> int:

@@ -44,6 +44,7 @@ class UnitPlan:
     trainable: bool
     root: nn.Module | None = None  # the module that holds all of them, if there is one
     positions: tuple[int, ...] = ()  # of each of ``modules`` among the modules of the model, in their order
+    algorithm: str = ""  # the class of the optimizer that updates it, if it is trainable
 
     @property
     def numel(self) -> int:
@@ -68,7 +69,7 @@ class _Kind(NamedTuple):
     Attributes:
         dtype: What the model computes in.
         trainable: Whether they get gradients.
-        algorithm: What updates them, where the optimizer has several algorithms.
+        algorithm: The class of the optimizer that updates them; "" if nothing does.
     """
 
     dtype: torch.dtype
@@ -118,7 +119,7 @@ def cut_units(
             its own, and the outer block is the rest: ``["layers.*", "layers.*.experts.*"]``.
         compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
         keep_fp32: Parameters that are converted to fp32 instead.
-        algorithms: The algorithm that updates each trainable parameter, where the optimizer has several.
+        algorithms: The class of the optimizer that updates each trainable parameter.
 
     Raises:
         ZeroEngineError: The model has no parameters, or a trainable one that keeps a dtype of eight bits, or a pattern
@@ -267,14 +268,16 @@ def _split(
     inside = set(group.root.modules()) if group.root is not None else set()
     # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
     main = next(iter(sorted(kinds, key=lambda kind: not kind.trainable)))
+    is_mixed = len({kind.algorithm for kind in kinds if kind.trainable}) > 1
     for kind, params in sorted(kinds.items(), key=lambda item: not item[0].trainable):
         # A parameter of a block that is tied to a module outside of the block is also needed there.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]
-        words = ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]] + [kind.algorithm] * bool(kind.algorithm)
-        suffix = "" if kind == main else f" ({', '.join(words)})"
-        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), kind.dtype, kind.trainable, group.root)
+        algorithm, words = kind.algorithm, ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]]
+        words += [algorithm] * (is_mixed and kind.trainable)
+        name = group.name + ("" if kind == main else f" ({', '.join(words)})")
+        yield UnitPlan(name, tuple(params), tuple(modules), kind.dtype, kind.trainable, group.root, algorithm=algorithm)
 
 
 def _with_holders(

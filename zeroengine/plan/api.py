@@ -99,7 +99,7 @@ def plan(
     choices = choices_of(
         tree,
         target,
-        can_offload=OptimizerProbe(None, sizes).has_adam_rule,
+        can_offload=OptimizerProbe(None, sizes).can_offload,
         degrees=degree_choices(has_degrees, target, sizes),
     )
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:

@@ -8,7 +8,7 @@ There are two backends, of which `choose_backend` in `optim/choice.py` takes one
 and these rules:
 
     AdamUpdate        Adam and AdamW by the fused kernel; states may be offloaded
-    MuonUpdate        Muon: momentum on shards, the iteration on whole matrices at their owners
+    MuonUpdate        Muon: momentum on shards, the iteration on whole matrices at their owners; states may be offloaded
     ElementwiseUpdate any element-wise torch optimizer, run over parameters that are views of the shards
     WholeUpdate       any torch optimizer whose rule looks at one parameter at a time, run over whole ones at owners
 
@@ -35,13 +35,12 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `ElementwiseU
 5. The choice. Return the class from `rule_of` in `optim/choice.py` where every master is fp32 and the `step` of the
    optimizer is that of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass).
    Norm, clipping, loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With
-   offload, change the bytes of two moments that `offload/placement_plan.py` counts (`_optimizer_state_bytes`,
-   `_moved_element_bytes`), and two messages in `optim/choice.py` that name Adam alone. The test to extend is in
+   offload, add the rule to `OFFLOADABLE` and its name to the messages in `optim/choice.py`, and the number of its
+   moments to `NUM_MOMENTS` in `offload/placement_plan.py`. The test to extend is in
    `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
    and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
-   With offload, `OptimizerProbe.has_adam_rule` in `plan/bytes/optimizer_state.py` says which optimizers may be
-   offloaded. The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
+   The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
    `engine.memory()`, to the byte.
 """
 

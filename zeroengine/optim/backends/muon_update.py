@@ -6,25 +6,32 @@
                                          Newton-Schulz
 
 Momentum stays partitioned as any state of an element, so it is balanced to the byte, and checkpoints load at any stage
-and number of ranks. Only directions travel. While a round of matrices is made orthogonal, the next one travels.
+and number of ranks. Only directions travel. While a round of matrices is made orthogonal, the next one travels. Where
+states are offloaded, the pipeline brings them to both halves on shards, in chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from zeroengine import ops
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, OwnerExchange, RoundTrip
 from zeroengine.optim.muon import apply_direction, direction, iteration_dtype, orthogonalize, update_cost
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.partition.owners import Matrix
+from zeroengine.partition.owners import Matrix, Part
 
 T = TypeVar("T")
+# Of each matrix in a chunk of a shard: the matrix, its place in the chunk, and the directions of these elements.
+Runs = Sequence[tuple[Matrix, slice, torch.Tensor]]
 KEY = "momentum_buffer"
 
 
@@ -58,7 +65,9 @@ class MuonState:
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
-        self.momentum[shard.index][span.shard_slice].zero_()
+        momentum = self.momentum[shard.index][span.shard_slice]
+        populate(momentum, write=True)
+        momentum.zero_()
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
@@ -103,12 +112,17 @@ class MuonUpdate:
         self._exchange.end()
 
     def _fill(self, trip: RoundTrip, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
-        with self._parts.timer.span("update", label="momentum"):
-            for shard, part, values in trip.parts():
-                if has_grad[shard.index][part.matrix.param_index]:
-                    gradient = shard.gradient[part.shard_slice].to(shard.master.dtype) * factor
-                    momentum = self.state.momentum[shard.index][part.shard_slice]
-                    values.copy_(direction(momentum, gradient, self._group(shard, part.matrix.param_index)))
+        tasks = []
+        for shard, chunk, runs in self._chunks(trip, has_grad):
+            operands = Operand(shard.gradient[chunk]), Operand(self.state.momentum[shard.index][chunk], writes=True)
+            tasks.append((shard, PipelineTask(operands, partial(self._fill_chunk, factor, shard, runs))))
+        self._run(tasks, "momentum")
+
+    def _fill_chunk(self, factor: float, shard: OptimizerShard, runs: Runs, *tensors: torch.Tensor) -> None:
+        gradient, momentum = tensors
+        for matrix, place, values in runs:
+            scaled = gradient[place].to(shard.master.dtype) * factor
+            values.copy_(direction(momentum[place], scaled, self._group(shard, matrix.param_index)))
 
     def _orthogonal(
         self, matrices: Sequence[tuple[Matrix, torch.Tensor]], has_grad: Sequence[Sequence[bool]]
@@ -129,22 +143,62 @@ class MuonUpdate:
 
     def _apply(self, trip: RoundTrip, has_grad: Sequence[Sequence[bool]]) -> None:
         trip.wait()
-        for shard in trip.round.shards:
-            if shard.may_be_written:
-                shard.reload_master()
-        with self._parts.timer.span("update", label="update"):
-            for shard, part, values in trip.parts():
-                if has_grad[shard.index][part.matrix.param_index]:
-                    group = self._group(shard, part.matrix.param_index)
-                    shape = part.matrix.rows, part.matrix.columns
-                    apply_direction(shard.master[part.shard_slice], values, group, shape)
-        for shard in trip.round.shards:
+        tasks = []
+        for shard, chunk, runs in self._chunks(trip, has_grad):
+            operands = [Operand(shard.master[chunk], writes=True)]
             if shard.low_precision_param is not None:
-                shard.low_precision_param.copy_(shard.master)
+                operands.append(Operand(shard.low_precision_param[chunk], reads=shard.may_be_written, writes=True))
+            tasks.append((shard, PipelineTask(operands, partial(self._apply_chunk, shard, runs))))
+        self._run(tasks, "update")
+        for shard in trip.round.shards:
             self._parts.publish_update(shard.unit)
+
+    def _apply_chunk(self, shard: OptimizerShard, runs: Runs, master: torch.Tensor, *params: torch.Tensor) -> None:
+        for param in params if shard.may_be_written else ():
+            ops.reload_written(master, param)
+        for matrix, place, values in runs:
+            group = self._group(shard, matrix.param_index)
+            apply_direction(master[place], values, group, (matrix.rows, matrix.columns))
+        for param in params:
+            param.copy_(master)
+
+    def _chunks(
+        self, trip: RoundTrip, has_grad: Sequence[Sequence[bool]]
+    ) -> Iterator[tuple[OptimizerShard, slice, Runs]]:
+        """Yield the chunks of shards that have parts with gradients. A shard on the device is one chunk."""
+        parts: dict[int, list[tuple[Part, torch.Tensor]]] = {shard.index: [] for shard in trip.round.shards}
+        for shard, part, values in trip.parts():
+            if has_grad[shard.index][part.matrix.param_index]:
+                parts[shard.index].append((part, values))
+        for shard in trip.round.shards:
+            numel, pipeline = shard.param.numel(), self._parts.pipeline
+            size = numel if shard.on_device or pipeline is None else pipeline.chunk_numel
+            for start in range(0, numel, size):
+                if runs := _runs_within(parts[shard.index], start, start + size):
+                    yield shard, slice(start, start + size), runs
+
+    def _run(self, tasks: Sequence[tuple[OptimizerShard, PipelineTask]], label: str) -> None:
+        for shard, task in tasks:
+            if shard.on_device:
+                with self._parts.timer.span("update", label=label):
+                    task.compute(*(operand.tensor for operand in task.operands))
+        if offloaded := [task for shard, task in tasks if not shard.on_device]:
+            assert self._parts.pipeline is not None
+            self._parts.pipeline.run(offloaded)
 
     def _group(self, shard: OptimizerShard, param_index: int) -> dict[str, Any]:
         return self._parts.base_optimizer.param_groups[self._parts.group_of_param[shard.unit.params[param_index]]]
 
     def _dtype(self, shard: OptimizerShard) -> torch.dtype:
         return iteration_dtype(self._group(shard, 0), shard.master.dtype)
+
+
+def _runs_within(parts: Sequence[tuple[Part, torch.Tensor]], start: int, stop: int) -> Runs:
+    """Return what elements ``start`` to ``stop`` of a shard have of its parts."""
+    runs = []
+    for part, values in parts:
+        low, high = max(part.shard_offset, start), min(part.shard_offset + part.numel, stop)
+        if low < high:
+            directions = values[low - part.shard_offset : high - part.shard_offset]
+            runs.append((part.matrix, slice(low - start, high - start), directions))
+    return runs

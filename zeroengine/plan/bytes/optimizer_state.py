@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.optim.backends.adam_state import has_adam_rule
 from zeroengine.optim.caller_optimizer import copy_without_parameters
+from zeroengine.optim.choice import can_offload
 from zeroengine.optim.factory import build_optimizer
 
 # An optimizer such as Muon takes matrices alone.
@@ -55,7 +56,7 @@ class OptimizerProbe:
         self._group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._sizes: dict[tuple[int, torch.dtype], StateSizes] = {}
         # Every unit is updated by one backend, and the fused kernels take fp32 masters alone.
-        self.has_adam_rule = has_adam_rule(optimizer)
+        self.has_adam_rule, self.can_offload = has_adam_rule(optimizer), can_offload(optimizer)
 
     def sizes(self, param: nn.Parameter, dtype: torch.dtype) -> StateSizes:
         """Return the state of one parameter of the model, whose master has ``dtype``."""

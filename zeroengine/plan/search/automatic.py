@@ -196,7 +196,7 @@ class StatePlanner:
         def places(place: str, section: str) -> list[str]:
             if place != CHOSEN:
                 return [place]
-            if not self._probe.has_adam_rule:
+            if not self._probe.can_offload:
                 return ["none"]
             path = getattr(self.config.zero_optimization, section).nvme_path
             # On a machine without a GPU, CPU memory is where states are anyway.
