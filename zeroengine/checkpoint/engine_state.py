@@ -156,8 +156,8 @@ class EngineTensors:
                     entry.pieces += pieces_of_run(slot.shape, span.param_offset, value[: span.numel])
                 # Every rank that has part of the parameter has its step. The rank with the first element saves it.
                 for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
-                    # A state of a whole parameter may have any shape.
-                    if value.numel() != 1 and span.numel < slot.numel:
+                    # A state of a whole parameter may have any shape. At degree 1 the ranks share the saving alone.
+                    if value.numel() != 1 and span.numel < slot.numel and shard.unit.degrees.optimizer > 1:
                         raise ZeroEngineError(
                             f"state {key!r} of the optimizer has shape {tuple(value.shape)} for parameter {slot.name}: "
                             "a checkpoint takes states of the parameter's shape, and numbers"

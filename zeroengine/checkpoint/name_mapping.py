@@ -114,8 +114,12 @@ def split_state_name(stored: str) -> tuple[str, str] | None:
     before, separator, rest = stored.partition("state.")
     if not separator or (before and not before.endswith(".")):
         return None
-    # Parameter names contain dots, and so does the prefix. The key is what follows the last dot.
+    # Parameter names contain dots, and so does the prefix. The key is what follows the last dot, and before it the name
+    # of the list that it is a place in.
     parameter, _, key = rest.rpartition(".")
+    if key.isdigit():
+        parameter, _, name = parameter.rpartition(".")
+        key = f"{name}.{key}"
     return parameter, key
 
 
@@ -132,7 +136,7 @@ class CheckpointNames:
         metadata: The checkpoint's.
         model: Which stored tensor belongs to each parameter and buffer.
         state_names: The stored name of the optimizer's state, by its name in `EngineTensors.optimizer_entries`.
-        state_keys: By parameter, the dtype of each key of its state, and the shape of a number for the whole parameter.
+        state_keys: By parameter, the dtype of each key of its state, and the shape of a state for the whole parameter.
     """
 
     def __init__(

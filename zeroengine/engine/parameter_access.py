@@ -269,8 +269,9 @@ class LocatedParameter:
                 f"{', '.join(known) or 'nothing yet'}"
             )
         shape = shapes_by_rank[holders[0]][key]
-        # Such a state is computed from one shard. Other shards have other values, and no rule combines them.
-        if shape is not None and math.prod(shape) > 1 and self.unit.degrees.optimizer > 1:
+        # Such a state may be computed from one shard. Other shards have other values, and no rule combines them.
+        is_whole = self.unit.degrees.optimizer == 1 or self.parts.states.optimizer.state_of(shard).is_whole(shard)
+        if shape is not None and math.prod(shape) > 1 and not is_whole:
             raise ZeroEngineError(
                 f"the optimizer's state {key!r} of {self.slot.name} {self.slot.shape} has shape {shape} on a shard: "
                 "neither a number nor a value of each element, so there is no whole of it"

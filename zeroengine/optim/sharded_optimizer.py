@@ -20,6 +20,7 @@ from zeroengine.optim.caller_optimizer import (
     load_hyperparameters,
     refuse_copy,
 )
+from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.partition.layout import ShardSpan
@@ -41,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         shards, backend, reduction: See above.
-        base_optimizer_name: The class of the caller's optimizer.
+        base_optimizer_name: The class of the caller's optimizer, or the classes that it joins.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: Callable[[], None],
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
-        self.base_optimizer_name = type(base_optimizer).__name__
+        self.base_optimizer_name = " and ".join(type(member).__name__ for member in members_of(base_optimizer))
         self.backend, self.shards, self.reduction = backend, shards, reduction
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False

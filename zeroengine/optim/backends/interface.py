@@ -64,7 +64,7 @@ from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
 T = TypeVar("T")
-# By name: the dtype, and the shape of a number for the whole parameter; None for a state with a value per element.
+# By name: the dtype, and the shape of a state for the whole parameter; None for a state with a value per element.
 StateKeys = dict[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 
@@ -73,7 +73,8 @@ class SpanState(NamedTuple):
 
     Attributes:
         elements: States with a value for each element: 1-D views of the span's length.
-        numbers: All other states, such as step counts: copies in their own shape.
+        numbers: All other states, such as step counts: copies in their own shape. An item of a list has the name of the
+            list and its place, such as "GG.0".
     """
 
     elements: dict[str, torch.Tensor]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.backends.over_owners import OptimizerOverOwners
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
@@ -16,6 +16,8 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 
 T = TypeVar("T")
+# The dtype of a number that stands for None, or for an empty list if it is 0.
+MARKER = torch.int8
 
 
 class TorchUpdate:
@@ -83,7 +85,7 @@ class TorchUpdate:
         # ``span`` may be a part of the rank's span, as when reading a checkpoint of another number of ranks.
         start = span.param_offset - whole_span.param_offset
         state = SpanState({}, {})
-        for key, value in self._state.get(param, {}).items():
+        for key, value in _flat(self._state.get(param, {})).items():
             # The step count has the shape of the parameter, too, if that is 0-d.
             if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
                 state.elements[key] = value.view(-1)[start : start + span.numel]
@@ -91,33 +93,44 @@ class TorchUpdate:
                 # On the CPU, whatever torch's default device is.
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
                 state.numbers[key] = tensor.detach().clone()
+            elif value is None or (isinstance(value, (list, tuple)) and not value):
+                state.numbers[key] = torch.tensor(value is None, dtype=MARKER, device="cpu")
+            else:
+                raise ZeroEngineError(
+                    f"{type(self._parts.base_optimizer).__name__} keeps a {type(value).__name__} as state {key!r} of "
+                    f"{shard.unit.layout.slots[span.param_index].name}: a checkpoint takes tensors, numbers, None, and "
+                    "lists of these"
+                )
         return state
 
     def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """See ``ShardState``."""
         param = self._over_shards.params[shard.index][span.param_index].param
-        state = self._state[param]
-        for key in [key for key in state if key not in keys]:
-            # A state that the checkpoint lacks would keep its previous value.
-            del state[key]
+        # A state that the checkpoint lacks would keep its previous value.
+        flat = {key: value for key, value in _flat(self._state[param]).items() if key in keys}
         for key, (dtype, number_shape) in keys.items():
             if number_shape is None:
-                if key not in state:
-                    state[key] = torch.zeros_like(param)
+                if getattr(flat.get(key), "shape", None) != param.shape:
+                    flat[key] = torch.zeros_like(param)
             # The checkpoint's number is read into a tensor of its own shape.
-            elif key not in state or tuple(getattr(state[key], "shape", ())) != number_shape:
-                device = param.device if math.prod(number_shape) > 1 else "cpu"
-                state[key] = torch.zeros(number_shape, dtype=dtype, device=device)
+            elif key not in flat or tuple(getattr(flat[key], "shape", ())) != number_shape:
+                # Optimizers keep step counts on the CPU.
+                flat[key] = torch.zeros(number_shape, dtype=dtype, device=param.device if number_shape else "cpu")
+        self._state[param] = _nested(flat)
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
-        state = self._state[self._over_shards.params[shard.index][span.param_index].param]
+        param = self._over_shards.params[shard.index][span.param_index].param
+        flat = _flat(self._state[param])
         for key, value in numbers.items():
-            present = state[key]
-            if isinstance(present, torch.Tensor):
-                state[key] = value.to(present).reshape(present.shape)
+            present = flat[key]
+            if value.dtype is MARKER:
+                flat[key] = None if value.item() else []
+            elif isinstance(present, torch.Tensor):
+                flat[key] = value.to(present).reshape(present.shape)
             else:
-                state[key] = type(present)(value.item())
+                flat[key] = type(present)(value.item())
+        self._state[param] = _nested(flat)
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
@@ -126,7 +139,7 @@ class TorchUpdate:
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
         states = (self._state.get(param, {}) for _, _, param in self._over_shards.params[shard.index].values())
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [value for state in states for value in _flat(state).values() if isinstance(value, torch.Tensor)]
 
     def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
@@ -145,6 +158,29 @@ class WholeUpdate(TorchUpdate):
 
     def __init__(self, parts: BackendParts) -> None:
         super().__init__(parts, OptimizerOverOwners(parts))
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the items of its lists by name, such as "GG.0"."""
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        flat |= {f"{key}.{place}": item for place, item in enumerate(value)} if is_list else {key: value}
+    return flat
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that ``_flat`` made ``flat`` of."""
+    state: dict[str, Any] = {}
+    for key, value in flat.items():
+        name, _, place = key.rpartition(".")
+        if name and place.isdigit():
+            items = state.setdefault(name, [])
+            items.extend([None] * (int(place) + 1 - len(items)))
+            items[int(place)] = value
+        else:
+            state[key] = value
+    return state
 
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:
