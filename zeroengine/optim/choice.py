@@ -54,8 +54,8 @@ def choose_backend(
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
     on_device = all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable)))
     master_dtypes = {torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable}
-    members = members_of(optimizer)
-    rules = [rule_of(member, fp32_masters=master_dtypes <= {torch.float32}, degree=degree) for member in members]
+    members, fp32_masters = members_of(optimizer), master_dtypes <= {torch.float32}
+    rules = [rule_of(member, fp32_masters=fp32_masters, degree=degree) for member in members]
     if rules == [AdamUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncAdam
@@ -67,10 +67,10 @@ def choose_backend(
                 "the key"
             )
         # A GPU updates no parameter shard that is elsewhere by another rule than Adam's: the pipeline does.
-        by_pipeline = rule in OFFLOADABLE and placement.pipeline is not None
+        by_pipeline = rule in OFFLOADABLE and fp32_masters and placement.pipeline is not None
         if not (on_device or by_pipeline or rule is AdamUpdate):
             raise ZeroEngineError(
-                'offload: only Adam and AdamW on fp32 masters, and Muon with "offload_optimizer", update states that '
+                'offload: only Adam and AdamW (and Muon with "offload_optimizer") on fp32 masters update states that '
                 f'are not on the device, not {name}; write "device": "none"'
             )
         if rule is WholeUpdate and config.local_steps is not None:
