@@ -94,8 +94,12 @@ class StateOffloader:
         Raises:
             ZeroEngineError: Memory cannot be freed, or a path cannot be used. Then nothing was moved.
         """
-        # A tensor without memory, such as the full buffer of a released unit, has nothing to move.
-        moved = {name: [t for t in tensors if t.untyped_storage().nbytes()] for name, tensors in states.items()}
+        # Whole storages move, each once, because states of an optimizer may be transposed, or share one. A tensor
+        # without memory, such as the full buffer of a released unit, has nothing to move.
+        moved = {
+            name: {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}.values()
+            for name, tensors in states.items()
+        }
         # All checks come before the first tensor moves, so that an error leaves everything in place.
         for name, tensors in moved.items():
             if not all(t.untyped_storage().resizable() for t in tensors):
@@ -105,13 +109,12 @@ class StateOffloader:
                 )
         disk = None
         if path is not None:
-            nbytes = sum(padded_nbytes(t.nbytes) for tensors in moved.values() for t in tensors)
+            nbytes = sum(padded_nbytes(t.untyped_storage().nbytes()) for tensors in moved.values() for t in tensors)
             disk = self._disk = open_disk(os.fspath(path), nbytes, config, rank)
         for name, tensors in moved.items():
             pairs = self._offloaded.setdefault(name, [])
             for tensor in tensors:
-                # The tensor is detached, because autograd must not record the copies.
-                flat = tensor.detach().view(-1)
+                flat = _storage_bytes(tensor)
                 values = torch.empty_like(flat, device="cpu") if disk is None else disk.empty(flat.numel(), flat.dtype)
                 pairs.append((tensor, values.copy_(flat)))
                 # The tensor keeps its identity and shape; only its storage is freed.
@@ -125,10 +128,10 @@ class StateOffloader:
         while self._offloaded:
             _, pairs = self._offloaded.popitem()
             for tensor, values in pairs:
-                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.untyped_storage().resize_(values.nbytes)
                 # The advice for huge pages went with the old memory.
                 ops.advise_huge_pages(tensor)
-                tensor.detach().view(-1).copy_(values)
+                _storage_bytes(tensor).copy_(values)
         if self._disk is not None:
             # The files served this one time. Closing them frees their space.
             self._disk.close()
@@ -145,6 +148,10 @@ class StateOffloader:
             raise ZeroEngineError(
                 f"{action} while the {' and '.join(missing)} are offloaded: call engine.reload_states() before"
             )
+
+
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:

@@ -87,7 +87,7 @@ class TorchUpdate:
         state = SpanState({}, {})
         for key, value in _flat(self._state.get(param, {})).items():
             # The step count has the shape of the parameter, too, if that is 0-d.
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
+            if _is_elementwise(value, param) and key != "step":
                 state.elements[key] = value.view(-1)[start : start + span.numel]
             elif isinstance(value, (torch.Tensor, float, int)):
                 # On the CPU, whatever torch's default device is.
@@ -96,11 +96,8 @@ class TorchUpdate:
             elif value is None or (isinstance(value, (list, tuple)) and not value):
                 state.numbers[key] = torch.tensor(value is None, dtype=MARKER, device="cpu")
             else:
-                raise ZeroEngineError(
-                    f"{type(self._parts.base_optimizer).__name__} keeps a {type(value).__name__} as state {key!r} of "
-                    f"{shard.unit.layout.slots[span.param_index].name}: a checkpoint takes tensors, numbers, None, and "
-                    "lists of these"
-                )
+                kept = f"{type(self._parts.base_optimizer).__name__} keeps a {type(value).__name__} as state {key!r}"
+                raise ZeroEngineError(f"{kept}: a checkpoint takes tensors, numbers, None, and lists of these")
         return state
 
     def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
@@ -109,11 +106,13 @@ class TorchUpdate:
         # A state that the checkpoint lacks would keep its previous value.
         flat = {key: value for key, value in _flat(self._state[param]).items() if key in keys}
         for key, (dtype, number_shape) in keys.items():
+            present = flat.get(key)
             if number_shape is None:
-                if getattr(flat.get(key), "shape", None) != param.shape:
-                    flat[key] = torch.zeros_like(param)
+                if not _is_elementwise(present, param):
+                    # Some optimizers keep states in a lower precision than that of masters.
+                    flat[key] = torch.zeros_like(param, dtype=param.dtype if dtype.itemsize > 2 else dtype)
             # The checkpoint's number is read into a tensor of its own shape.
-            elif key not in flat or tuple(getattr(flat[key], "shape", ())) != number_shape:
+            elif not isinstance(present, (torch.Tensor, float, int)) or getattr(present, "shape", ()) != number_shape:
                 # Optimizers keep step counts on the CPU.
                 flat[key] = torch.zeros(number_shape, dtype=dtype, device=param.device if number_shape else "cpu")
         self._state[param] = _nested(flat)
@@ -160,6 +159,11 @@ class WholeUpdate(TorchUpdate):
         super().__init__(parts, OptimizerOverOwners(parts))
 
 
+def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
+    """Return whether a state has a value for each element, in their order."""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and value.is_contiguous()
+
+
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with the items of its lists by name, such as "GG.0"."""
     flat: dict[str, Any] = {}
@@ -175,12 +179,12 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         name, _, place = key.rpartition(".")
         if name and place.isdigit():
-            items = state.setdefault(name, [])
-            items.extend([None] * (int(place) + 1 - len(items)))
-            items[int(place)] = value
+            state.setdefault(name, {})[int(place)] = value
         else:
             state[key] = value
-    return state
+    return {
+        key: [value[i] for i in sorted(value)] if isinstance(value, dict) else value for key, value in state.items()
+    }
 
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:
