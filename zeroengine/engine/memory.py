@@ -36,7 +36,8 @@ class Memory:
         gathered: The full buffers of units that are released between uses, and are gathered now.
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
         staging: Buffers between the stores of offloaded states and the computation, between hosts whose ranks share
-            memory, and between the replicas of ``local_steps``; and what Gloo receives gradients into.
+            memory, between the replicas of ``local_steps``, and, where they share memory, between shards and the
+            owners of matrices; and what Gloo receives gradients into.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
@@ -114,6 +115,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         put_off={unit.name: unit.gathered_bytes() for unit in parts.passes.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.partition.units),
         staging=parts.partition.placement.send_buffer_bytes
+        + parts.states.optimizer.backend.exchange_bytes
         + (0 if parts.states.outer_step is None else parts.states.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),
         quantized=sum(x.nbytes for x in (parts.ranks.quantized_gather, parts.ranks.quantized_reduce) if x is not None),

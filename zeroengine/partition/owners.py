@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 
 # A round of exchanges has at least so many matrices for each owner, so that owners have equal work in each round, and
@@ -167,7 +168,7 @@ class ExchangePlan:
         cls,
         matrices: Sequence[Matrix],
         owners: Sequence[int],
-        shard_numels: Sequence[int],
+        shard_numels: Mapping[int, int],
         numbers: Sequence[int],
         rank_index: int,
     ) -> ExchangePlan:
@@ -208,3 +209,63 @@ class ExchangePlan:
     def num_received(self) -> int:
         """The elements of all parts that are received."""
         return sum(part.numel for part in self.received)
+
+
+class ExchangedUnit(NamedTuple):
+    """A unit whose matrices go to owners.
+
+    Attributes:
+        unit: The index of the unit, as in ``Matrix``.
+        layout: Its flat layout.
+        degrees: Its degrees.
+        num_matrices: For each parameter of the layout, how many matrices it holds.
+        dtypes: The dtypes that its values travel in.
+    """
+
+    unit: int
+    layout: FlatLayout
+    degrees: Degrees
+    num_matrices: Sequence[int]
+    dtypes: tuple[Any, ...]
+
+
+class PlannedRound(NamedTuple):
+    """What one rank does in one round.
+
+    Attributes:
+        units: The indices of the units of the round, in order.
+        ranks: The ranks that exchange, ascending.
+        dtypes: The dtypes that values travel in.
+        plan: What the rank sends and receives.
+    """
+
+    units: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+    plan: ExchangePlan
+
+
+def plan_rounds(units: Sequence[ExchangedUnit], cost: Callable[[int, int], int], rank: int) -> list[PlannedRound]:
+    """Return what one rank does in each of the rounds in which the matrices of all units go to owners.
+
+    Args:
+        units: The units, in the order of registration.
+        cost: The cost of the update of a matrix, by its rows and columns, which owners are balanced by.
+        rank: The rank.
+    """
+    # Units of one number of shards and of equal dtypes are exchanged together. Nearly always those are all.
+    groups: dict[Any, list[ExchangedUnit]] = {}
+    for unit in units:
+        groups.setdefault((unit.degrees.optimizer, unit.dtypes), []).append(unit)
+    planned = []
+    for (degree, dtypes), group in groups.items():
+        degrees = group[0].degrees
+        ranks = tuple(sorted(degrees.owners(rank, degree)))
+        numels = {unit.unit: unit.layout.shard_numel(degree) for unit in group}
+        shards = numels, [degrees.index(other, degree) for other in ranks], ranks.index(rank)
+        rounds = rounds_of([matrices_of(unit.layout, unit.unit, unit.num_matrices) for unit in group], degree)
+        owners = assign_owners([[cost(m.rows, m.columns) for m in matrices] for matrices in rounds], degree)
+        for matrices, of_matrix in zip(rounds, owners, strict=True):
+            indices = tuple(dict.fromkeys(matrix.unit for matrix in matrices))
+            planned.append(PlannedRound(indices, ranks, dtypes, ExchangePlan.build(matrices, of_matrix, *shards)))
+    return planned

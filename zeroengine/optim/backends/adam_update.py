@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ MAX_WRITEBACKS = 3
 
 class AdamUpdate:
     """See ``UpdateRule``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
+
+    num_moments: ClassVar[int | None] = 2
+    exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)

@@ -36,6 +36,7 @@ class AsyncAdam:
     """See ``UpdateBackend``. Gives the same bits as ``AdamUpdate``."""
 
     is_async: ClassVar[bool] = True
+    exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)

@@ -41,6 +41,7 @@ class BlockingUpdate:
             rule = rule_type(dataclasses.replace(parts, base_optimizer=member, shards=shards))
             self.rules.append(rule)
             self._rule_of |= {shard.index: rule for shard in shards}
+        self.exchange_bytes = sum(rule.exchange_bytes for rule in self.rules)
 
     def state_of(self, shard: OptimizerShard) -> ShardState:
         """See ``UpdateBackend``."""

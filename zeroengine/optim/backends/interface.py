@@ -38,9 +38,8 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `ElementwiseU
    offload, add the rule to `OFFLOADABLE` and its name to the messages in `optim/choice.py`, and the number of its
    moments to `NUM_MOMENTS` in `offload/placement_plan.py`. The test to extend is in
    `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
-6. The plan. `_optimizer_sizes` in `plan/bytes/state_bytes.py` has the state of the fused kernels, which covers padding
-   and keeps no step counts in tensors, and says whether an update takes all gradients at once in the masters' dtype.
-   The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
+6. The plan. `predict_optimizer` in `plan/bytes/optimizer_bytes.py` counts the rule's `num_moments`, for padding as
+   well. The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
    `engine.memory()`, to the byte.
 """
 
@@ -146,7 +145,16 @@ class BackendParts:
 
 
 class UpdateRule(Protocol):
-    """Updates some of this rank's shards by one algorithm, and keeps their optimizer state."""
+    """Updates some of this rank's shards by one algorithm, and keeps their optimizer state.
+
+    Attributes:
+        num_moments: The states with a value per element of a shard, padding included; None: what the caller's
+            optimizer keeps of each parameter.
+        exchange_bytes: See ``UpdateBackend``.
+    """
+
+    num_moments: ClassVar[int | None]
+    exchange_bytes: int
 
     def __init__(self, parts: BackendParts) -> None:
         """Allocate the state of every shard of ``parts``."""
@@ -173,9 +181,11 @@ class UpdateBackend(Protocol):
 
     Attributes:
         is_async: Whether ``step`` returns before its result is known.
+        exchange_bytes: The bytes of the memory in which matrices travel to their owners, as far as it is kept.
     """
 
     is_async: ClassVar[bool]
+    exchange_bytes: int
 
     def __init__(self, parts: BackendParts) -> None:
         """Allocate the state of every shard."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
-from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, OwnerExchange, RoundTrip
+from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, ExchangeRule, OwnerExchange, RoundTrip
 from zeroengine.optim.muon import apply_direction, direction, iteration_dtype, orthogonalize, update_cost
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
@@ -79,12 +79,17 @@ class MuonState:
 class MuonUpdate:
     """See ``UpdateRule``."""
 
+    num_moments: ClassVar[int | None] = 1
+    EXCHANGE: ClassVar = ExchangeRule(
+        *(update_cost, lambda group: group["num_matrices"]),
+        dtypes=lambda group, gradient, master: (iteration_dtype(group, master),),
+        num_slots=NUM_SLOTS,
+    )
+
     def __init__(self, parts: BackendParts) -> None:
         self._parts, self.state = parts, MuonState(parts.shards)
-        counts = [
-            [self._group(shard, i)["num_matrices"] for i in range(len(shard.unit.params))] for shard in parts.shards
-        ]
-        self._exchange = OwnerExchange(parts.shards, counts, update_cost, parts.transport)
+        self._exchange = OwnerExchange(parts, self.EXCHANGE)
+        self.exchange_bytes = self._exchange.kept_bytes
         self._shards = {shard.index: shard for shard in parts.shards}
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
@@ -100,7 +105,6 @@ class MuonUpdate:
             if number >= NUM_SLOTS:
                 self._apply(trips[number - NUM_SLOTS], has_grad)
             if number < len(rounds):
-                # The groups of an optimizer iterate in one dtype.
                 trip = self._exchange.begin(rounds[number], self._dtype(rounds[number].shards[0]), number % NUM_SLOTS)
                 self._fill(trip, factor, has_grad)
                 trip.send()

@@ -7,14 +7,14 @@ optimizer's state of a parameter, whatever its shapes, stays at the owner.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.backends.over_shards import ShardParameter, run_with_settings
-from zeroengine.optim.backends.owner_exchange import OwnerExchange
+from zeroengine.optim.backends.owner_exchange import ExchangeRule, OwnerExchange
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
@@ -29,17 +29,21 @@ class OptimizerOverOwners:
     Attributes:
         optimizer: The copy. Its state belongs to these parameters, which have memory during a step alone.
         params: For each shard of this rank, by its index, and by the index of a parameter, what the copy updates.
+        exchange: Brings parameters to their owners.
     """
+
+    # What a step costs is unknown, but state and time grow with the elements.
+    EXCHANGE: ClassVar = ExchangeRule(
+        lambda rows, columns: rows * columns, lambda group: 1, lambda _, *dtypes: dtypes, 1
+    )
 
     def __init__(self, parts: BackendParts) -> None:
         self._caller = parts.base_optimizer
         self.optimizer = copy_without_parameters(parts.base_optimizer)
         self.params: dict[int, dict[int, ShardParameter]] = {shard.index: {} for shard in parts.shards}
         self._shards = {shard.index: shard for shard in parts.shards}
-        counts = [[1] * len(shard.unit.params) for shard in parts.shards]
-        # What a step costs is unknown, but state and time grow with the elements.
-        self._exchange = OwnerExchange(parts.shards, counts, lambda rows, columns: rows * columns, parts.transport)
-        for around in self._exchange.rounds:
+        self.exchange = OwnerExchange(parts, self.EXCHANGE)
+        for around in self.exchange.rounds:
             for matrix, _ in around.owned:
                 shard = self._shards[matrix.unit]
                 original = shard.unit.params[matrix.param_index]
@@ -70,7 +74,7 @@ class OptimizerOverOwners:
             self.optimizer.zero_grad(set_to_none=True)
             for shard, _, param in self:
                 param.data = _without_memory(shard, param.shape)
-            self._exchange.end()
+            self.exchange.end()
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """Refuse to run methods of the optimizer's own, whose parameters have no memory between steps.
@@ -85,22 +89,20 @@ class OptimizerOverOwners:
 
     def _bring(self, values_of: Callable[[OptimizerShard], torch.Tensor]) -> Iterator[tuple[Matrix, torch.Tensor]]:
         """Yield the whole values of each parameter that this rank owns. They are valid until the next round."""
-        for around in self._exchange.rounds:
-            trip = self._exchange.begin(around, values_of(around.shards[0]).dtype)
+        for around in self.exchange.rounds:
+            trip = self.exchange.begin(around, values_of(around.shards[0]).dtype)
             for shard, part, values in trip.parts():
                 values.copy_(values_of(shard)[part.shard_slice])
             trip.send()
             yield from trip.matrices()
-            self._exchange.end_one_way(trip)
 
     def _give_back(self) -> None:
-        for around in self._exchange.rounds:
-            trip = self._exchange.begin(around, around.shards[0].master.dtype)
+        for around in self.exchange.rounds:
+            trip = self.exchange.begin(around, around.shards[0].master.dtype)
             trip.send_back([self._param(matrix).detach() for matrix, _ in around.owned])
             trip.wait()
             for shard, part, values in trip.parts():
                 shard.master[part.shard_slice].copy_(values)
-            self._exchange.end_one_way(trip)
 
     def _param(self, matrix: Matrix) -> torch.nn.Parameter:
         return self.params[matrix.unit][matrix.param_index].param

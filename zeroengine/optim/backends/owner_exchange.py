@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
+from typing import Any
 
 import torch
 
 from zeroengine.comm.interfaces import Sizes, Transport
 from zeroengine.comm.memory_reuse import REUSE_TIMEOUT_S
+from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.partition.owners import ExchangePlan, Matrix, Part, assign_owners, matrices_of, rounds_of
+from zeroengine.partition.owners import ExchangedUnit, ExchangePlan, Matrix, Part, PlannedRound, plan_rounds
 from zeroengine.utils.work import Completed, Work
 
 # While one round is at its owners, the parts of the next one travel.
@@ -25,21 +27,13 @@ class Round:
 
     Attributes:
         shards: This rank's shards of the units.
-        shard_of: The same, by the index of the unit.
         plan: What this rank sends and receives.
-        ranks: The ranks that exchange; None: all.
-        label: Names the exchange.
+        ranks: The ranks that exchange.
     """
 
     shards: Sequence[OptimizerShard]
     plan: ExchangePlan
-    ranks: tuple[int, ...] | None
-    label: str
-
-    @cached_property
-    def shard_of(self) -> dict[int, OptimizerShard]:
-        """See above."""
-        return {shard.index: shard for shard in self.shards}
+    ranks: tuple[int, ...]
 
     @cached_property
     def owned(self) -> list[tuple[Matrix, list[slice]]]:
@@ -61,7 +55,7 @@ class RoundTrip:
     """
 
     def __init__(
-        self, transport: Transport, around: Round, in_shards: torch.Tensor, at_owner: torch.Tensor | None
+        self, transport: Transport, around: Round, in_shards: torch.Tensor, at_owner: torch.Tensor | None = None
     ) -> None:
         self.round, self._transport = around, transport
         self._in_shards = in_shards[: around.plan.num_sent]
@@ -71,8 +65,9 @@ class RoundTrip:
 
     def parts(self) -> Iterator[tuple[OptimizerShard, Part, torch.Tensor]]:
         """Yield this rank's parts of the round, each with its shard and its values."""
+        shards = {shard.index: shard for shard in self.round.shards}
         for part, place in _places(self.round.plan.sent):
-            yield self.round.shard_of[part.matrix.unit], part, self._in_shards[place]
+            yield shards[part.matrix.unit], part, self._in_shards[place]
 
     def send(self) -> None:
         """Begin to bring the values of ``parts`` to the owners."""
@@ -102,96 +97,111 @@ class RoundTrip:
         """Wait for the results."""
         self._work.wait_stream()
 
-    def is_read(self) -> bool:
-        """Wait a while until all owners have their parts, and return whether they have."""
-        return not self._moves or self._transport.gather.reusable(self._work, REUSE_TIMEOUT_S)
+    def wait_for_readers(self) -> None:
+        """Return when all ranks have read what the last way sends, so that the memory may be written or freed."""
+        if not isinstance(self._work, Completed):
+            if not self._transport.gather.reusable(self._work, REUSE_TIMEOUT_S):
+                # A rank that stalls is an error of this call.
+                self._transport.fence()
 
     def _move(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sizes) -> None:
         if self._moves:
-            channel, around = self._transport.gather, self.round
-            self._work = channel.all_to_all(received, sent, around.label, around.ranks, sizes=sizes)
+            names = [shard.unit.name for shard in self.round.shards]
+            label, ranks = f"the matrices of {names[0]} to {names[-1]}", self.round.ranks
+            among = ranks if len(ranks) < self._transport.world_size else None
+            self._work = self._transport.gather.all_to_all(received, sent, label, among, sizes=sizes)
+
+
+@dataclass(frozen=True)
+class ExchangeRule:
+    """What a rule of updates exchanges.
+
+    Attributes:
+        cost: The cost of the update of a matrix, by its rows and columns, which owners are balanced by.
+        num_matrices: Returns how many matrices a parameter of a group of the optimizer holds.
+        dtypes: Returns what values travel in: by a group, and the dtypes of a unit's gradient and master.
+        num_slots: The rounds that are under way at a time.
+    """
+
+    cost: Callable[[int, int], int]
+    num_matrices: Callable[[Mapping[str, Any]], int]
+    dtypes: Callable[[Mapping[str, Any], torch.dtype, torch.dtype], tuple[torch.dtype, ...]]
+    num_slots: int
+
+    def memory_sizes(self, rounds: Sequence[PlannedRound]) -> dict[tuple[int, torch.dtype], list[int]]:
+        """Return the elements of the memory of each slot and dtype, equal on all ranks, which rounds use in turn.
+
+        That is memory for the parts in shards and, unless each rank owns all of its matrices, for those at owners.
+        """
+        sizes: dict[tuple[int, torch.dtype], list[int]] = {}
+        for dtype in dict.fromkeys(chain(*(planned.dtypes for planned in rounds))):
+            tables = [planned.plan.sizes for planned in rounds if dtype in planned.dtypes]
+            at_owners = [sum(column) for table in tables if len(table) > 1 for column in zip(*table, strict=True)]
+            numels = [max(map(sum, chain(*tables))), *([max(at_owners)] if at_owners else [])]
+            sizes |= {(slot, dtype): numels for slot in range(min(self.num_slots, len(rounds)))}
+        return sizes
 
 
 class OwnerExchange:
     """Exchanges the matrices of some units between shards and owners.
 
+    Where the transport keeps memory, that of round trips exists from the start, so that too little of it fails in
+    ``initialize``. Elsewhere it exists during a step.
+
     Args:
-        shards: The shards of the units, in the order of registration.
-        num_matrices: For each shard, how many matrices each of its unit's parameters holds.
-        cost: The cost of the update of a matrix, by its rows and columns, which owners are balanced by.
-        transport: Moves the parts.
+        parts: The parts of the rule of updates.
+        rule: What it exchanges.
 
     Attributes:
-        rounds: The rounds, in the order of the units.
+        rounds: The rounds.
+        kept_bytes: The bytes of the memory that exists between steps.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[OptimizerShard],
-        num_matrices: Sequence[Sequence[int]],
-        cost: Callable[[int, int], int],
-        transport: Transport,
-    ) -> None:
-        self._transport, self._memory = transport, dict[tuple[int, str, torch.dtype], torch.Tensor]()
-        counts = dict(zip((shard.index for shard in shards), num_matrices, strict=True))
-        self.rounds: list[Round] = []
-        # Units of one number of shards are exchanged together. Nearly always that is one number.
-        by_degree = sorted(shards, key=_degree)
-        for degree, group in groupby(by_degree, _degree):
-            of_unit = {shard.index: shard for shard in group}
-            units = [matrices_of(shard.unit.layout, index, counts[index]) for index, shard in of_unit.items()]
-            rounds = rounds_of(units, degree)
-            owners = assign_owners([[cost(m.rows, m.columns) for m in matrices] for matrices in rounds], degree)
-            self.rounds += [
-                self._round(of_unit, matrices, of_matrix) for matrices, of_matrix in zip(rounds, owners, strict=True)
-            ]
-
-    def _round(self, shards: dict[int, OptimizerShard], matrices: Sequence[Matrix], owners: Sequence[int]) -> Round:
-        inside = [shards[index] for index in dict.fromkeys(matrix.unit for matrix in matrices)]
-        degrees, rank = inside[0].unit.degrees, inside[0].unit.rank
-        ranks = tuple(sorted(degrees.owners(rank, degrees.optimizer)))
-        numbers = [degrees.index(other, degrees.optimizer) for other in ranks]
-        numels = [0] * (max(shards) + 1)
-        for shard in inside:
-            numels[shard.index] = shard.param.numel()
-        plan = ExchangePlan.build(matrices, owners, numels, numbers, ranks.index(rank))
-        label = f"the matrices of {inside[0].unit.name} to {inside[-1].unit.name}"
-        return Round(inside, plan, ranks if len(ranks) < self._transport.world_size else None, label)
+    def __init__(self, parts: BackendParts, rule: ExchangeRule) -> None:
+        self._transport, self._memory = parts.transport, dict[tuple[int, torch.dtype], list[torch.Tensor]]()
+        # The last trip of each slot and dtype.
+        self._trips: dict[tuple[int, torch.dtype], RoundTrip] = {}
+        shards, units = {shard.index: shard for shard in parts.shards}, []
+        for index, shard in shards.items():
+            groups = [parts.base_optimizer.param_groups[parts.group_of_param[param]] for param in shard.unit.params]
+            dtypes = rule.dtypes(groups[0], shard.gradient.dtype, shard.master.dtype)
+            counts = [rule.num_matrices(group) for group in groups]
+            units.append(ExchangedUnit(index, shard.unit.layout, shard.unit.degrees, counts, dtypes))
+        rounds = plan_rounds(units, rule.cost, parts.shards[0].unit.rank) if units else []
+        self.rounds = [Round([shards[i] for i in planned.units], planned.plan, planned.ranks) for planned in rounds]
+        self._sizes = rule.memory_sizes(rounds)
+        for key in self._sizes if self._transport.keeps_memory else ():
+            self._take(*key)
+        self.kept_bytes = sum(tensor.nbytes for tensor in chain(*self._memory.values()))
 
     def begin(self, around: Round, dtype: torch.dtype, slot: int = 0) -> RoundTrip:
-        """Return a round trip, in memory that the last one of the same slot must no longer use.
+        """Return a round trip, in the memory of the last one of the same slot. All ranks call it.
 
         Args:
             around: The round.
             dtype: Of the values that travel.
-            slot: Below ``NUM_SLOTS``.
+            slot: Below the number of slots.
         """
-        in_shards = self._take(slot, "in shards", dtype, max(r.plan.num_sent for r in self.rounds))
-        if len(around.plan.sizes) == 1:
-            return RoundTrip(self._transport, around, in_shards, None)
-        at_owner = self._take(slot, "at owner", dtype, max(r.plan.num_received for r in self.rounds))
-        return RoundTrip(self._transport, around, in_shards, at_owner)
+        if (last := self._trips.get((slot, dtype))) is not None:
+            last.wait_for_readers()
+        # A rank that owns all of its matrices needs no other memory for them.
+        memory = self._take(slot, dtype)[: len(around.plan.sizes)]
+        self._trips[slot, dtype] = RoundTrip(self._transport, around, *memory)
+        return self._trips[slot, dtype]
 
-    def end_one_way(self, trip: RoundTrip) -> None:
-        """Let the memory of a round trip serve again, although nothing comes back."""
-        if not trip.is_read():
-            # A peer that is far behind keeps what it still reads.
-            self._memory.clear()
-
-    def _take(self, slot: int, place: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        key = slot, place, dtype
+    def _take(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        key = slot, dtype
         if key not in self._memory:
-            self._memory[key] = self._transport.empty(max(numel, 1), dtype)
+            self._memory[key] = [self._transport.empty(numel, dtype) for numel in self._sizes[key]]
         return self._memory[key]
 
     def end(self) -> None:
         """Free the memory of round trips, where the transport can."""
         if not self._transport.keeps_memory:
+            for trip in self._trips.values():
+                trip.wait_for_readers()
+            self._trips.clear()
             self._memory.clear()
-
-
-def _degree(shard: OptimizerShard) -> int:
-    return shard.unit.degrees.optimizer
 
 
 def _places(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:

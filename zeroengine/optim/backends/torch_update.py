@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ class TorchUpdate:
         parts: The parts of the backend.
         over_shards: The copy.
     """
+
+    num_moments: ClassVar[int | None] = None
+    exchange_bytes = 0
 
     def __init__(self, parts: BackendParts, over_shards: OptimizerOverShards | OptimizerOverOwners) -> None:
         self._parts, self._over_shards = parts, over_shards
@@ -156,7 +159,8 @@ class WholeUpdate(TorchUpdate):
     """See ``UpdateRule``. The optimizer updates whole parameters at their owners."""
 
     def __init__(self, parts: BackendParts) -> None:
-        super().__init__(parts, OptimizerOverOwners(parts))
+        super().__init__(parts, over_owners := OptimizerOverOwners(parts))
+        self.exchange_bytes = over_owners.exchange.kept_bytes
 
 
 def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
