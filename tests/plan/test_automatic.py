@@ -110,11 +110,14 @@ def test_too_little_on_every_machine_names_zero_plan_or_the_unit_that_is_the_cau
         fit_configuration(planner_of({"stage": 3}), lambda _: free(0.1))
 
 
-def test_optimizers_of_torch_are_never_offloaded_by_choice() -> None:
+def test_optimizers_of_torch_are_never_offloaded_by_choice_and_serve_every_stage() -> None:
     planner = planner_of(AUTO)
-    optimizer = torch.optim.SGD([p for plan in planner.plans for _, p in plan.params], lr=0.1)
+    optimizer = torch.optim.Adafactor([p for plan in planner.plans for _, p in plan.params])
     planner = StatePlanner(planner.plans, planner.config, RankTopology(8, "cuda", "nccl"), optimizer)
-    assert {choice.offload_optimizer for choice in planner.choices("auto", "auto", "auto", any_disk=True)} == {"none"}
+    choices = planner.choices("auto", "auto", "auto", any_disk=True)
+    assert {(choice.stage, choice.offload_optimizer) for choice in choices} == {(stage, "none") for stage in range(4)}
+    # A value per row and per column, where Adam has two per element.
+    assert planner.requirement(choices[-1]).states.device["optimizer"] < 2**20
 
 
 def starts(limits: list[tuple[str, dict[str, Any]]]) -> list[Any]:

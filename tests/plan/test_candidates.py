@@ -191,6 +191,13 @@ def test_an_optimizer_that_cannot_be_offloaded_is_not() -> None:
     assert {(e.candidate.offload_optimizer, e.candidate.offload_param) for e in plan.estimates} == {("none", "none")}
 
 
+def test_a_plan_says_what_each_algorithm_updates() -> None:
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
+    plan = zeroengine.plan(decoder(2), muon, machine(8 * GIB), checkpointing=True)
+    assert {estimate.candidate.stage for estimate in plan.estimates} == {0, 1, 2, 3}
+    assert any(note.startswith("Muon updates 14 matrices (25.2 M parameters), AdamW updates 7") for note in plan.notes)
+
+
 def test_a_machine_that_holds_nothing_says_what_lacks() -> None:
     given = {**BF16, "train_micro_batch_size_per_gpu": 1}
     plan = zeroengine.plan(decoder(2), given, machine(GIB, host_bytes=GIB, disk_bytes=0), checkpointing=True)

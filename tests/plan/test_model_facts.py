@@ -67,7 +67,7 @@ def cut_by_another_rule() -> tuple[list[str], list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_precision, "cut_units", cut)
-        engine = zeroengine.initialize(build(TinyLM), config={"optimizer": {"type": "AdamW"}})
+        engine = zeroengine.initialize(build(TinyLM), config={"optimizer": {"type": "Muon"}})
         names = [unit.name for unit in engine.units]
         engine.close()
         with torch.device("meta"):

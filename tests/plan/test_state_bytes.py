@@ -52,6 +52,16 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"zero": {"offload_optimizer": DISK | {"ratio": 0.5}, "offload_param": DISK}, "more": BF16, "micro_steps": 2}),
     (3, {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "more": BF16}),
 ]
+MUON = {"type": "Muon", "params": {"lr": 1e-3}}
+ADAFACTOR = {"type": "torch.optim.Adafactor", "params": {}}
+# Rules that need whole matrices. No optimizer stands for a mixed one that is handed to ``initialize``.
+WHOLE: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {"optimizer": {}}) for stage in range(4)),
+    (1, {"optimizer": MUON}),
+    (2, {"optimizer": MUON, "more": BF16}),
+    (3, {"optimizer": MUON, "zero": {"offload_optimizer": DISK}}),
+    (3, {"optimizer": ADAFACTOR, "more": BF16 | {"keep_fp32_modules": ["*Norm*"]}}),
+]
 # A few of them, which together have each value once.
 SHORT = [SETTINGS[i] for i in (0, 4, 8, 9, 12, 13, 14, 16, 17, 18, 21, 22, 23, 25, 28)]
 SINGLE = [SETTINGS[i] for i in (4, 17, 25, 28)]
@@ -76,7 +86,9 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
     ("transport", "world_size", "settings"), [("single", 1, SINGLE), ("shm", 2, SHORT), ("fake", 1024, SHORT)]
 )
 def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
-    assert_all_as_predicted(cases("tiny", settings) + cases("odd", settings[:4]), transport, world_size, tmp_path)
+    whole = WHOLE if world_size == 2 else WHOLE[3:4]
+    chosen = cases("tiny", settings + whole) + cases("odd", settings[:4] + WHOLE[3:4])
+    assert_all_as_predicted(chosen, transport, world_size, tmp_path)
 
 
 def test_states_of_experts_of_which_a_rank_uses_some_are_predicted(tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ def test_states_of_replicas_are_predicted_to_the_byte(transport: str, world_size
 def test_states_of_every_family_are_predicted_to_the_byte(
     model: str, transport: str, world_size: int, tmp_path: Path
 ) -> None:
-    assert_all_as_predicted(cases(model, SETTINGS), transport, world_size, tmp_path)
+    assert_all_as_predicted(cases(model, SETTINGS + WHOLE), transport, world_size, tmp_path)
 
 
 def test_nothing_of_a_large_model_is_allocated() -> None:
@@ -145,16 +157,21 @@ def test_offload_moves_states_to_the_memory_of_the_host() -> None:
     assert not any(apart.device[name] for name in STATES) and apart.cpu["staging"] > 0
 
 
-def test_the_copy_of_a_checkpoint_is_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON])
+def test_the_copy_of_a_checkpoint_is_predicted(
+    optimizer: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = {
         "zero_optimization": {"stage": 0},
-        "optimizer": ADAMW,
+        "optimizer": optimizer,
         "checkpoint": {"async_save": True},
         "check_grad_overflow": False,
     }
     with torch.device("meta"):
         predicted = predict(TinyLM(), config, RankTopology(1, "cpu", "single"))
-    engine = zeroengine.initialize(build(TinyLM), config=config)
+    with caplog.at_level("INFO", "zeroengine"):
+        engine = zeroengine.initialize(build(TinyLM), config=config)
+    assert ("Muon updates 6 matrices (10.4 k parameters), AdamW updates 15 " in caplog.text) == (optimizer is MUON)
     engine.save_checkpoint(tmp_path / "saved")
     assert 0 < engine.memory().checkpoint <= predicted.checkpoint_copy <= 2 * engine.memory().checkpoint
     engine.close()
@@ -165,6 +182,7 @@ PEAKS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "bf16 at stage 2": (2, "real", {"zero_optimization": {"stage": 2}} | BF16),
     "fp32 at stage 3": (2, "deferred", {"zero_optimization": {"stage": 3}}),
     "fp32 at stage 2 over Gloo": (2, "deferred", {"zero_optimization": {"stage": 2}, "comm": {"transport": "gloo"}}),
+    "Adafactor at stage 2": (2, "real", {"zero_optimization": {"stage": 2}, "optimizer": ADAFACTOR}),
     "SGD": (1, "real", {"zero_optimization": {"stage": 0}, "optimizer": SGD}),
 }
 

@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
+from zeroengine.optim.mixed_optimizer import describe_algorithms
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.formats import format_count, format_loss
@@ -47,10 +48,11 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in requirement.states.device.items() if n)
     elsewhere = {"CPU memory": requirement.states.cpu_total, "NVMe": sum(requirement.states.nvme.values())}
     more = "".join(f"; {format_byte_size(nbytes)} in {place}" for place, nbytes in elsewhere.items() if nbytes)
+    algorithms = f"; {text}" if (text := describe_algorithms(planner.optimizer)) else ""
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
         f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
-        f"{of_states}{more}"
+        f"{of_states}{more}{algorithms}"
     )
 
 

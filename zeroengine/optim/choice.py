@@ -53,9 +53,7 @@ def choose_backend(
     """
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
     on_device = all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable)))
-    master_dtypes = {torch.float32 if plan.is_mixed_precision else plan.dtype for plan, _ in trainable}
-    members, fp32_masters = members_of(optimizer), master_dtypes <= {torch.float32}
-    rules = [rule_of(member, fp32_masters=fp32_masters, degree=degree) for member in members]
+    members, rules = members_of(optimizer), rules_of(optimizer, plans, degree)
     if rules == [AdamUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncAdam
@@ -67,7 +65,7 @@ def choose_backend(
                 "the key"
             )
         # A GPU updates no parameter shard that is elsewhere by another rule than Adam's: the pipeline does.
-        by_pipeline = rule in OFFLOADABLE and fp32_masters and placement.pipeline is not None
+        by_pipeline = rule in OFFLOADABLE and _has_fp32_masters(plans) and placement.pipeline is not None
         if not (on_device or by_pipeline or rule is AdamUpdate):
             raise ZeroEngineError(
                 'offload: only Adam and AdamW (and Muon with "offload_optimizer") on fp32 masters update states that '
@@ -84,6 +82,22 @@ def choose_backend(
 def can_offload(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether states of ``optimizer`` may be offloaded where all masters are fp32."""
     return all(rule_of(member, fp32_masters=True, degree=1) in OFFLOADABLE for member in members_of(optimizer))
+
+
+def rules_of(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan], degree: int) -> list[type[UpdateRule]]:
+    """Return the rule of each algorithm, in the order of ``members_of``.
+
+    Args:
+        optimizer: The optimizer.
+        plans: The units.
+        degree: The largest degree of the optimizer's states.
+    """
+    fp32_masters = _has_fp32_masters(plans)
+    return [rule_of(member, fp32_masters=fp32_masters, degree=degree) for member in members_of(optimizer)]
+
+
+def _has_fp32_masters(plans: Sequence[UnitPlan]) -> bool:
+    return all(plan.is_mixed_precision or plan.dtype is torch.float32 for plan in plans if plan.trainable)
 
 
 def rule_of(optimizer: torch.optim.Optimizer, *, fp32_masters: bool, degree: int) -> type[UpdateRule]:

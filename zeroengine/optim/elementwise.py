@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.optim.caller_optimizer import copy_without_parameters
+from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.utils.tensor_tree import leaves_in
 
 # The update of an element depends on other elements, so these optimizers need whole parameters.
@@ -43,8 +44,15 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` updates each parameter by its own gradients alone, or cannot be tried."""
-    return _agree(optimizer, lambda copied: None, lambda shapes: [(shape,) for shape in shapes]) is not False
+    """Return whether ``optimizer`` updates each parameter by its own gradients alone, or cannot be tried.
+
+    Of several algorithms each must do so.
+    """
+    return all(
+        is_elementwise(member)
+        or _agree(member, lambda copied: None, lambda shapes: [(shape,) for shape in shapes]) is not False
+        for member in members_of(optimizer)
+    )
 
 
 def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any]) -> bool:

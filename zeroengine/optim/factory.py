@@ -17,7 +17,7 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import add_param_group
-from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
+from zeroengine.optim.elementwise import looks_at_one_parameter
 from zeroengine.optim.lion import Lion
 from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.muon_groups import build_muon
@@ -252,7 +252,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} takes sparse gradients alone, and the engine reduces dense ones, also of "
             "nn.Embedding(sparse=True). Use an optimizer such as AdamW."
         )
-    if degrees.optimizer > 1 and not is_elementwise(optimizer) and not looks_at_one_parameter(optimizer):
+    if degrees.optimizer > 1 and not looks_at_one_parameter(optimizer):
         raise ZeroEngineError(
             f"{name} looks at several parameters to update one, and no rank has all of them. Use "
             "zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as AdamW or Muon."

@@ -9,6 +9,7 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import add_param_group
+from zeroengine.utils.formats import format_count
 
 ALGORITHM = "algorithm"
 
@@ -74,6 +75,19 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 def algorithms_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
     """Return the algorithm of each parameter: the name of an optimizer's class. A unit of the model has one."""
     return {p: type(m).__name__ for m in members_of(optimizer) for group in m.param_groups for p in group["params"]}
+
+
+def describe_algorithms(optimizer: torch.optim.Optimizer) -> str:
+    """Return what each algorithm of a ``MixedOptimizer`` updates, in words; "" if there is one algorithm."""
+    texts: list[str] = []
+    for member in members_of(optimizer) if isinstance(optimizer, MixedOptimizer) else ():
+        trained = [(group, p) for group in member.param_groups for p in group["params"] if p.requires_grad]
+        # One parameter of Muon may hold several matrices.
+        count = sum(group.get("num_matrices", 1) for group, _ in trained)
+        nouns = ("matrix", "matrices") if all(p.ndim > 1 for _, p in trained) else ("tensor", "tensors")
+        numel = format_count(sum(p.numel() for _, p in trained))
+        texts.append(f"{type(member).__name__} updates {count} {nouns[count != 1]} ({numel} parameters)")
+    return ", ".join(texts)
 
 
 def _check(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -15,9 +15,10 @@ from torch import nn
 
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.choice import can_offload
+from zeroengine.optim.mixed_optimizer import describe_algorithms
 from zeroengine.plan.bytes.meta_copy import batches_like, copy_to_meta
 from zeroengine.plan.bytes.model_facts import ModelFacts, from_function, from_huggingface, from_module
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
 from zeroengine.plan.report.result import Plan
 from zeroengine.plan.search.candidates import (
     Choices,
@@ -95,11 +96,15 @@ def plan(
             f"local_steps: replicas of {sizes.local_steps.replica_ranks} ranks, which exchange their parameters in one "
             f"of {sizes.local_steps.steps} steps; a step's time has that part of it."
         )
+    optimizer = facts.optimizer(sizes)
+    assert optimizer is not None, "the tree has one"
+    if algorithms := describe_algorithms(optimizer):
+        notes.append(f"{algorithms}.")
     has_degrees = "degrees" in (tree.get("zero_optimization") or {})
     choices = choices_of(
         tree,
         target,
-        can_offload=OptimizerProbe(None, sizes).can_offload,
+        can_offload=can_offload(optimizer),
         degrees=degree_choices(has_degrees, target, sizes),
     )
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:

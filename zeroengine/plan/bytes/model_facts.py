@@ -22,6 +22,8 @@ from torch.nn.parameter import is_lazy
 from zeroengine.config import Config
 from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.factory import build_configured
+from zeroengine.optim.mixed_optimizer import algorithms_of
 from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
@@ -74,7 +76,19 @@ class ModelFacts:
         Args:
             config: The resolved configuration.
         """
-        return units_of_model(self.model, config)
+        optimizer = self.optimizer(config)
+        return units_of_model(self.model, config, {} if optimizer is None else algorithms_of(optimizer))
+
+    def optimizer(self, config: Config) -> torch.optim.Optimizer | None:
+        """Return the optimizer that ``initialize`` makes of the configuration, if that names one.
+
+        Args:
+            config: The resolved configuration.
+        """
+        if config.optimizer is None:
+            return None
+        params = list(self.model.parameters())
+        return build_configured(config.optimizer, self.model, [p for p in params if p.requires_grad] or params)
 
 
 def from_module(

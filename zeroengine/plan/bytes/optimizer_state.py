@@ -1,9 +1,11 @@
-"""The bytes of state that a torch optimizer keeps for each element, found by one step over a tiny parameter."""
+"""The bytes of state that a torch optimizer keeps of a parameter, found by one step over a tiny one."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +13,14 @@ import torch
 from torch import nn
 
 from zeroengine.config import Config
-from zeroengine.optim.backends.adam_state import has_adam_rule
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import copy_without_parameters
-from zeroengine.optim.choice import can_offload
+from zeroengine.optim.choice import rules_of
+from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.optim.factory import build_optimizer
+from zeroengine.optim.mixed_optimizer import members_of
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.utils.tensor_tree import tensors_in
 
 # An optimizer such as Muon takes matrices alone.
 PROBE_SHAPE = (2, 3)
@@ -26,7 +32,8 @@ class StateSizes:
 
     Attributes:
         element_sizes: For each state with a value per element, the bytes of one element.
-        number_sizes: For each other state, such as a step count, the bytes that every part of a parameter has.
+        number_sizes: For each other state, such as a step count, the bytes that every part of a parameter has, and of
+            which a rule on whole parameters may keep more than a number, such as a value per row.
     """
 
     element_sizes: tuple[int, ...]
@@ -42,64 +49,87 @@ class OptimizerProbe:
         optimizer: The optimizer over the model's parameters. None: that of the configuration, or AdamW where it names
             none.
         config: The configuration.
+        plans: The units.
+
+    Attributes:
+        optimizer: The optimizer.
+        rules: Returns the rule of each algorithm, by the largest degree of the optimizer's states. See ``rules_of``.
+
+    Raises:
+        ZeroEngineError: There is none, and that of the configuration cannot be made.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None, config: Config, plans: Sequence[UnitPlan]) -> None:
         if optimizer is None:
             section = config.optimizer
-            probe = [nn.Parameter(torch.zeros(PROBE_SHAPE, device="cpu"))]
-            kind, params = ("AdamW", {}) if section is None else (section.type, dict(section.params))
-            with torch.device("cpu"):
-                optimizer = build_optimizer(kind, probe, params)
-        self._optimizer = optimizer
-        # The parameter of an optimizer that is built here is none of the model.
-        self._group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self._sizes: dict[tuple[int, torch.dtype], StateSizes] = {}
-        # Every unit is updated by one backend, and the fused kernels take fp32 masters alone.
-        self.has_adam_rule, self.can_offload = has_adam_rule(optimizer), can_offload(optimizer)
+            kind, hyperparameters = ("AdamW", {}) if section is None else (section.type, dict(section.params))
+            if kind == "Muon":
+                raise ZeroEngineError("pass the optimizer of type Muon with which the units were cut")
+            params = [param for plan in plans for _, param in plan.params if plan.trainable]
+            optimizer = build_optimizer(kind, params or [param for _, param in plans[0].params], hyperparameters)
+        self.optimizer = optimizer
+        # To try an optimizer of an unknown class takes a while.
+        self.rules = functools.cache(functools.partial(rules_of, optimizer, plans))
+        self._places: dict[nn.Parameter, tuple[torch.optim.Optimizer, Mapping[str, Any], bool]] = {
+            param: (member, group, is_whole)
+            for member, is_whole in ((member, not is_elementwise(member)) for member in members_of(optimizer))
+            for group in member.param_groups
+            for param in group["params"]
+        }
+        self._states: dict[tuple[int, torch.dtype, tuple[int, ...]], list[torch.Tensor] | None] = {}
 
     def sizes(self, param: nn.Parameter, dtype: torch.dtype) -> StateSizes:
         """Return the state of one parameter of the model, whose master has ``dtype``."""
-        group = self._group_of.get(param, 0)
-        if (group, dtype) not in self._sizes:
-            self._sizes[group, dtype] = self._measure(self._optimizer.param_groups[group], dtype)
-        return self._sizes[group, dtype]
+        member, group, is_whole = self._places[param]
+        dimensions = tuple(param.shape) if is_whole else PROBE_SHAPE
+        # Small numbers stand for the dimensions, each for another one. Dimensions of a state that are no such number
+        # are constant.
+        shape = tuple(5 + 2 * i if size > 1 else size for i, size in enumerate(dimensions))
+        size_of = dict(zip(shape, dimensions, strict=True))
+        key = id(group), dtype, shape
+        if key not in self._states:
+            self._states[key] = self._measure(member, group, dtype, shape)
+        if (states := self._states[key]) is None:
+            return StateSizes((dtype.itemsize, dtype.itemsize), ())
+        others = (state for state in states if state.shape != shape or not shape)
+        return StateSizes(
+            tuple(state.element_size() for state in states if state.shape == shape and shape),
+            tuple(state.element_size() * math.prod(size_of.get(n, n) for n in state.shape) for state in others),
+        )
 
-    def _measure(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSizes:
+    def _measure(
+        self, member: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> list[torch.Tensor] | None:
+        """Return the state of a parameter of a shape after a step; None: the optimizer raises."""
         device = next((param.device for param in group["params"] if not param.is_meta), torch.device("cpu"))
         gpus = [device] if device.type == "cuda" else []
         # The caller may build its model inside ``torch.device("meta")``, and an update may draw random numbers.
         try:
             with torch.device(device), torch.random.fork_rng(gpus):
-                state = self._state_after_step(group, dtype, device)
+                return self._state_after_step(member, group, torch.zeros(shape, dtype=dtype, device=device))
         # An optimizer of the user may raise anything where a parameter is not one of its model.
         except Exception:
-            return StateSizes((dtype.itemsize, dtype.itemsize), ())
-        # State of another shape, as Adafactor's, is at most this.
-        return StateSizes(
-            tuple(value.element_size() for value in state if value.dim()),
-            tuple(value.nbytes for value in state if not value.dim()),
-        )
+            return None
 
     def _state_after_step(
-        self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+        self, member: torch.optim.Optimizer, group: Mapping[str, Any], zeros: torch.Tensor
     ) -> list[torch.Tensor]:
-        probe = nn.Parameter(torch.zeros(PROBE_SHAPE, dtype=dtype, device=device))
+        probe = nn.Parameter(zeros)
         probe.grad = torch.zeros_like(probe)
         # What the update changes besides is a copy.
-        clone = copy.deepcopy(copy_without_parameters(self._optimizer))
+        clone = copy.deepcopy(copy_without_parameters(member))
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         clone.param_groups = [{**settings, "params": [probe]}]
         # Some optimizers, such as Adagrad, make their state in the constructor.
-        with_state = [param for param in group["params"] if param in self._optimizer.state]
+        with_state = [param for param in group["params"] if param in member.state]
         like = max(with_state, key=torch.Tensor.dim, default=None)
         if like is not None:
             clone.state[probe] = {
                 key: torch.zeros_like(probe) if _has_shape_of(value, like) else _with_values(value)
-                for key, value in self._optimizer.state[like].items()
+                for key, value in member.state[like].items()
             }
         clone.step()
-        return [value for value in clone.state.get(probe, {}).values() if isinstance(value, torch.Tensor)]
+        return list(tensors_in(dict(clone.state.get(probe, {}))))
 
 
 def _with_values(value: Any) -> Any:

@@ -17,7 +17,7 @@ from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.choose import TRANSPORTS
 from zeroengine.comm.transports.single_process import SingleProcessTransport
-from zeroengine.config import FLOATS, Config
+from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Medium, padded_nbytes
@@ -34,7 +34,8 @@ from zeroengine.plan.bytes.gradient_buffer_bytes import (
     received_bytes,
     staging_buffer_bytes,
 )
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe, StateSizes
+from zeroengine.plan.bytes.optimizer_bytes import predict_optimizer
+from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
 from zeroengine.plan.bytes.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
 from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
 from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
@@ -97,9 +98,10 @@ class RankTopology:
 class StateBytes:
     """The bytes of one rank, by state, as in ``engine.memory()`` after a step.
 
-    The shards of all ranks have equal sizes. Only optimizers without a fused kernel keep no state for padding, which
-    lies in the shards of the last ranks, and a step count for each parameter that a shard has a part of. Their bytes
-    are those of rank 0, whose shards have no padding at their ends.
+    The shards of all ranks have equal sizes. Only optimizers of torch keep no state for padding, which lies in the
+    shards of the last ranks, and a step count for each parameter that a shard has a part of. Their bytes are those of
+    rank 0, whose shards have no padding at their ends. Where they update whole parameters, these are the parameters
+    that rank 0 owns, and another rank may own one more.
 
     Attributes:
         device: Bytes in the device's memory of "parameters", "gradients", "master", "optimizer" and, at their most,
@@ -108,9 +110,9 @@ class StateBytes:
         nvme: Bytes of the four states that are on a disk.
         peak_device_extra: Bytes of the device's memory beyond the sum of ``device`` at the worst moment. Such moments:
             ``initialize``, where the model's own values are still there beside the units that were made of them; a
-            backward, where NCCL receives sums into temporary memory; and an update by an optimizer of torch, which
-            takes gradients in the masters' dtype. Not counted are the temporaries of torch's own optimizers, and
-            of the initialization of ``meta_init``.
+            backward, where NCCL receives sums into temporary memory; and an update (``OptimizerBytes.transient``). Not
+            counted are the temporaries of torch's own optimizers and of Muon's iteration, and of the initialization of
+            ``meta_init``.
         peak_cpu_extra: Likewise of CPU memory, if the device is a GPU: 0, or the values of a model on the CPU.
         disk_files: Bytes of this rank's files on the disk, which hold whole blocks.
         shared_pages: Bytes of ``device["gathered"]`` that take no memory of their own, because shared memory maps the
@@ -166,7 +168,7 @@ def predict_states(
         config: The resolved configuration, with a number as stage and without "auto" as a device.
         topology: The ranks, the device and the transport.
         optimizer: The optimizer that is passed to ``initialize``, or what is known of it. None: that of the
-            configuration, or AdamW where it names none.
+            configuration, or AdamW where it names none. The type "Muon" divides the units, and is passed.
 
     Raises:
         ZeroEngineError: The optimizer of the configuration cannot be made, or a stage or device is "auto".
@@ -180,9 +182,9 @@ def predict_states(
     on_gpu, traits = topology.device == "cuda", topology.traits
     units, placement = planned_units(plans, config, topology)
     ledger: _Ledger = Counter()
-    probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
-    sizes, is_fused = _optimizer_sizes(units, config, probe)
-    for unit, states in zip(units, sizes, strict=True):
+    probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config, plans)
+    update = predict_optimizer(units, config, probe, keeps_memory=traits.keeps_memory)
+    for unit, state in zip(units, update.states, strict=True):
         ledger[placement.param_location if unit.shard_offloaded else None, "parameters"] += unit.shard_bytes
         ledger[None, "parameters"] += unit.secondary_bytes
         if unit.gradients is not None:
@@ -191,7 +193,7 @@ def predict_states(
             if unit.plan.is_mixed_precision:
                 ledger[location, "master"] += unit.optimizer_numel * unit.master_dtype.itemsize
             outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, topology.world_size)
-            ledger[location, "optimizer"] += _optimizer_bytes(unit, states, is_fused) + outer
+            ledger[location, "optimizer"] += state.nbytes + outer
 
     flows = [_flow(unit, topology.world_size) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
@@ -215,6 +217,7 @@ def predict_states(
         units, config, topology.world_size, keeps_packets=traits.keeps_memory, sums_by_host=adds_by_host
     )
     _add_staging(ledger, units, config, topology, placement)
+    ledger[None, "staging"] += update.exchange
     if config.local_steps is not None:
         exchange = units, topology.world_size, topology.num_replicas
         ledger[None, "staging"] += exchange_bytes(*exchange)
@@ -225,8 +228,6 @@ def predict_states(
     host = {name: ledger[CPU_MEMORY, name] for name in (*STATES, "staging")}
     if not on_gpu:
         device["staging"] += host["staging"]
-    # An optimizer of torch takes all gradients at once, in the dtype of the masters.
-    copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
     received = receive_bytes(units, topology.world_size, traits, accumulates=accumulates)
     received += transient_bytes(units, config, topology.world_size, sums_by_host=adds_by_host)
     # What packets hold is written to full buffers, which then show no memory of other ranks.
@@ -240,43 +241,15 @@ def predict_states(
         peak_device_extra=max(
             received,
             most_at_start(units, topology.device) - sum(device.values()),
-            copied - device["gathered"],
+            update.transient - device["gathered"],
             0,
         ),
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if traits.shares_pages and maps_pages else 0,
-        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, sizes)
+        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, update.states)
         if copies
         else 0,
-    )
-
-
-def _optimizer_sizes(
-    units: Sequence[UnitBytes], config: Config, probe: OptimizerProbe
-) -> tuple[list[tuple[StateSizes, ...]], bool]:
-    """Return the optimizer's state of every parameter, and whether a fused kernel updates. Frozen units have none."""
-    trainable = [unit for unit in units if unit.plan.trainable]
-    # One backend updates every unit, and the fused kernels take fp32 masters alone.
-    if probe.has_adam_rule and all(unit.master_dtype is torch.float32 for unit in trainable):
-        moments = FLOATS[config.optimizer_state_dtype].itemsize
-        fused = StateSizes((moments, moments), (torch.float32.itemsize,))
-        return [(fused,) * len(unit.plan.params) if unit.plan.trainable else () for unit in units], True
-    sizes = [
-        tuple(probe.sizes(param, unit.master_dtype) for _, param in unit.plan.params) if unit.plan.trainable else ()
-        for unit in units
-    ]
-    return sizes, False
-
-
-def _optimizer_bytes(unit: UnitBytes, states: Sequence[StateSizes], is_fused: bool) -> int:
-    """Return the bytes of a unit's optimizer state on rank 0."""
-    # The state of the fused kernels covers the padding, and their step counts are no tensors.
-    if is_fused:
-        return unit.optimizer_numel * sum(states[0].element_sizes)
-    return sum(
-        span.numel * sum(states[span.param_index].element_sizes) + sum(states[span.param_index].number_sizes)
-        for span in unit.layout.spans(0, unit.degrees.optimizer)
     )
 
 

@@ -20,7 +20,8 @@ import torch
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.elementwise import is_elementwise
+from zeroengine.optim.choice import can_offload
+from zeroengine.optim.elementwise import looks_at_one_parameter
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
 from zeroengine.plan.bytes.free_memory import UNKNOWN_BYTES, FreeMemory
@@ -132,6 +133,7 @@ class StatePlanner:
     Attributes:
         plans: The units.
         config: The configuration.
+        optimizer: The optimizer.
     """
 
     def __init__(
@@ -141,9 +143,10 @@ class StatePlanner:
         topology: RankTopology,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self.plans, self.config, self._topology, self._optimizer = plans, config, topology, optimizer
+        self.plans, self.config, self._topology = plans, config, topology
         # One object serves all predictions: after ``initialize`` the caller's optimizer has no state to look at.
-        self._probe = OptimizerProbe(optimizer, config)
+        self._probe = OptimizerProbe(optimizer, config, plans)
+        self.optimizer = self._probe.optimizer
         self._requirements: dict[StateChoice, MemoryRequirement] = {}
 
     def with_config(self, config: Config) -> StatePlanner:
@@ -181,7 +184,7 @@ class StatePlanner:
     @cached_property
     def _serves_stages(self) -> bool:
         """Whether the optimizer works where its states are partitioned."""
-        return self._optimizer is None or is_elementwise(self._optimizer)
+        return looks_at_one_parameter(self.optimizer)
 
     def choices(self, stage: int | str, optimizer: str, param: str, *, any_disk: bool) -> list[StateChoice]:
         """Return the choices that the arguments leave open by "auto", the cheapest first.
@@ -196,7 +199,7 @@ class StatePlanner:
         def places(place: str, section: str) -> list[str]:
             if place != CHOSEN:
                 return [place]
-            if not self._probe.can_offload:
+            if not can_offload(self.optimizer):
                 return ["none"]
             path = getattr(self.config.zero_optimization, section).nvme_path
             # On a machine without a GPU, CPU memory is where states are anyway.

@@ -11,6 +11,7 @@ from zeroengine.config import Config, load
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts
+from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
 from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
     HEADROOM,
@@ -99,12 +100,16 @@ class Estimator:
         # How a model is cut depends on nothing that candidates differ in.
         return self.model.plans(self._base_config)
 
+    @functools.cached_property
+    def _probe(self) -> OptimizerProbe:
+        return OptimizerProbe(self.model.optimizer(self._base_config), self._base_config, self._plans)
+
     def states(self, candidate: PlanCandidate) -> StateBytes:
         """Return the bytes of the states of one rank."""
         # Several micro-steps may accumulate in another dtype than one.
         key = (candidate.setting._replace(checkpointing=False), candidate.accumulation > 1)
         if key not in self._states:
-            self._states[key] = predict_states(self._plans, self.config(candidate), self._topology)
+            self._states[key] = predict_states(self._plans, self.config(candidate), self._topology, self._probe)
         return self._states[key]
 
     def micro_step(self, candidate: PlanCandidate) -> MicroStep | None:

@@ -11,7 +11,8 @@ reduce    the copy of gradients into buckets, and their sums. A transport that o
 network   between nodes the gathers of a backward and its sums take turns, so only what the sums leave of the backward
           hides the gathers. On CPUs the threads that move bytes between nodes take the cores' time (see
           ``CPU_HIDDEN_SHARE``)
-update    reads gradients for the norm, and reads and writes states once, those of the outer step of local_steps too
+update    reads gradients for the norm, and reads and writes states once, those of an outer step of local_steps too;
+          what rules on whole matrices exchange and compute at owners is left out
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
 
