@@ -1,22 +1,21 @@
-"""The state of Adam for every shard: two moments for each element and a step count for each parameter."""
+"""The rule of Adam: which optimizers have it, its state, and their own methods over that state."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
+from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
-from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.partition.layout import ShardSpan
 
 T = TypeVar("T")
-KEYS = frozenset({"exp_avg", "exp_avg_sq", "step"})
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def has_adam_rule(optimizer: torch.optim.Optimizer) -> bool:
@@ -36,64 +35,12 @@ def has_decoupled_decay(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
 
 
-class AdamState:
-    """See ``ShardState``.
-
-    Args:
-        moments_dtype: fp32, or bf16, which the kernels round stochastically.
-
-    Attributes:
-        moments: For each shard, by its index, the first and the second moment.
-        steps: For each shard, by its index, the step count of every parameter of its unit.
-    """
-
-    def __init__(self, shards: Sequence[OptimizerShard], moments_dtype: torch.dtype) -> None:
-        # Moments exist from the start, so that too little memory fails in ``initialize`` and not in the first step.
-        self.moments = {shard.index: (shard.zeros(moments_dtype), shard.zeros(moments_dtype)) for shard in shards}
-        self.steps = {shard.index: [0] * len(shard.unit.params) for shard in shards}
-
-    def keys(self, shard: OptimizerShard) -> frozenset[str]:
-        """See ``ShardState``."""
-        return KEYS
-
-    def spans(self, shard: OptimizerShard) -> Iterator[ShardSpan]:
-        """See ``ShardState``."""
-        return shard.spans()
-
-    def is_whole(self, shard: OptimizerShard) -> bool:
-        """See ``ShardState``."""
-        return False
-
-    def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
-        """See ``ShardState``."""
-        exp_avg, exp_avg_sq = (moment[span.shard_slice] for moment in self.moments[shard.index])
-        # A float on the CPU, as torch's Adam keeps it, whatever torch's default device is.
-        step = torch.tensor(float(self.steps[shard.index][span.param_index]), device="cpu")
-        return SpanState({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, {"step": step})
-
-    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
-        """Do nothing: moments and step counts exist from the start."""
-
-    def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
-        """See ``ShardState``."""
-        # A parameter without a step count starts as if it was never updated.
-        self.steps[shard.index][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
-
-    def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
-        """See ``ShardState``."""
-        for moment in self.moments[shard.index]:
-            populate(moment[span.shard_slice], write=True)
-            moment[span.shard_slice].zero_()
-        self.steps[shard.index][span.param_index] = 0
-
-    def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """See ``ShardState``."""
-        return list(self.moments[shard.index])
-
-    whole_shard_tensors = tensors
+def adam_state(parts: BackendParts) -> MomentState:
+    """Return the state of Adam for every shard: two moments and a step count."""
+    return MomentState(parts.shards, MOMENTS, parts.moments_dtype, counts_steps=True)
 
 
-def run_over_adam_state(parts: BackendParts, state: AdamState, act: Callable[[torch.optim.Optimizer], T]) -> T:
+def run_over_adam_state(parts: BackendParts, state: MomentState, act: Callable[[torch.optim.Optimizer], T]) -> T:
     """Return what ``act`` returns of the caller's optimizer over the shards, whose state is ``state`` during the call.
 
     Raises:
@@ -113,7 +60,7 @@ def run_over_adam_state(parts: BackendParts, state: AdamState, act: Callable[[to
     result = over_shards.run(act)
     for shard, span, param in over_shards:
         present = states.get(param, {})
-        unknown = sorted(present.keys() - KEYS)
+        unknown = sorted(present.keys() - {*MOMENTS, "step"})
         if unknown:
             raise ZeroEngineError(
                 f"{type(over_shards.optimizer).__name__}: a method gave parameters the state {', '.join(unknown)}, and "

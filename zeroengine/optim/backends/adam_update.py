@@ -19,7 +19,7 @@ import torch
 from zeroengine import ops
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state
+from zeroengine.optim.backends.adam_state import adam_state, has_decoupled_decay, run_over_adam_state
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
@@ -40,7 +40,7 @@ class AdamUpdate:
     exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
-        self.state = AdamState(parts.shards, parts.moments_dtype)
+        self.state = adam_state(parts)
         self._parts = parts
         # For each shard a function of which parameters have a gradient, and of how far each is behind the unit's
         # largest step count. Neither depends on the step itself, so results are reused from step to step.

@@ -21,8 +21,9 @@ import torch
 
 from zeroengine.errors import DivergenceError
 from zeroengine.ops import AdamSegment, AdamTable, SegmentList
-from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, run_over_adam_state
+from zeroengine.optim.backends.adam_state import adam_state, has_decoupled_decay, run_over_adam_state
 from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -39,7 +40,7 @@ class AsyncAdam:
     exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
-        self.state = AdamState(parts.shards, parts.moments_dtype)
+        self.state = adam_state(parts)
         self._parts = parts
         self._device = parts.shards[0].master.device
         # The step counts of the table on the device, as far as the host knows them.
@@ -71,11 +72,13 @@ class AsyncAdam:
         self._table.prepare(factor, sums.has_grad)
         for shard in self._parts.shards:
             with self._parts.timer.span("update", shard.unit.name, "update"):
+                exp_avg, exp_avg_sq = self.state.moments[shard.index]
                 self._table.update(
                     shard.index,
                     shard.master,
                     shard.gradient,
-                    *self.state.moments[shard.index],
+                    exp_avg,
+                    exp_avg_sq,
                     low_precision_param=shard.low_precision_param,
                     reload_written=shard.may_be_written,
                 )
@@ -90,7 +93,7 @@ class AsyncAdam:
         self._pending = result, values
         return result
 
-    def state_of(self, shard: OptimizerShard) -> AdamState:
+    def state_of(self, shard: OptimizerShard) -> MomentState:
         """See ``UpdateBackend``."""
         return self.state
 

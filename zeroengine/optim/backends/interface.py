@@ -27,8 +27,8 @@ Take Lion in C++ as an example. Today `optim/lion.py` runs through `ElementwiseU
    low_precision_param=None)` on the model of `ops/adam.py`: it checks the tensors and calls CUDA, the CPU library, or
    a function of the same name in `ops/_fallback.py`. Export it from `ops/__init__.py`, and test it in `tests/ops`
    against the formula in float64.
-3. The state. Write a class like `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
-   each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
+3. The state. `MomentState` (`backends/moment_state.py`) keeps one moment, "exp_avg". Its names are those of the torch
+   optimizer's `state`, so checkpoints stay interchangeable.
 4. The rule. Write `backends/lion_update.py` with the methods of `UpdateRule`. `update` calls `lion_step` for each
    segment of each shard, and `publish_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as
    in `AdamUpdate`.

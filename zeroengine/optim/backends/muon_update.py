@@ -12,68 +12,25 @@ states are offloaded, the pipeline brings them to both halves on shards, in chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from zeroengine import ops
-from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.pipeline import Operand, PipelineTask
-from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
+from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.backends.owner_exchange import NUM_SLOTS, ExchangeRule, OwnerExchange, RoundTrip
 from zeroengine.optim.muon import apply_direction, direction, iteration_dtype, orthogonalize, update_cost
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.owners import Matrix, Part
 
 T = TypeVar("T")
 # Of each matrix in a chunk of a shard: the matrix, its place in the chunk, and the directions of these elements.
 Runs = Sequence[tuple[Matrix, slice, torch.Tensor]]
-KEY = "momentum_buffer"
-
-
-class MuonState:
-    """See ``ShardState``: the momentum of each element."""
-
-    def __init__(self, shards: Sequence[OptimizerShard]) -> None:
-        self.momentum = {shard.index: shard.zeros(shard.master.dtype) for shard in shards}
-
-    def keys(self, shard: OptimizerShard) -> frozenset[str]:
-        """See ``ShardState``."""
-        return frozenset({KEY})
-
-    def spans(self, shard: OptimizerShard) -> list[ShardSpan]:
-        """See ``ShardState``."""
-        return list(shard.spans())
-
-    def is_whole(self, shard: OptimizerShard) -> bool:
-        """See ``ShardState``."""
-        return False
-
-    def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
-        """See ``ShardState``."""
-        return SpanState({KEY: self.momentum[shard.index][span.shard_slice]}, {})
-
-    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
-        """Do nothing: the momentum exists from the start."""
-
-    def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: there are no numbers."""
-
-    def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
-        """See ``ShardState``."""
-        momentum = self.momentum[shard.index][span.shard_slice]
-        populate(momentum, write=True)
-        momentum.zero_()
-
-    def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """See ``ShardState``."""
-        return [self.momentum[shard.index]]
-
-    whole_shard_tensors = tensors
 
 
 class MuonUpdate:
@@ -87,7 +44,8 @@ class MuonUpdate:
     )
 
     def __init__(self, parts: BackendParts) -> None:
-        self._parts, self.state = parts, MuonState(parts.shards)
+        self._parts = parts
+        self.state = MomentState(parts.shards, ("momentum_buffer",), None, counts_steps=False)
         self._exchange = OwnerExchange(parts, self.EXCHANGE)
         self.exchange_bytes = self._exchange.kept_bytes
         self._shards = {shard.index: shard for shard in parts.shards}
@@ -118,7 +76,8 @@ class MuonUpdate:
     def _fill(self, trip: RoundTrip, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         tasks = []
         for shard, chunk, runs in self._chunks(trip, has_grad):
-            operands = Operand(shard.gradient[chunk]), Operand(self.state.momentum[shard.index][chunk], writes=True)
+            (momentum,) = self.state.moments[shard.index]
+            operands = Operand(shard.gradient[chunk]), Operand(momentum[chunk], writes=True)
             tasks.append((shard, PipelineTask(operands, partial(self._fill_chunk, factor, shard, runs))))
         self._run(tasks, "momentum")
 
