@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer, Sizes
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.utils.work import Completed, Work
 
@@ -29,15 +31,7 @@ class SingleProcessChannel:
             shard.copy_(full)
         return Completed()
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, *args: Any, **kwargs: Any) -> Work:
         """Copy the only slice."""
         received.copy_(sent)
         return Completed()
