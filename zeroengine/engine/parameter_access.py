@@ -258,9 +258,10 @@ class LocatedParameter:
             ``ShardedOptimizer.state_shapes``), and the lowest rank that holds a part of it.
         """
         # A rank without elements of the parameter has no states of it, and gets their names from the others.
-        own_shapes = {} if self.shard is None else self.parts.states.optimizer.state_shapes(self.shard, self.index)
+        own_shapes: dict[str, tuple[int, ...] | None] = {}
         with self.same_call(f"{call} {key!r}", own_shapes) as shapes_by_rank:
             shard = self.trainable_shard()
+            own_shapes.update(self.parts.states.optimizer.state_shapes(shard, self.index))
         holders = [rank for rank, shapes in enumerate(shapes_by_rank) if key in shapes]
         if not holders:
             known = sorted({name for shapes in shapes_by_rank for name in shapes})
