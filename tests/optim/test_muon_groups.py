@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.muon import Muon
 from zeroengine.optim.muon_groups import build_muon
 
 
@@ -70,6 +71,8 @@ def test_an_attribute_use_muon_decides_before_the_rule() -> None:
     model.head.bias.use_muon = True
     with pytest.raises(ZeroEngineError, match=r"Muon: found a parameter of shape \(3,\), which is no matrix"):
         divided(model)
+    with pytest.raises(ZeroEngineError, match=r"Muon: found a parameter of shape \(3,\), which is no matrix"):
+        Muon([model.head.weight]).add_param_group({"params": [model.head.bias]})
 
 
 def test_heads_are_matrices_as_the_models_configuration_says() -> None:

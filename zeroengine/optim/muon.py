@@ -71,12 +71,13 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices."""
+        add_param_group(self, param_group)
+        _check_group(self.param_groups[-1])
         if len({group["ns_dtype"] for group in self.param_groups}) > 1:
             raise ZeroEngineError("Muon: found groups of different ns_dtype; write one for all of them")
-
-    add_param_group = add_param_group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.caller_optimizer import add_param_group
 from zeroengine.optim.mixed_optimizer import MixedOptimizer
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import plain_name
@@ -66,7 +67,7 @@ def build_muon(model: nn.Module, params: Sequence[Any], settings: Mapping[str, A
         return MixedOptimizer([muon])
     base = torch.optim.AdamW if settings["adam_w_mode"] else torch.optim.Adam
     # A subclass has torch's undecorated ``add_param_group``, see there.
-    adam = type(base.__name__, (base,), {"add_param_group": Muon.add_param_group})
+    adam = type(base.__name__, (base,), {"add_param_group": add_param_group})
     return MixedOptimizer([muon, adam(others, lr=adam_lr, **{name: settings[name] for name in _ADAM})])
 
 
