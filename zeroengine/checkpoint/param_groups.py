@@ -13,6 +13,7 @@ from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.snapshot import named_param_groups
 from zeroengine.errors import CheckpointError
+from zeroengine.optim.caller_optimizer import FIXED_KEYS
 
 # A negative value of these can only be damage, and it would ruin the training without an error.
 NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
@@ -80,7 +81,7 @@ def _saved_hyperparameters(
     # Without hyperparameters to take over, another optimizer may have other groups.
     for group, saved_group in zip(tensors.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
         for key, value in saved_group.items():
-            if key != "params" and (keys is None or key in keys):
+            if key not in FIXED_KEYS and (keys is None or key in keys):
                 yield group, key, value
 
 

@@ -33,6 +33,8 @@ REPLACED = ("step", "zero_grad", "load_state_dict")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The attributes that belong to one optimizer object, where copies of it share the others.
 _OWN = frozenset((*REPLACED, *_STEP_HOOKS, "param_groups", "state"))
+# The keys of a group that say what the engine was built for. Those of a saved group do not replace them.
+FIXED_KEYS = ("params", "algorithm", "num_matrices", "ns_dtype")
 # The attribute that marks the pre-hook of `redirect_calls`.
 _MARK = "_zeroengine_step"
 # Between a call of `step` in torch and here are wrappers of `step`, such as those of torch itself and of schedules.
@@ -226,4 +228,4 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         )
     for group, values in zip(groups, loaded_groups, strict=True):
         # Schedulers and the engine refer to these dicts, so they are updated in place.
-        group.update({key: value for key, value in values.items() if key != "params"})
+        group.update({key: value for key, value in values.items() if key not in FIXED_KEYS})
