@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
+from zeroengine.optim.factory import build_optimizer
 
 Params = list[torch.nn.Parameter]
 
@@ -28,6 +30,13 @@ class Written(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.update([param for group in self.param_groups for param in group["params"] if param.grad is not None])
+
+
+class Normalized(Written):
+    """As a configuration names it, by its import path."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, normalize_each)
 
 
 class Late(Written):
@@ -100,6 +109,7 @@ ELEMENTWISE: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 ONE_PARAMETER: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "by name": torch.optim.Adafactor,
     "a norm of each parameter": lambda params: Written(params, normalize_each),
+    "of a configuration": lambda params: build_optimizer(f"{__name__}.Normalized", params, {}),
     "for matrices alone": lambda params: Written(params, normalize_matrices),
     "at later steps": lambda params: Late(params, normalize_each),
     "tiny steps": lambda params: Written(params, lambda params: normalize_each(params, 1e-9)),
@@ -126,3 +136,21 @@ def test_what_an_update_looks_at_is_found(name: str) -> None:
     assert all(torch.equal(param, torch.ones_like(param)) and param.grad is None for param in params)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert optimizer.param_groups[0].get("lr") == optimizer.defaults.get("lr")
+
+
+def test_a_collective_of_an_optimizer_waits_for_no_other_rank() -> None:
+    """Such as the first Muon, whose ranks divide the matrices: in a trial, a rank may raise where another one waits."""
+
+    def average(params: Params) -> None:
+        for param in params:
+            dist.all_reduce(param.grad)
+            param.sub_(param.grad)
+            reduced.append(param)
+
+    reduced: Params = []
+    optimizer = Written([torch.nn.Parameter(torch.ones(2, 2))], average)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert not is_elementwise(optimizer) and not looks_at_one_parameter(optimizer) and not reduced
+    finally:
+        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zeroengine.deferred_init.dispatch_modes import OperationMode
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.utils.tensor_tree import leaves_in
@@ -84,16 +85,21 @@ def _agree(
         act: See ``acts_elementwise``.
         cut: Returns the shapes that each rank has, from those of whole parameters.
     """
-    own = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    own = next((param.device for group in optimizer.param_groups for param in group["params"]), cpu)
+    gpus = [own] if own.type == "cuda" else []
     # Some optimizers run on GPUs alone, or in fp32 alone. In float64 the tiniest steps show.
-    for kind in itertools.product(dict.fromkeys(("cpu", own.type)), (torch.float64, torch.float32), TRIED):
+    kinds = itertools.product(dict.fromkeys((cpu, *gpus)), (torch.float64, torch.float32), TRIED)
+    for device, dtype, shapes in kinds:
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
-        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
-            device, dtype, shapes = kind
-            one, other_seed, parts = (
-                _updated(optimizer, ranks, act, torch.empty(0, device=device, dtype=dtype), seed=seed)
-                for ranks, seed in (([shapes], 0), ([shapes], 1), (cut(shapes), 0))
-            )
+        with contextlib.suppress(Exception), torch.random.fork_rng(gpus), OperationMode(_without_communication):
+            try:
+                one, other_seed, parts = (
+                    _updated(optimizer, ranks, act, torch.empty(0, device=device, dtype=dtype), seed=seed)
+                    for ranks, seed in (([shapes], 0), ([shapes], 1), (cut(shapes), 0))
+                )
+            except _Communicates:
+                return False
             if not torch.equal(one.movement, other_seed.movement) or not one.movement.any():
                 return None
             # A small movement may grow later, so what counts is the difference relative to it.
@@ -101,6 +107,17 @@ def _agree(
             agrees = torch.allclose(one.movement, parts.movement, rtol=1e-5, atol=tolerance)
             return agrees and all(_is_same(one.results[0], result) for result in parts.results)
     return None
+
+
+class _Communicates(BaseException):
+    """The optimizer starts a collective. No ``Exception``, which the optimizer might catch."""
+
+
+def _without_communication(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation. One that waits for other ranks raises: they may not take part in this trial."""
+    if function.namespace in ("c10d", "_c10d_functional"):
+        raise _Communicates
+    return function(*args, **kwargs)
 
 
 def _is_same(whole: Any, part: Any) -> bool:
@@ -145,7 +162,10 @@ def _updated(
     values, mean, *noise = (draw.to(like) for draw in draws)
     moved, results, start = [], [], 0
     for shapes in ranks:
-        torch.manual_seed(seed)
+        # ``torch.manual_seed`` would seed every GPU for good.
+        torch.default_generator.manual_seed(seed)
+        if like.is_cuda:
+            torch.cuda.default_generators[like.device.index].manual_seed(seed)
         sizes = [torch.Size(shape).numel() for shape in shapes]
         stop = start + sum(sizes)
         part = values[start:stop]

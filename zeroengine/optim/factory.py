@@ -117,8 +117,10 @@ def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict
     undecorated = {"add_param_group": add_param_group} if is_decorated else {}
     _check_hyperparameters(kind, cls, hyperparameters)
     try:
-        # A subclass carries the undecorated method, because torch's class must not change for other code.
-        built: torch.optim.Optimizer = type(cls.__name__, (cls,), undecorated)(params, **hyperparameters)
+        # A subclass carries the undecorated method, because torch's class must not change for other code. Whoever looks
+        # at where the class comes from, such as ``is_elementwise``, sees the module of the original.
+        members = {"__module__": cls.__module__, **undecorated}
+        built: torch.optim.Optimizer = type(cls.__name__, (cls,), members)(params, **hyperparameters)
     except Exception as error:
         raise ZeroEngineError(
             f"optimizer.params: {kind} cannot be made with {hyperparameters}: {error}. It takes "
@@ -254,8 +256,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
         )
     if degrees.optimizer > 1 and not looks_at_one_parameter(optimizer):
         raise ZeroEngineError(
-            f"{name} looks at several parameters to update one, and no rank has all of them. Use "
-            "zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as AdamW or Muon."
+            f"{name} looks at several parameters to update one, or starts collectives of its own, and no rank has all "
+            "parameters. Use zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as AdamW or Muon."
         )
     # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. A method that looks
     # for the state of a parameter leaves an empty one. Any other state is taken to come from a step.
