@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +77,54 @@ def test_a_member_may_itself_have_members() -> None:
     outer.step()
     assert not any(torch.equal(weight, torch.ones_like(weight)) for weight in weights)
     assert [group["algorithm"] for group in outer.param_groups] == ["Muon", "SGD"]
+
+
+def test_it_is_saved_and_copied_with_the_states_of_its_members() -> None:
+    def make() -> MixedOptimizer:
+        weights = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+        return MixedOptimizer(
+            [Muon(weights[:1], weight_decay=0.0, ns_dtype="fp32"), torch.optim.Adagrad(weights[1:], lr=0.1)]
+        )
+
+    def step(optimizer: MixedOptimizer) -> list[torch.Tensor]:
+        weights = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, weight in enumerate(weights):
+            weight.grad = torch.arange(weight.numel()).view_as(weight) + number - 1.0
+        optimizer.step()
+        return [weight.detach().clone() for weight in weights]
+
+    first, second = make(), make()
+    step(first)
+    step(second)
+    loaded, copied = make(), copy.deepcopy(first)
+    loaded.load_state_dict(second.state_dict())
+    moved = [after - 1 for after in step(loaded)]
+    expected = step(first)
+    assert all(map(torch.equal, step(copied), expected))
+    for move, after, before in zip(moved, expected, step(make()), strict=True):
+        torch.testing.assert_close(move, after - before)
+    with pytest.raises(ZeroEngineError, match="add groups to one of the optimizers"):
+        first.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def test_hooks_of_a_member_that_the_engine_would_not_call_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    members = [Muon([model.weight]), torch.optim.SGD([model.bias])]
+    members[0].register_step_post_hook(lambda *args: None)
+    with pytest.raises(ZeroEngineError, match="the Muon among several optimizers has step hooks"):
+        zeroengine.initialize(model, members, CONFIG)
+
+
+def test_what_a_group_is_does_not_come_from_a_checkpoint(tmp_path: Path) -> None:
+    for other, options in ((torch.optim.AdamW, {}), (torch.optim.Adam, {"ns_dtype": "fp32", "num_matrices": 2})):
+        model = nn.Linear(4, 4)
+        optimizers = [Muon([model.weight], **options), other([model.bias])]
+        engine = zeroengine.initialize(model, optimizers, CONFIG)
+        if options:
+            engine.load_checkpoint(tmp_path)
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+        groups = [dict(group) for group in engine.optimizer.param_groups]
+        assert groups[1]["algorithm"] == other.__name__ and groups[0].items() >= options.items()
+        engine.save_checkpoint(tmp_path)
+        engine.close()

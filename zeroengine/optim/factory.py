@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.caller_optimizer import add_param_group
+from zeroengine.optim.caller_optimizer import add_param_group, has_own_step_hooks
 from zeroengine.optim.elementwise import looks_at_one_parameter
 from zeroengine.optim.lion import Lion
 from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
@@ -227,6 +227,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
     """
     if isinstance(optimizer, MixedOptimizer):
         for member in members_of(optimizer):
+            if has_own_step_hooks(member):
+                raise ZeroEngineError(
+                    f"the {type(member).__name__} among several optimizers has step hooks, which the engine would not "
+                    "call. Register them on a zeroengine.MixedOptimizer, pass that one, and call its step()."
+                )
             check_optimizer(member, degrees)
         return
     name = type(optimizer).__name__
@@ -257,7 +262,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
     if degrees.optimizer > 1 and not looks_at_one_parameter(optimizer):
         raise ZeroEngineError(
             f"{name} looks at several parameters to update one, or starts collectives of its own, and no rank has all "
-            "parameters. Use zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as AdamW or Muon."
+            "parameters. Use zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as "
+            "AdamW or Muon."
         )
     # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. A method that looks
     # for the state of a parameter leaves an empty one. Any other state is taken to come from a step.

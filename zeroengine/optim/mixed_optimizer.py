@@ -39,8 +39,19 @@ class MixedOptimizer(torch.optim.Optimizer):
             for group in optimizer.param_groups:
                 group[ALGORITHM] = name
         super().__init__(groups, {})
+        # One state serves all, so that ``state_dict()`` has it.
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
 
-    add_param_group = add_param_group
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group that is of none of the optimizers."""
+        if param_group.get(ALGORITHM) not in self._members:
+            raise ZeroEngineError("MixedOptimizer: add groups to one of the optimizers, before they are joined")
+        add_param_group(self, param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have, the optimizers among it."""
+        return {**super().__getstate__(), "_members": self._members}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let each optimizer take a step, and return the loss of ``closure`` if there is one."""
@@ -67,7 +78,8 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     if not isinstance(optimizer, MixedOptimizer):
         return [optimizer]
     for name, member in optimizer._members.items():
-        # A user may have replaced the list of groups.
+        # A user may have replaced the list of groups, and ``load_state_dict`` replaces both.
+        member.state = optimizer.state
         member.param_groups = [group for group in optimizer.param_groups if group[ALGORITHM] == name]
     return list(optimizer._members.values())
 

@@ -136,7 +136,9 @@ def _heads_in(model: nn.Module, hidden: Mapping[str, nn.Parameter]) -> dict[str,
 def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Mapping[str, int]) -> dict[str, int]:
     """Return how many matrices each parameter holds: as ``counts`` says by patterns, or heads, stacked ones or one."""
     # A kernel of a convolution is one matrix. Experts that are stacked are a matrix each.
-    found = {name: param.shape[0] if param.ndim == 3 and _is_stacked(name) else 1 for name, param in hidden.items()}
+    found = {
+        name: param.shape[0] if param.ndim == 3 and "expert" in name.lower() else 1 for name, param in hidden.items()
+    }
     found |= heads
     for pattern, count in counts.items():
         matching = fnmatch.filter(hidden, pattern)
@@ -147,7 +149,3 @@ def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Ma
             )
         found |= dict.fromkeys(matching, count)
     return found
-
-
-def _is_stacked(name: str) -> bool:
-    return "expert" in name.lower()
