@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Sizes, Transport
+from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.optim.muon import update_cost
@@ -86,9 +86,9 @@ class Moves:
             self.count("shards", self.layout.numel * (world - 1) // world)
         for number, plan in enumerate(self.plans):
             sent, received = self.memory["num_sent"][: plan.num_sent], self.memory["num_received"][: plan.num_received]
-            back: Sizes = tuple(zip(*plan.sizes, strict=True))
-            transport.gather.all_to_all(received, sent, f"to {number}", sizes=plan.sizes).wait_host()
-            transport.gather.all_to_all(sent, received, f"back {number}", sizes=back).wait_host()
+            back = tuple(zip(*plan.sizes, strict=True))
+            transport.gather.all_to_all(received, sent, f"to {number}", Slices(sizes=plan.sizes)).wait_host()
+            transport.gather.all_to_all(sent, received, f"back {number}", Slices(sizes=back)).wait_host()
             own = plan.sizes[transport.rank][transport.rank]
             self.received["shards"] += 2 * (plan.num_received - own + plan.num_sent - own)
         for i, (shard, full) in enumerate(zip(self.shards, self.full, strict=True)):
@@ -99,16 +99,16 @@ class Moves:
     def owners_way(self) -> None:
         transport, world, rank = self.transport, self.transport.world_size, self.transport.rank
         for i, owned in enumerate(self.owned):
-            sizes: Sizes = tuple(tuple(owned) for _ in range(world))
+            sizes = tuple(tuple(owned) for _ in range(world))
             arrived = self.arrived[: world * owned[rank]]
-            transport.reduce.all_to_all(arrived, self.sent, f"unit {i}", sizes=sizes).wait_host()
+            transport.reduce.all_to_all(arrived, self.sent, f"unit {i}", Slices(sizes=sizes)).wait_host()
             if owned[rank]:
                 sum_in_rank_order(self.own[: owned[rank]], list(arrived.chunk(world)), accumulate=False)
             self.count("owners", owned[rank] * (world - 1))
         for i, owned in enumerate(self.owned):
             sizes = tuple((numel,) * world for numel in owned)
             sent = self.copies[: world * owned[rank]]
-            transport.gather.all_to_all(self.full[i][: sum(owned)], sent, f"unit {i}", sizes=sizes).wait_host()
+            transport.gather.all_to_all(self.full[i][: sum(owned)], sent, f"unit {i}", Slices(sizes=sizes)).wait_host()
             self.count("owners", sum(owned) - owned[rank])
         transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "end")
 

@@ -53,7 +53,7 @@ a second stream that uses a unit behind the first.
 from __future__ import annotations
 
 import mmap
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -67,8 +67,25 @@ from zeroengine.utils.work import Work
 Ranks = tuple[int, ...] | None
 # What numbers the slices of an operation, see ``partition.degrees.shard_index``; None: a slice for each rank, in order.
 Levels = tuple[int, ...] | None
-# The elements of an exchange: ``sizes[i][j]`` go from the i-th rank to the j-th one. None: equally many.
-Sizes = tuple[tuple[int, ...], ...] | None
+
+
+class Slices(NamedTuple):
+    """The slices of an all-to-all.
+
+    Attributes:
+        ranks: The ranks that exchange, ascending, this one among them, as for ``all_gather``. None: all ranks.
+        levels: What numbers the slices, see ``partition.degrees.shard_index``, where several ranks have the same one.
+            None: ``ranks[i]`` has slice i. A transport that ``reduces_by_levels`` takes None alone.
+        sizes: Where slices are of unequal size, ``sizes[i][j]`` elements go from the i-th rank to the j-th one, and
+            slices lie one after another in both tensors; then ``levels`` is None. None: equally many.
+    """
+
+    ranks: Ranks = None
+    levels: Levels = None
+    sizes: tuple[tuple[int, ...], ...] | None = None
+
+
+EQUAL = Slices()
 
 
 class Buffer(Protocol):
@@ -197,15 +214,7 @@ class Channel(Protocol):
             levels: What numbers the slices, see ``partition.degrees.shard_index``. None: rank r has slice r.
         """
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Give each rank its slice of ``sent``: ``received[i * n:(i + 1) * n]`` becomes what ``ranks[i]`` sends here.
 
         Args:
@@ -213,11 +222,7 @@ class Channel(Protocol):
             sent: 1-D, of slices of n elements, from ``Transport.empty``. It may be written again once
                 it is ``reusable``.
             label: The unit's name.
-            ranks: The ranks that exchange, ascending, this one among them, as for ``all_gather``. None: all ranks.
-            levels: What numbers the slices, see ``partition.degrees.shard_index``, where several ranks have the same
-                one. None: ``ranks[i]`` has slice i. A transport that ``reduces_by_levels`` takes None alone.
-            sizes: Where slices are of unequal size, the number of elements that each rank sends to each; then the
-                slices lie one after another in both tensors, and ``levels`` is None. None: n elements each.
+            slices: The ranks that exchange, and which slice each has.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

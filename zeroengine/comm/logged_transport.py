@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from zeroengine.comm.comms_log import CommsLog, OperationTotals
-from zeroengine.comm.interfaces import Channel, Levels, Ranks, Transport
+from zeroengine.comm.interfaces import EQUAL, Channel, Levels, Ranks, Slices, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.process_finalizer import finalize
@@ -89,9 +89,9 @@ class _LoggedChannel:
         kind = "all_reduce" if levels == () else "reduce_scatter"
         return self._issue(kind, label, full, lambda: reduce(*arguments, packing))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, *args: Any, **kwargs: Any) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         exchange = self._channel.all_to_all
-        return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, *args, **kwargs))
+        return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, slices))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         return self._issue("all_reduce", label, full, lambda: self._channel.all_reduce(full, label))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Channel, Levels, Ranks, Transport
+from zeroengine.comm.interfaces import Channel, Levels, Ranks, Slices, Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
@@ -319,7 +319,7 @@ class QuantizedReduce:
         Args:
             values: What to pack. ``is_own``: this rank's own gradients of a unit, whose error is kept.
             num_slices: The number of slices.
-            label, ranks, levels: As for ``Channel.all_to_all``.
+            label, ranks, levels: As for ``Channel.all_to_all`` and ``Slices``.
 
         Returns:
             Where the packets arrive, and the exchange.
@@ -329,7 +329,7 @@ class QuantizedReduce:
         self.packing.pack(values, packets, num_slices=num_slices, error_of=label if is_own else None)
         count = self._world_size if ranks is None else len(ranks)
         arrived = torch.empty(count * size, dtype=torch.uint8, device=values.device)
-        work = self._channel.all_to_all(arrived, packets, label, ranks, levels)
+        work = self._channel.all_to_all(arrived, packets, label, Slices(ranks, levels))
         self._memory.mark_sent(packets, work)
         return arrived, work
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from zeroengine.optim.caller_optimizer import add_param_group
 from zeroengine.utils.formats import format_count
 
 ALGORITHM = "algorithm"
+# The shapes that an error lists.
+NUM_SHOWN = 3
 
 
 class MixedOptimizer(torch.optim.Optimizer):
@@ -111,13 +114,9 @@ def _check(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             raise ZeroEngineError(
                 f"MixedOptimizer: found {kinds.count(kind)} optimizers of class {kind}; make one, with groups"
             )
-    place: dict[torch.nn.Parameter, str] = {}
-    for kind, optimizer in zip(kinds, optimizers, strict=True):
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if param in place:
-                    raise ZeroEngineError(
-                        f"MixedOptimizer: a parameter of shape {tuple(param.shape)} is in {place[param]} and in "
-                        f"{kind}.param_groups[{index}]; each parameter belongs to one optimizer"
-                    )
-                place[param] = f"{kind}.param_groups[{index}]"
+    counts = Counter(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if shared := [tuple(param.shape) for param, count in counts.items() if count > 1]:
+        raise ZeroEngineError(
+            f"MixedOptimizer: several of {', '.join(kinds)} have the same parameters, of shapes "
+            f"{', '.join(map(str, shared[:NUM_SHOWN]))}; each parameter belongs to one optimizer"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,8 @@ def _hidden(
     else:
         hidden = {}
         for pattern in patterns:
-            matching = {n: p for n, p in matrices.items() if fnmatch.fnmatchcase(n, pattern)}
-            if not matching:
-                raise ZeroEngineError(
-                    f"optimizer.params.muon_params: the pattern {pattern!r} matches no trainable parameter of two or "
-                    f"more dimensions; these are {listed(list(matrices), NUM_SHOWN) or 'none'}"
-                )
-            hidden |= matching
+            matching = _matching(matrices, pattern, "muon_params", "trainable parameter of two or more dimensions")
+            hidden |= {name: matrices[name] for name in matching}
     # DeepSpeed's users mark parameters. Muon refuses a marked one that is no matrix.
     hidden = {name: param for name, param in named.items() if getattr(param, "use_muon", name in hidden)}
     if not hidden:
@@ -141,11 +136,15 @@ def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Ma
     }
     found |= heads
     for pattern, count in counts.items():
-        matching = fnmatch.filter(hidden, pattern)
-        if not matching:
-            raise ZeroEngineError(
-                f"optimizer.params.matrices: the pattern {pattern!r} matches no parameter that Muon updates; these are "
-                f"{listed(list(hidden), NUM_SHOWN)}"
-            )
-        found |= dict.fromkeys(matching, count)
+        found |= dict.fromkeys(_matching(hidden, pattern, "matrices", "parameter that Muon updates"), count)
     return found
+
+
+def _matching(names: Iterable[str], pattern: str, key: str, what: str) -> list[str]:
+    matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        raise ZeroEngineError(
+            f"optimizer.params.{key}: the pattern {pattern!r} matches no {what}; these are "
+            f"{listed(list(names), NUM_SHOWN) or 'none'}"
+        )
+    return matching

@@ -21,7 +21,7 @@ from tests.distributed.ranks import RankFailed, run_ranks
 from tests.nccl_over_gloo import replace_reduce_scatter
 from zeroengine import ops
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.choose import open_nccl, open_transport
 from zeroengine.comm.transports.gloo import GlooTransport
@@ -172,7 +172,7 @@ class Script:
         num_slices = 1 if levels == () else self.size
         sent, everyone = self.sent(numel * num_slices, dtype)
         received = torch.empty(numel * self.size, dtype=dtype)
-        work = self.transport.reduce.all_to_all(received, sent, f"unit {self.number}", levels=levels)
+        work = self.transport.reduce.all_to_all(received, sent, f"unit {self.number}", slices=Slices(levels=levels))
         index = 0 if num_slices == 1 else self.rank
         expected = torch.cat([piece.chunk(num_slices)[index] for piece in everyone])
         self.open.append((work, received, expected, dtype))
@@ -186,7 +186,7 @@ class Script:
         pieces = [piece.split(row)[self.rank] for piece, row in zip(everyone, sizes, strict=True)]
         received = torch.empty(sum(row[self.rank] for row in sizes), dtype=dtype)
         channel = self.shared.choice([self.transport.gather, self.transport.reduce])
-        work = channel.all_to_all(received, sent, f"unit {self.number}", sizes=sizes)
+        work = channel.all_to_all(received, sent, f"unit {self.number}", Slices(sizes=sizes))
         self.open.append((work, received, torch.cat(pieces), dtype))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:

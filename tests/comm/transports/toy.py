@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Sizes, Transport
+from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
@@ -47,16 +47,8 @@ class ToyChannel:
         sum_in_rank_order(shard, pieces, accumulate)
         return Completed()
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
-        ranks = ranks or tuple(range(self._size))
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+        ranks, levels, sizes = slices.ranks or tuple(range(self._size)), slices.levels, slices.sizes
         if sizes is not None:
             # Every rank sends as much as the one that sends most, because this toy sends equally much to all.
             most, own = max(map(sum, sizes)), ranks.index(self._rank)

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, Sizes
+from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, PagedBuffer, Ranks, Slices
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
@@ -148,32 +148,24 @@ class GlooChannel:
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
         return self._writers.write(shard, exchange, finish, accumulate=accumulate)
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Send every peer its slice."""
-        return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, ranks, levels, sizes))
+        return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, slices))
 
     def slices_to_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, ranks: Ranks, levels: Levels, sizes: Sizes
+        self, received: torch.Tensor, sent: torch.Tensor, slices: Slices
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Return what an all-to-all sends to each rank, and where it receives. This rank's own slice is copied."""
-        ranks = ranks or self._all_ranks
-        if sizes is None:
+        ranks, levels = slices.ranks or self._all_ranks, slices.levels
+        if slices.sizes is None:
             incoming = received.chunk(len(ranks))
-            slices = sent.chunk(sent.numel() // incoming[0].numel())
+            outgoing = sent.chunk(sent.numel() // incoming[0].numel())
         else:
             own = ranks.index(self._rank)
-            incoming, slices = received.split([row[own] for row in sizes]), sent.split(sizes[own])
+            incoming, outgoing = received.split([row[own] for row in slices.sizes]), sent.split(slices.sizes[own])
         arrived = dict(zip(ranks, incoming, strict=True))
         numbers = [position if levels is None else shard_index(rank, levels) for position, rank in enumerate(ranks)]
-        sent_to = {rank: slices[number] for rank, number in zip(ranks, numbers, strict=True)}
+        sent_to = {rank: outgoing[number] for rank, number in zip(ranks, numbers, strict=True)}
         arrived[self._rank].copy_(sent_to[self._rank])
         return sent_to, arrived
 

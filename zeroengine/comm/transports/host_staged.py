@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer
+from zeroengine.comm.interfaces import EQUAL, Buffer, Channel, Levels, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.utils.work import Then, Work
@@ -53,11 +53,11 @@ class HostStagedChannel:
 
         return self._writers.write(shard, inner, copy_back, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, *args: Any, **kwargs: Any) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Exchange in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(received, received.dtype)
         work = Then(
-            self._inner.all_to_all(on_host, _copy_to_host(sent), label, *args, **kwargs),
+            self._inner.all_to_all(on_host, _copy_to_host(sent), label, slices),
             partial(received.copy_, on_host),
         )
         self._sent_by_copy.add(work)

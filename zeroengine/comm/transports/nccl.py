@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Sizes
+from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.watchdog import Watchdog
@@ -178,29 +178,18 @@ class NCCLChannel:
 
         return self._writers.write(shard, work, take_over, accumulate=accumulate)
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Launch an all-to-all."""
-        assert levels is None, "a sum goes level by level"
+        assert slices.levels is None, "a sum goes level by level"
         self.record(f"exchange {label}")
-        ranks = ranks or self._all_ranks
+        ranks, sizes = slices.ranks or self._all_ranks, slices.sizes
         if len(ranks) == 1:
             received.copy_(sent)
             return Completed()
-        group = self._peers_of(ranks).group
-        if sizes is None:
-            return self.issue(lambda: _all_to_all(received, sent, group=group, async_op=True))
-        own = ranks.index(self._rank)
-        return self.issue(
-            lambda: _all_to_all(received, sent, [row[own] for row in sizes], list(sizes[own]), group, async_op=True)
-        )
+        group, own = self._peers_of(ranks).group, ranks.index(self._rank)
+        incoming = None if sizes is None else [row[own] for row in sizes]
+        outgoing = None if sizes is None else list(sizes[own])
+        return self.issue(lambda: _all_to_all(received, sent, incoming, outgoing, group=group, async_op=True))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Launch an all-reduce."""

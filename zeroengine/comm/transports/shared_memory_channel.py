@@ -28,7 +28,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
-from zeroengine.comm.interfaces import Levels, Ranks, Sizes
+from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -192,22 +192,14 @@ class SharedMemoryChannel:
             self._sum_slice(work, full, own_slice, shard, accumulate)
         return self._issue(work)
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
         memory = self._memory
-        ranks = ranks or self._all_ranks
+        ranks, sizes = slices.ranks or self._all_ranks, slices.sizes
         own_position = ranks.index(memory.rank)
         if sizes is None:
             arrived = received.chunk(len(ranks))
-            number = own_position if levels is None else shard_index(memory.rank, levels)
+            number = own_position if slices.levels is None else shard_index(memory.rank, slices.levels)
             starts = [number * arrived[0].numel()] * len(ranks)
         else:
             arrived = received.split([row[own_position] for row in sizes])

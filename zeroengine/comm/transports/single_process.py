@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer
+from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.utils.work import Completed, Work
 
@@ -31,7 +29,7 @@ class SingleProcessChannel:
             shard.copy_(full)
         return Completed()
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, *args: Any, **kwargs: Any) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Copy the only slice."""
         received.copy_(sent)
         return Completed()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import Levels, Ranks, Sizes
+from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
@@ -98,19 +98,10 @@ class TwoLevelChannel:
 
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        label: str,
-        ranks: Ranks = None,
-        levels: Levels = None,
-        sizes: Sizes = None,
-    ) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Send every rank its slice directly, also the ranks of this host."""
         what = self._begin("exchange", label)
-        slices = self._between.slices_to_exchange(received, sent, ranks, levels, sizes)
-        exchange = self._exchange("exchange", label, *slices)
+        exchange = self._exchange("exchange", label, *self._between.slices_to_exchange(received, sent, slices))
         return self._issue(TwoLevelWork(self.wait, self.progress, what, iter([exchange]), None, exchange))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

@@ -43,8 +43,8 @@ class OptimizerOverOwners:
         self.params: dict[int, dict[int, ShardParameter]] = {shard.index: {} for shard in parts.shards}
         self._shards = {shard.index: shard for shard in parts.shards}
         self.exchange = OwnerExchange(parts, self.EXCHANGE)
-        for around in self.exchange.rounds:
-            for matrix, _ in around.owned:
+        for exchange_round in self.exchange.rounds:
+            for matrix, _ in exchange_round.owned:
                 shard = self._shards[matrix.unit]
                 original = shard.unit.params[matrix.param_index]
                 param = torch.nn.Parameter(_without_memory(shard, original.shape))
@@ -59,17 +59,17 @@ class OptimizerOverOwners:
 
     def step(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         """Let the copy take a step. See ``UpdateRule.update``. A collective."""
-        for matrix, values in self._bring(lambda shard: shard.gradient):
+        for matrix, values in self._send_to_owners(lambda shard: shard.gradient):
             if has_grad[matrix.unit][matrix.param_index]:
                 param = self._param(matrix)
                 param.grad = values.to(param.dtype, copy=True).mul_(factor).view_as(param)
-        for matrix, values in self._bring(lambda shard: shard.master):
+        for matrix, values in self._send_to_owners(lambda shard: shard.master):
             param = self._param(matrix)
             # A copy, because the memory of the exchange serves the next round.
             param.data = values.clone().view_as(param)
         try:
             run_with_settings(self._caller, self.optimizer, lambda optimizer: optimizer.step())
-            self._give_back()
+            self._return_to_shards()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             for shard, _, param in self:
@@ -87,19 +87,21 @@ class OptimizerOverOwners:
             "its own methods and properties cannot run between steps. At zero_optimization.stage 0 they can."
         )
 
-    def _bring(self, values_of: Callable[[OptimizerShard], torch.Tensor]) -> Iterator[tuple[Matrix, torch.Tensor]]:
+    def _send_to_owners(
+        self, values_of: Callable[[OptimizerShard], torch.Tensor]
+    ) -> Iterator[tuple[Matrix, torch.Tensor]]:
         """Yield the whole values of each parameter that this rank owns. They are valid until the next round."""
-        for around in self.exchange.rounds:
-            trip = self.exchange.begin(around, values_of(around.shards[0]).dtype)
+        for exchange_round in self.exchange.rounds:
+            trip = self.exchange.begin(exchange_round, values_of(exchange_round.shards[0]).dtype)
             for shard, part, values in trip.parts():
                 values.copy_(values_of(shard)[part.shard_slice])
             trip.send()
             yield from trip.matrices()
 
-    def _give_back(self) -> None:
-        for around in self.exchange.rounds:
-            trip = self.exchange.begin(around, around.shards[0].master.dtype)
-            trip.send_back([self._param(matrix).detach() for matrix, _ in around.owned])
+    def _return_to_shards(self) -> None:
+        for exchange_round in self.exchange.rounds:
+            trip = self.exchange.begin(exchange_round, exchange_round.shards[0].master.dtype)
+            trip.send_back([self._param(matrix).detach() for matrix, _ in exchange_round.owned])
             trip.wait()
             for shard, part, values in trip.parts():
                 shard.master[part.shard_slice].copy_(values)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.interfaces import Sizes, Transport
+from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.memory_reuse import REUSE_TIMEOUT_S
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.layout import FlatLayout
 from zeroengine.partition.owners import ExchangedUnit, ExchangePlan, Matrix, Part, PlannedRound, plan_rounds
 from zeroengine.utils.work import Completed, Work
 
@@ -49,34 +50,40 @@ class RoundTrip:
 
     Args:
         transport: Moves the parts.
-        around: The round.
-        in_shards: Memory for the parts in this rank's shards. At degree 1 it is also that of the owner.
-        at_owner: Memory for the parts that arrive.
+        exchange_round: The round.
+        shard_values: Memory for the parts in this rank's shards. At degree 1 it is also that of the owner.
+        owner_values: Memory for the parts that arrive.
     """
 
     def __init__(
-        self, transport: Transport, around: Round, in_shards: torch.Tensor, at_owner: torch.Tensor | None = None
+        self,
+        transport: Transport,
+        exchange_round: Round,
+        shard_values: torch.Tensor,
+        owner_values: torch.Tensor | None = None,
     ) -> None:
-        self.round, self._transport = around, transport
-        self._in_shards = in_shards[: around.plan.num_sent]
-        self._at_owner = self._in_shards if at_owner is None else at_owner[: around.plan.num_received]
-        self._moves = at_owner is not None
+        self.round, self._transport = exchange_round, transport
+        self._shard_values = shard_values[: exchange_round.plan.num_sent]
+        self._owner_values = (
+            self._shard_values if owner_values is None else owner_values[: exchange_round.plan.num_received]
+        )
+        self._moves = owner_values is not None
         self._work: Work = Completed()
 
     def parts(self) -> Iterator[tuple[OptimizerShard, Part, torch.Tensor]]:
         """Yield this rank's parts of the round, each with its shard and its values."""
         shards = {shard.index: shard for shard in self.round.shards}
         for part, place in _places(self.round.plan.sent):
-            yield shards[part.matrix.unit], part, self._in_shards[place]
+            yield shards[part.matrix.unit], part, self._shard_values[place]
 
     def send(self) -> None:
         """Begin to bring the values of ``parts`` to the owners."""
-        self._move(self._at_owner, self._in_shards, self.round.plan.sizes)
+        self._move(self._owner_values, self._shard_values, self.round.plan.sizes)
 
     def matrices(self) -> list[tuple[Matrix, torch.Tensor]]:
         """Wait for the parts, and return the matrices that this rank owns, each with its values, 1-D."""
         self._work.wait_stream()
-        values = self._at_owner
+        values = self._owner_values
         return [
             (matrix, values[places[0]] if len(places) == 1 else torch.cat([values[place] for place in places]))
             for matrix, places in self.round.owned
@@ -90,8 +97,8 @@ class RoundTrip:
         """
         for (_, places), result in zip(self.round.owned, results, strict=True):
             for place, run in zip(places, result.reshape(-1).split([p.stop - p.start for p in places]), strict=True):
-                self._at_owner[place].copy_(run)
-        self._move(self._in_shards, self._at_owner, tuple(zip(*self.round.plan.sizes, strict=True)))
+                self._owner_values[place].copy_(run)
+        self._move(self._shard_values, self._owner_values, tuple(zip(*self.round.plan.sizes, strict=True)))
 
     def wait(self) -> None:
         """Wait for the results."""
@@ -99,17 +106,17 @@ class RoundTrip:
 
     def wait_for_readers(self) -> None:
         """Return when all ranks have read what the last way sends, so that the memory may be written or freed."""
-        if not isinstance(self._work, Completed):
-            if not self._transport.gather.reusable(self._work, REUSE_TIMEOUT_S):
-                # A rank that stalls is an error of this call.
-                self._transport.fence()
+        is_under_way = not isinstance(self._work, Completed)
+        if is_under_way and not self._transport.gather.reusable(self._work, REUSE_TIMEOUT_S):
+            # A rank that stalls is an error of this call.
+            self._transport.fence()
 
-    def _move(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sizes) -> None:
+    def _move(self, received: torch.Tensor, sent: torch.Tensor, sizes: tuple[tuple[int, ...], ...]) -> None:
         if self._moves:
             names = [shard.unit.name for shard in self.round.shards]
             label, ranks = f"the matrices of {names[0]} to {names[-1]}", self.round.ranks
             among = ranks if len(ranks) < self._transport.world_size else None
-            self._work = self._transport.gather.all_to_all(received, sent, label, among, sizes=sizes)
+            self._work = self._transport.gather.all_to_all(received, sent, label, Slices(among, sizes=sizes))
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,20 @@ class ExchangeRule:
     dtypes: Callable[[Mapping[str, Any], torch.dtype, torch.dtype], tuple[torch.dtype, ...]]
     num_slots: int
 
+    def exchanged(
+        self, index: int, layout: FlatLayout, groups: Sequence[Mapping[str, Any]], *dtypes: torch.dtype
+    ) -> ExchangedUnit:
+        """Return what is exchanged of a unit.
+
+        Args:
+            index: The index of the unit.
+            layout: Its layout.
+            groups: The group of each of its parameters.
+            dtypes: Of its gradient and its master.
+        """
+        counts = [self.num_matrices(group) for group in groups]
+        return ExchangedUnit(index, layout, layout.degrees, counts, self.dtypes(groups[0], *dtypes))
+
     def memory_sizes(self, rounds: Sequence[PlannedRound]) -> dict[tuple[int, torch.dtype], list[int]]:
         """Return the elements of the memory of each slot and dtype, equal on all ranks, which rounds use in turn.
 
@@ -136,8 +157,10 @@ class ExchangeRule:
         sizes: dict[tuple[int, torch.dtype], list[int]] = {}
         for dtype in dict.fromkeys(chain(*(planned.dtypes for planned in rounds))):
             tables = [planned.plan.sizes for planned in rounds if dtype in planned.dtypes]
-            at_owners = [sum(column) for table in tables if len(table) > 1 for column in zip(*table, strict=True)]
-            numels = [max(map(sum, chain(*tables))), *([max(at_owners)] if at_owners else [])]
+            numels_at_owners = [
+                sum(column) for table in tables if len(table) > 1 for column in zip(*table, strict=True)
+            ]
+            numels = [max(map(sum, chain(*tables))), *([max(numels_at_owners)] if numels_at_owners else [])]
             sizes |= {(slot, dtype): numels for slot in range(min(self.num_slots, len(rounds)))}
         return sizes
 
@@ -164,9 +187,7 @@ class OwnerExchange:
         shards, units = {shard.index: shard for shard in parts.shards}, []
         for index, shard in shards.items():
             groups = [parts.base_optimizer.param_groups[parts.group_of_param[param]] for param in shard.unit.params]
-            dtypes = rule.dtypes(groups[0], shard.gradient.dtype, shard.master.dtype)
-            counts = [rule.num_matrices(group) for group in groups]
-            units.append(ExchangedUnit(index, shard.unit.layout, shard.unit.degrees, counts, dtypes))
+            units.append(rule.exchanged(index, shard.unit.layout, groups, shard.gradient.dtype, shard.master.dtype))
         rounds = plan_rounds(units, rule.cost, parts.shards[0].unit.rank) if units else []
         self.rounds = [Round([shards[i] for i in planned.units], planned.plan, planned.ranks) for planned in rounds]
         self._sizes = rule.memory_sizes(rounds)
@@ -174,19 +195,19 @@ class OwnerExchange:
             self._take(*key)
         self.kept_bytes = sum(tensor.nbytes for tensor in chain(*self._memory.values()))
 
-    def begin(self, around: Round, dtype: torch.dtype, slot: int = 0) -> RoundTrip:
+    def begin(self, exchange_round: Round, dtype: torch.dtype, slot: int = 0) -> RoundTrip:
         """Return a round trip, in the memory of the last one of the same slot. All ranks call it.
 
         Args:
-            around: The round.
+            exchange_round: The round.
             dtype: Of the values that travel.
             slot: Below the number of slots.
         """
         if (last := self._trips.get((slot, dtype))) is not None:
             last.wait_for_readers()
         # A rank that owns all of its matrices needs no other memory for them.
-        memory = self._take(slot, dtype)[: len(around.plan.sizes)]
-        self._trips[slot, dtype] = RoundTrip(self._transport, around, *memory)
+        memory = self._take(slot, dtype)[: len(exchange_round.plan.sizes)]
+        self._trips[slot, dtype] = RoundTrip(self._transport, exchange_round, *memory)
         return self._trips[slot, dtype]
 
     def _take(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from zeroengine.optim.backends.over_owners import OptimizerOverOwners
 from zeroengine.optim.backends.owner_exchange import ExchangeRule
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.mixed_optimizer import members_of
-from zeroengine.partition.owners import ExchangedUnit, PlannedRound, plan_rounds
+from zeroengine.partition.owners import PlannedRound, plan_rounds
 from zeroengine.plan.bytes.optimizer_state import OptimizerProbe, StateSizes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
@@ -108,9 +108,7 @@ def _exchange(
     for index, unit in units.items():
         assert unit.gradients is not None
         of_params = [groups[param] for _, param in unit.plan.params]
-        dtypes = rule.dtypes(of_params[0], unit.gradients.dtype, unit.master_dtype)
-        counts = [rule.num_matrices(group) for group in of_params]
-        exchanged.append(ExchangedUnit(index, unit.layout, unit.degrees, counts, dtypes))
+        exchanged.append(rule.exchanged(index, unit.layout, of_params, unit.gradients.dtype, unit.master_dtype))
     rounds = plan_rounds(exchanged, rule.cost, 0)
     sizes = rule.memory_sizes(rounds)
     return rounds, sum(sum(numels) * dtype.itemsize for (_, dtype), numels in sizes.items())
