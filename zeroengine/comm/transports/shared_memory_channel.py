@@ -194,8 +194,7 @@ class SharedMemoryChannel:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
-        memory = self._memory
-        ranks, sizes = slices.ranks or self._all_ranks, slices.sizes
+        memory, ranks, sizes = self._memory, slices.ranks or self._all_ranks, slices.sizes
         own_position = ranks.index(memory.rank)
         if sizes is None:
             arrived = received.chunk(len(ranks))
