@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
 from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
 from zeroengine.optim.factory import build_optimizer
 
@@ -138,19 +140,19 @@ def test_what_an_update_looks_at_is_found(name: str) -> None:
     assert optimizer.param_groups[0].get("lr") == optimizer.defaults.get("lr")
 
 
-def test_a_collective_of_an_optimizer_waits_for_no_other_rank() -> None:
-    """Such as the first Muon, whose ranks divide the matrices: in a trial, a rank may raise where another one waits."""
-
+def try_one_with_a_collective() -> tuple[bool, bool, int]:
     def average(params: Params) -> None:
         for param in params:
             dist.all_reduce(param.grad)
             param.sub_(param.grad)
             reduced.append(param)
 
+    start()
     reduced: Params = []
     optimizer = Written([torch.nn.Parameter(torch.ones(2, 2))], average)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert not is_elementwise(optimizer) and not looks_at_one_parameter(optimizer) and not reduced
-    finally:
-        dist.destroy_process_group()
+    return is_elementwise(optimizer), looks_at_one_parameter(optimizer), len(reduced)
+
+
+def test_a_collective_of_an_optimizer_waits_for_no_other_rank() -> None:
+    """Such as the first Muon, whose ranks divide the matrices: in a trial, a rank may raise where another one waits."""
+    assert run_ranks(1, try_one_with_a_collective) == [(False, False, 0)]
