@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -146,7 +146,9 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     model = build(factory)
     engine = zeroengine.initialize(model, None if case.optimizer else mixed(model), config=config)
     planner = engine._parts.setup.planner
-    assert planner.requirement(planner.current()).states == predicted
+    # Values of a model on the meta device take no memory at the start.
+    at_start = {"peak_device_extra": 0, "peak_cpu_extra": 0}
+    assert replace(planner.requirement(planner.current()).states, **at_start) == replace(predicted, **at_start)
     most = 0
 
     def look(*_: Any) -> None:
