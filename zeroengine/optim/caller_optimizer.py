@@ -164,6 +164,14 @@ def _refuse_initialization_of_state(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that ``closure`` of ``Optimizer.step`` computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same class, attributes and groups, without parameters, state or hooks."""
     # copy.copy would use torch's __getstate__, which leaves attributes out.

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zeroengine.optim.caller_optimizer import loss_of
+
 
 class Lion(torch.optim.Optimizer):
     """Moves each element by ``lr`` against the sign of an interpolation of gradient and momentum.
@@ -28,10 +30,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and return the loss of ``closure`` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for param in group["params"]:

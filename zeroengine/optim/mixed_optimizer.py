@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.caller_optimizer import add_param_group
+from zeroengine.optim.caller_optimizer import add_param_group, loss_of
 from zeroengine.utils.formats import format_count
 
 ALGORITHM = "algorithm"
@@ -58,10 +58,7 @@ class MixedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let each optimizer take a step, and return the loss of ``closure`` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # An engine runs this method on a copy without parameters, and the members keep their groups.
         if any(group["params"] for group in self.param_groups):
             for member in members_of(self):

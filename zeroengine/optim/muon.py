@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.caller_optimizer import add_param_group
+from zeroengine.optim.caller_optimizer import add_param_group, loss_of
 from zeroengine.partition.owners import matrix_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -82,10 +82,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and return the loss of ``closure`` if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
