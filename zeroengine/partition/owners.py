@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 
 # A round of exchanges has at least so many matrices for each owner, so that owners have equal work in each round, and
@@ -217,14 +216,12 @@ class ExchangedUnit(NamedTuple):
     Attributes:
         unit: The index of the unit, as in ``Matrix``.
         layout: Its flat layout.
-        degrees: Its degrees.
         num_matrices: For each parameter of the layout, how many matrices it holds.
         dtypes: The dtypes that its values travel in.
     """
 
     unit: int
     layout: FlatLayout
-    degrees: Degrees
     num_matrices: Sequence[int]
     dtypes: tuple[Any, ...]
 
@@ -256,10 +253,10 @@ def plan_rounds(units: Sequence[ExchangedUnit], cost: Callable[[int, int], int],
     # Units of one number of shards and of equal dtypes are exchanged together. Nearly always those are all.
     groups: dict[Any, list[ExchangedUnit]] = {}
     for unit in units:
-        groups.setdefault((unit.degrees.optimizer, unit.dtypes), []).append(unit)
+        groups.setdefault((unit.layout.degrees.optimizer, unit.dtypes), []).append(unit)
     planned = []
     for (degree, dtypes), group in groups.items():
-        degrees = group[0].degrees
+        degrees = group[0].layout.degrees
         ranks = tuple(sorted(degrees.owners(rank, degree)))
         numels = {unit.unit: unit.layout.shard_numel(degree) for unit in group}
         shards = numels, [degrees.index(other, degree) for other in ranks], ranks.index(rank)

@@ -147,7 +147,7 @@ class ExchangeRule:
             dtypes: Of its gradient and its master.
         """
         counts = [self.num_matrices(group) for group in groups]
-        return ExchangedUnit(index, layout, layout.degrees, counts, self.dtypes(groups[0], *dtypes))
+        return ExchangedUnit(index, layout, counts, self.dtypes(groups[0], *dtypes))
 
     def memory_sizes(self, rounds: Sequence[PlannedRound]) -> dict[tuple[int, torch.dtype], list[int]]:
         """Return the elements of the memory of each slot and dtype, equal on all ranks, which rounds use in turn.
