@@ -94,18 +94,18 @@ def _agree(
         # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
         with contextlib.suppress(Exception), torch.random.fork_rng(gpus), OperationMode(_without_communication):
             try:
-                one, other_seed, parts = (
+                uncut, other_seed, parts = (
                     _updated(optimizer, ranks, act, torch.empty(0, device=device, dtype=dtype), seed=seed)
                     for ranks, seed in (([shapes], 0), ([shapes], 1), (cut(shapes), 0))
                 )
             except _Communicates:
                 return False
-            if not torch.equal(one.movement, other_seed.movement) or not one.movement.any():
+            if not torch.equal(uncut.movement, other_seed.movement) or not uncut.movement.any():
                 return None
             # A small movement may grow later, so what counts is the difference relative to it.
-            tolerance = 1e-6 * float(one.movement.abs().max())
-            agrees = torch.allclose(one.movement, parts.movement, rtol=1e-5, atol=tolerance)
-            return agrees and all(_is_same(one.results[0], result) for result in parts.results)
+            tolerance = 1e-6 * float(uncut.movement.abs().max())
+            agrees = torch.allclose(uncut.movement, parts.movement, rtol=1e-5, atol=tolerance)
+            return agrees and all(_is_same(uncut.results[0], result) for result in parts.results)
     return None
 
 

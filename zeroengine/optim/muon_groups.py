@@ -131,13 +131,13 @@ def _heads_in(model: nn.Module, hidden: Mapping[str, nn.Parameter]) -> dict[str,
 def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Mapping[str, int]) -> dict[str, int]:
     """Return how many matrices each parameter holds: as ``counts`` says by patterns, or heads, stacked ones or one."""
     # A kernel of a convolution is one matrix. Experts that are stacked are a matrix each.
-    found = {
+    num_matrices = {
         name: param.shape[0] if param.ndim == 3 and "expert" in name.lower() else 1 for name, param in hidden.items()
     }
-    found |= heads
+    num_matrices |= heads
     for pattern, count in counts.items():
-        found |= dict.fromkeys(_matching(hidden, pattern, "matrices", "parameter that Muon updates"), count)
-    return found
+        num_matrices |= dict.fromkeys(_matching(hidden, pattern, "matrices", "parameter that Muon updates"), count)
+    return num_matrices
 
 
 def _matching(names: Iterable[str], pattern: str, key: str, what: str) -> list[str]:

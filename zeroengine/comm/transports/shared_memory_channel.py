@@ -209,8 +209,8 @@ class SharedMemoryChannel:
         arrived[own_position].copy_(sent[starts[own_position] :][: arrived[own_position].numel()])
         for rank, target, first in zip(ranks, arrived, starts, strict=True):
             if rank != memory.rank and target.numel():
-                at = target.data_ptr(), target.nbytes, first * sent.itemsize
-                read = partial(self._reads.read, memory.peers[rank], work.seq, *at)
+                destination = target.data_ptr(), target.nbytes, first * sent.itemsize
+                read = partial(self._reads.read, memory.peers[rank], work.seq, *destination)
                 work.steps.append(PeerRead(self._posted, (rank,), read))
         return self._issue(work)
 

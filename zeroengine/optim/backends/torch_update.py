@@ -99,8 +99,10 @@ class TorchUpdate:
             elif value is None or (isinstance(value, (list, tuple)) and not value):
                 state.numbers[key] = torch.tensor(value is None, dtype=MARKER, device="cpu")
             else:
-                kept = f"{type(self._parts.base_optimizer).__name__} keeps a {type(value).__name__} as state {key!r}"
-                raise ZeroEngineError(f"{kept}: a checkpoint takes tensors, numbers, None, and lists of these")
+                description = (
+                    f"{type(self._parts.base_optimizer).__name__} keeps a {type(value).__name__} as state {key!r}"
+                )
+                raise ZeroEngineError(f"{description}: a checkpoint takes tensors, numbers, None, and lists of these")
         return state
 
     def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
