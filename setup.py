@@ -39,10 +39,11 @@ MISSING = {
 # These flags give the same IEEE operations on every CPU: no contraction into fused multiply-adds, no fast math, no
 # -march=native.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra".split()
-# GCC's own AVX-512 headers trip -Wmaybe-uninitialized (its bug 105593).
+# GCC's own AVX-512 headers trip -Wuninitialized and -Wmaybe-uninitialized (its bug 105593).
 ISA_FLAGS = {
     "isa_avx2": "-mavx2 -mfma -mf16c".split(),
-    "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-maybe-uninitialized".split(),
+    "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-uninitialized".split()
+    + ["-Wno-maybe-uninitialized"],
 }
 
 # Only architectures that the nvcc knows are built. The PTX of the last one serves newer GPUs.

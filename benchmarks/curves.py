@@ -39,6 +39,16 @@ OURS: dict[str, dict[str, Any]] = {
     "zeroengine bf16": {"bf16": {"enabled": True}},
     "zeroengine fp16": {"fp16": {"enabled": True}},
     "zeroengine bf16, moments in bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
+    "zeroengine fp32, moments in int8": {"optimizer_state_dtype": "int8"},
+    "zeroengine bf16, moments in int8": {"bf16": {"enabled": True}, "optimizer_state_dtype": "int8"},
+    "zeroengine bf16 without masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "the same, moments in bf16": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    },
+    "the same, moments in int8": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "optimizer_state_dtype": "int8",
+    },
 }
 GRADIENTS: dict[str, Any] = {"zero_quantized_gradients": True}
 FOUR_BITS: dict[str, Any] = GRADIENTS | {"quantized_gradient_bits": 4}

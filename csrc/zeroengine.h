@@ -16,9 +16,13 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 4
+#define ZE_ABI_VERSION 5
 
-enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2 };
+/* ZE_8BIT is for moments alone: see csrc/dynamic_code.h. */
+enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2, ZE_8BIT = 3 };
+
+/* The elements that share one scale in moments of 8 bits. */
+#define ZE_MOMENT_BLOCK 256
 
 enum ze_status { ZE_OK = 0, ZE_BAD_DTYPE = -1, ZE_UNSUPPORTED = -2, ZE_NO_MEMORY = -3 };
 
@@ -31,34 +35,71 @@ ZE_API const char* ze_cpu_isa(void);
  * Returns ZE_UNSUPPORTED if the name is unknown or this CPU lacks the instruction set. */
 ZE_API int ze_cpu_set_isa(const char* name);
 
-/* Adam's arguments, held in double and rounded to float once. `step` counts from 1 and includes this
- * step. `grad_scale` multiplies the gradient before anything else uses it. Only bf16 moments use `seed`
- * and `offset`. */
-struct ze_adam_args {
-  double lr, beta1, beta2, eps, weight_decay, grad_scale;
+/* The rules of ze_update, and the moments that each keeps. */
+enum ze_rule {
+  ZE_AVERAGE_ONLY = 0, /* the parameter stays, and only its moving average goes on */
+  ZE_ADAM = 1,         /* arXiv 1412.6980, algorithm 1: exp_avg, exp_avg_sq; grad += weight_decay * param */
+  ZE_ADAMW = 2,        /* arXiv 1711.05101: the same with param *= 1 - lr * weight_decay */
+  ZE_LION = 3,         /* arXiv 2302.06675, algorithm 2: exp_avg; decay as AdamW's */
+  ZE_SGD = 4,          /* torch.optim.SGD without momentum: no moments; decay as Adam's */
+  ZE_MOMENTUM_SGD = 5, /* with momentum: momentum_buffer */
+  ZE_ADAGRAD = 6       /* torch.optim.Adagrad: sum */
+};
+
+/* The arguments of an update, held in double and rounded to float once. `step` counts from 1 and includes this step.
+ * `grad_scale` multiplies the gradient before anything else uses it. Only stochastic rounding uses `seed` and `offset`.
+ */
+struct ze_update_args {
+  double lr, beta1, beta2; /* momentum SGD: beta1 is the momentum, beta2 the dampening; Adagrad: beta1 is lr_decay */
+  double eps, weight_decay, grad_scale;
+  double average_weight; /* of the new param in the moving average: 1 - decay */
   int64_t step;
   uint64_t seed;
   int64_t offset; /* index of element 0 among the elements that share the seed, not negative */
-  int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
+  int32_t rule;
   int32_t maximize;
-  int32_t reload_written; /* 1: where low_precision_param is not param rounded, it was written from outside, and param
-                             takes its value before the step */
+  int32_t nesterov; /* momentum SGD */
 };
 
-/* One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101) in one pass.
+/* The arrays of an update, of n elements each. A dtype is a ze_dtype, and is ignored where its array is NULL.
  *
- * param: float[n], exp_avg and exp_avg_sq: moments_dtype[n] (ZE_F32 or ZE_BF16), updated in place.
- * grad: grad_dtype[n], read only.
- * low_precision_param: NULL, or low_precision_dtype[n] (ZE_BF16 or ZE_F16), receives the updated param rounded to
- * nearest even; with reload_written it is read first, and compared by its bits.
+ * param: the master weights, or parameters of 16 bits without masters.
+ * grad: read only; NULL for ZE_AVERAGE_ONLY.
+ * moments: those of the rule, in its order: ZE_F32, ZE_BF16 or ZE_8BIT.
+ * scales: of moments of 8 bits: one for each block of ZE_MOMENT_BLOCK elements. Element 0 begins a block.
+ * low_precision_param: NULL, or ZE_BF16 or ZE_F16: receives the updated param rounded to nearest even, which is ZE_F32
+ *     then.
+ * reload_written: 1: where low_precision_param is not param rounded, it was written from outside, and param takes its
+ *     value before the step. It is read first then, and compared by its bits.
+ * average: NULL, or ZE_F32 or ZE_BF16: the moving average, average += average_weight * (param - average). */
+struct ze_update_arrays {
+  void* param;
+  const void* grad;
+  void* moments[2];
+  float* scales[2];
+  void* low_precision_param;
+  void* average;
+  int32_t param_dtype, grad_dtype, moments_dtype, low_precision_dtype, average_dtype;
+  int32_t reload_written;
+};
+
+/* One step in one pass. All is computed in float.
  *
- * All is computed in float. bf16 moments are rounded stochastically at the end, by bits that are a pure function of
- * seed and offset + i: the expected value is the float, a bf16 value stays as it is, and a finite one stays finite.
- * An element's result depends on that element alone: neither on n, its alignment or its position beyond offset + i,
- * nor on num_threads or the instruction set. ZE_BAD_DTYPE for an unknown code. */
-ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void* exp_avg_sq,
-                   int moments_dtype, void* low_precision_param, int low_precision_dtype, int64_t n,
-                   const struct ze_adam_args* args, int num_threads);
+ * Moments of 8 bits (csrc/dynamic_code.h), and moments, averages and parameters in bf16, are rounded stochastically at
+ * the end, by bits that are a pure function of seed and offset + i: the expected value is the float, a bf16 value stays
+ * as it is, and a finite one stays finite. Parameters in fp16 are rounded to nearest even.
+ *
+ * An element's result depends on that element alone (with moments of 8 bits: on its block): neither on n, its alignment
+ * or its position beyond offset + i, nor on num_threads or the instruction set.
+ *
+ * Returns ZE_BAD_DTYPE for a rule or a dtype that is unknown or does not fit. */
+ZE_API int ze_update(const struct ze_update_arrays* arrays, int64_t n, const struct ze_update_args* args,
+                     int num_threads);
+
+/* Moments of 8 bits as floats, and floats as such moments, rounded to nearest. is_signed: whether a moment may be
+ * negative. Element 0 begins a block. Single thread. */
+ZE_API void ze_decode_moment(const void* codes, const float* scales, float* values, int64_t n, int is_signed);
+ZE_API void ze_encode_moment(const float* values, void* codes, float* scales, int64_t n, int is_signed);
 
 /* *result = sum of x[i]^2 in double. It does not depend on num_threads or the instruction set. It is
  * finite exactly if every element is: the squares of finite floats cannot overflow a double. */

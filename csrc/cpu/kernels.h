@@ -1,7 +1,7 @@
 // The kernels of one instruction set, and the table that lists them. Internal to the library.
 #pragma once
 
-#include "../adam.h"
+#include "../update.h"
 #include "../packet.h"
 
 namespace ze {
@@ -12,8 +12,6 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
-// Stands for the type of a low-precision copy where there is none.
-struct none {};
 
 // Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
 constexpr int64_t kBlock = 32;
@@ -25,16 +23,21 @@ struct StreamArrays {
   void* low_precision_param;
 };
 
-// With `bypass_cache` the low-precision parameter is written by non-temporal stores.
-using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&,
-                      bool bypass_cache);
+// With `bypass_cache` the low-precision parameter is written by non-temporal stores. `begin` is a multiple of
+// kMomentBlock.
+using Update = void (*)(const ze_update_arrays&, int64_t begin, int64_t end, const UpdateFactors&, const Random&,
+                        bool bypass_cache);
 
-// Functions on the elements [begin, end). Tables are indexed by ze_dtype; for low_precision_param, 0 means none. The
-// table of adam is indexed by the dtypes of moments, gradient and low_precision_param, and last by whether weight decay
-// is decoupled.
+constexpr int kRules = ZE_ADAGRAD + 1;
+constexpr int64_t kMomentBlock = ZE_MOMENT_BLOCK;
+
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype. The table of update is indexed by the rule and
+// the dtype of its moments; there is one function for rules without moments.
 struct Kernels {
   const char* name;
-  Adam adam[2][3][3][2];
+  Update update[kRules][4];
+  void (*decode_moment[2])(const void* codes, const float* scales, float* values, int64_t n);
+  void (*encode_moment[2])(const float* values, void* codes, float* scales, int64_t n);
   double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
   void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
   void (*cast[3])(const float* src, void* dst, int64_t n);

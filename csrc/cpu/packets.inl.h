@@ -38,7 +38,7 @@ void quantize(const void* data, int64_t n, int bits, float* scale, uint8_t* code
       const Vec kept = Vec::fill(decay), added = Vec::fill(1 - decay);
       bf16 last[Vec::kWidth] = {};
       for (int64_t i = 0; i < padded; i += Vec::kWidth) {
-        const Vec lost = Vec::load(x + i) - load_bytes(wide + i) * step;
+        const Vec lost = Vec::load(x + i) - load_bytes((const int8_t*)wide + i) * step;
         if (i < whole) {
           (kept * Vec::load(error + i) + added * lost).store(error + i);
         } else {
@@ -73,7 +73,7 @@ inline void dequantize(const uint8_t* codes, float scale, int64_t n, int bits, f
   for (int64_t i = n; i < padded; ++i) wide[i] = 0;
   const Vec step = Vec::fill(scale);
   for (int64_t i = 0; i < padded; i += Vec::kWidth) {
-    const Vec value = load_bytes(wide + i) * step;
+    const Vec value = load_bytes((const int8_t*)wide + i) * step;
     (init ? value : Vec::load(sum + i) + value).store(sum + i);
   }
 }

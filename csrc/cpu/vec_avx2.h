@@ -47,7 +47,12 @@ struct Vec {
   }
   static Vec load(const fp16* x) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x))}; }
 
+  // table[i] for the lowest three bits of each element.
+  static Vec pick(const float (&table)[8], Bits i) { return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i.v)}; }
+  static Vec of_bits(Bits x) { return {_mm256_castsi256_ps(x.v)}; }
+  static Vec of_numbers(Bits x) { return {_mm256_cvtepi32_ps(x.v)}; }  // below 2^31
   Bits bits() const { return {_mm256_castps_si256(v)}; }
+  Bits truncated() const { return {_mm256_cvttps_epi32(v)}; }
   Vec rounded(const fp16*) const { return {_mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))}; }
   void store(float* y) const { _mm256_storeu_ps(y, v); }
   template <class T>
@@ -78,10 +83,16 @@ inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Bits operator<(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))}; }
-inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+inline Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+// The second one if they cannot be compared.
+inline Vec larger(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec smaller(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 
-inline Vec load_bytes(const uint8_t* x) {  // signed
+inline Vec load_bytes(const int8_t* x) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)))};
+}
+inline Vec load_bytes(const uint8_t* x) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x)))};
 }
 
 // The running sums of squares of kWidth floats, one double for each.

@@ -39,7 +39,14 @@ struct Vec {
   }
   static Vec load(const fp16* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
 
+  static Vec pick(const float (&table)[8], Bits i) {
+    const __m512 twice = _mm512_broadcast_f32x8(_mm256_loadu_ps(table));
+    return {_mm512_permutexvar_ps(i.v, twice)};
+  }
+  static Vec of_bits(Bits x) { return {_mm512_castsi512_ps(x.v)}; }
+  static Vec of_numbers(Bits x) { return {_mm512_cvtepi32_ps(x.v)}; }
   Bits bits() const { return {_mm512_castps_si512(v)}; }
+  Bits truncated() const { return {_mm512_cvttps_epi32(v)}; }
   Vec rounded(const fp16*) const { return {_mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))}; }
   void store(float* y) const { _mm512_storeu_ps(y, v); }
   template <class T>
@@ -67,10 +74,15 @@ inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Bits operator<(Vec a, Vec b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ))}; }
-inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
-inline Vec load_bytes(const uint8_t* x) {
+inline Vec load_bytes(const int8_t* x) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)))};
+}
+inline Vec load_bytes(const uint8_t* x) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)x)))};
 }
 
 struct Squares {

@@ -40,7 +40,13 @@ struct Vec {
   static Vec fill(float x) { return {Lanes{x, x, x, x}}; }
   template <class T>
   static Vec load(const T* x) { return {Lanes{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])}}; }
+  static Vec pick(const float (&table)[8], Bits i) {
+    return {Lanes{table[i.v[0] & 7], table[i.v[1] & 7], table[i.v[2] & 7], table[i.v[3] & 7]}};
+  }
+  static Vec of_bits(Bits x) { return {(Lanes)x.v}; }
+  static Vec of_numbers(Bits x) { return {Lanes{float(x.v[0]), float(x.v[1]), float(x.v[2]), float(x.v[3])}}; }
   Bits bits() const { return {(Bits::Lanes)v}; }
+  Bits truncated() const { return {Bits::Lanes{uint32_t(v[0]), uint32_t(v[1]), uint32_t(v[2]), uint32_t(v[3])}}; }
   Vec rounded(const fp16*) const {
     Vec result;
     for (int i = 0; i < kWidth; ++i) {
@@ -67,13 +73,23 @@ inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 inline Bits operator<(Vec a, Vec b) { return {(Bits::Lanes)(a.v < b.v)}; }
-inline Vec sqrt(Vec a) {
+inline Vec square_root(Vec a) {
   for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
   return a;
 }
 
-inline Vec load_bytes(const uint8_t* x) {
-  return {Vec::Lanes{float(int8_t(x[0])), float(int8_t(x[1])), float(int8_t(x[2])), float(int8_t(x[3]))}};
+inline Vec larger(Vec a, Vec b) {
+  for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline Vec smaller(Vec a, Vec b) {
+  for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+
+template <class T>
+inline Vec load_bytes(const T* x) {
+  return {Vec::Lanes{float(x[0]), float(x[1]), float(x[2]), float(x[3])}};
 }
 
 struct Squares {

@@ -134,18 +134,18 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
   "zero_optimization": {
     "stge": 1
   },
-  "fp16": {"enabled": true, "fp16_master_weights_and_grads": true},
+  "fp16": {"enabled": true}, "amp": {"enabled": true},
   "train_batch_size": "32",
   "optimizer": {"type": "AdamW", "params": {"lr": -1}}
 }""",
     )
     with pytest.raises(ConfigError) as caught:
         load(path)
-    reason = deepspeed_keys.TABLE["fp16.fp16_master_weights_and_grads"].reason
+    reason = deepspeed_keys.TABLE["amp"].reason
     assert str(caught.value).splitlines() == [
         f"{path}: 4 problems",
         "  zero_optimization.stge (line 3): unknown key. Did you mean zero_optimization.stage?",
-        f"  fp16.fp16_master_weights_and_grads (line 5): the value true is refused; {reason}.",
+        f"  amp (line 5): refused; {reason}.",
         '  train_batch_size (line 6): found "32" (a string); it should be a valid integer, without quotes.',
         "  optimizer.params.lr (line 7): found -1 (an integer); it should be greater than or equal to 0.",
     ]

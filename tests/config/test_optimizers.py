@@ -62,7 +62,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* by its import path'),
         (
             {"type": "Radam"},
-            "write one of Adam, AdamW, SGD, Adagrad, Lion, Muon, the import path .* such as torch.optim.RAd",
+            "write one of Adam, Adam8bit, AdamW, AdamW8bit, SGD, Adagrad, Lion, Lion8bit, Muon, the import path .* such as torch.optim.RAd",
         ),
         ({"type": "OneBitAdam"}, "It is not available: it compresses its communication, which changes results"),
         ({"type": 3}, r"optimizer.type: found 3 \(an integer\); write one of"),
@@ -71,7 +71,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "torch.optim.RAdam", "params": [1]}, r"optimizer.params: found \[1\] \(a list\); write an object"),
         ({"type": "a.B", "params": {"x": torch.float32}}, r"optimizer.params: not JSON .* initialize\(optimizer="),
         ({"type": "Adamm"}, "Did you mean Adam"),
-        ({"params": {}}, "optimizer.type: missing; write one of Adam, AdamW, SGD"),
+        ({"params": {}}, "optimizer.type: missing; write one of Adam, Adam8bit, AdamW"),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas.1: missing"),
         ({"type": "AdamW", "params": {"betas": [0.9, 0.9, 0.9]}}, "at most 2 items"),
         ({"type": "AdamW", "params": {"betas": [0.9, 1]}}, "optimizer.params.betas.1: found 1 .* less than 1"),

@@ -391,16 +391,16 @@ def start_with_many(settings: dict[str, Any]) -> None:
     train(settings, 1)
 
 
-def train_sgd(settings: dict[str, Any]) -> None:
+def train_radam(settings: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     model = build(TinyLM)
-    zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)
+    zeroengine.initialize(model, torch.optim.RAdam(model.parameters(), lr=0.1), settings)
 
 
 def test_an_optimizer_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     settings = offloaded(2, tmp_path, OPTIMIZER) | {"optimizer": None}
-    with pytest.raises(RankFailed, match=r'only Adam and AdamW .* not SGD; write "device": "none"'):
-        run_ranks(1, train_sgd, settings)
+    with pytest.raises(RankFailed, match=r'Adam, AdamW, Lion, SGD and Adagrad .* not RAdam; write "device": "none"'):
+        run_ranks(1, train_radam, settings)
 
 
 def leave_files(settings: dict[str, Any], folder: str) -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def check_masters(engine: zeroengine.Engine) -> None:
     """Every low-precision parameter is its master, rounded, to the bit."""
     for states in engine.optimizer.shards:
-        if states.unit.is_mixed_precision:
+        if states.unit.has_master:
             rounded = states.master.to(states.param.dtype)
             assert torch.equal(rounded.view(torch.int16), states.param.view(torch.int16)), states.unit.name
 

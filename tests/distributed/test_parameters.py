@@ -24,7 +24,7 @@ from tests.distributed.training import (
 )
 from tests.emulated import a_real_gpu
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
-from zeroengine.optim.backends.adam_update import MAX_CACHED_LISTS
+from zeroengine.optim.backends.fused_update import MAX_CACHED_LISTS
 
 
 def features(step: int, rank: int) -> tuple[torch.Tensor]:

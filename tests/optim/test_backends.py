@@ -52,11 +52,11 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
 @pytest.mark.parametrize(
     ("name", "on_device", "backend", "state"),
     [
-        ("AdamW", False, "AdamUpdate", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AdamW", False, "FusedUpdate", ["exp_avg", "exp_avg_sq", "step"]),
         ("AdamW", True, "AsyncAdam", ["exp_avg", "exp_avg_sq", "step"]),
         ("CustomAdam", True, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "step"]),
         ("AMSGrad", False, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
-        ("Lion", False, "ElementwiseUpdate", ["exp_avg"]),
+        ("Lion", False, "FusedUpdate", ["exp_avg", "step"]),
     ],
 )
 def test_the_first_backend_or_rule_that_serves_an_optimizer_runs_it(

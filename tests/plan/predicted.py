@@ -16,7 +16,8 @@ import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
-from zeroengine.optim.mixed_optimizer import MixedOptimizer, algorithms_of
+from zeroengine.optim.algorithms import algorithms_of
+from zeroengine.optim.mixed_optimizer import MixedOptimizer
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.bytes.model_facts import from_module
@@ -106,7 +107,7 @@ def predict(model: nn.Module, config: Mapping[str, Any], topology: RankTopology)
     resolved = resolve(config, model, topology.world_size * topology.num_replicas)
     optimizer = mixed(model) if resolved.optimizer is None else from_module(model).optimizer(resolved)
     assert optimizer is not None
-    plans = units_of_model(model, resolved, algorithms_of(optimizer))
+    plans = units_of_model(model, resolved, algorithms_of(optimizer, model, resolved))
     return predict_states(plans, resolved, topology, optimizer)
 
 
@@ -115,7 +116,7 @@ def mixed(model: nn.Module) -> MixedOptimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     matrices, vectors = ([p for p in params if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     muon, others = Muon(matrices[::2], lr=1e-3), torch.optim.Adafactor(matrices[1::2])
-    return MixedOptimizer([muon, others, torch.optim.SGD(vectors, lr=1e-3, momentum=0.9)])
+    return MixedOptimizer([muon, others, torch.optim.RAdam(vectors, lr=1e-3)])
 
 
 def bytes_between_hosts(

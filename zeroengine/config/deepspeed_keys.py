@@ -107,11 +107,7 @@ _ROWS = {
         _no_effect("checkpoint.writer datastates_ckpt", _DS_FORMAT, switch=""),
         _refused("nebula quantize_training progressive_layer_drop sparse_attention eigenvalue", _REMOVED),
         _fixed("fp16.auto_cast", "floating inputs are always cast"),
-        _refused("fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
-            'the master weights are fp32; remove it, and for smaller moments write "optimizer_state_dtype": "bf16" at '
-            "the top level. To train without fp32 masters, pass initialize(model.bfloat16()) without this section"),
         _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
-        _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
         _fixed("torch_autocast.lower_precision_safe_modules",
             "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions"),
         _refused("amp", "Apex is not supported; use bf16"),

@@ -16,8 +16,8 @@ from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, Non
 from zeroengine.config.local_steps import LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio
-from zeroengine.config.optimizers import OptimizerConfig
-from zeroengine.config.precision import BF16, FLOATS, FP16, DataTypes, FloatName, TorchAutocast
+from zeroengine.config.optimizers import EIGHT_BITS, OptimizerConfig
+from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
 from zeroengine.config.source import ConfigSource, walk
 from zeroengine.config.zero import ZeroOptimization
@@ -110,8 +110,10 @@ class Config(Section):
     """Dtype that gradients are reduced in. "auto": the compute dtype, or that of accumulated unsharded gradients."""
     data_types: DataTypes = DataTypes()
     """Dtypes beside those of parameters and computation."""
-    optimizer_state_dtype: Annotated[Literal["fp32", "bf16"], AUTO] = "fp32"
-    """Dtype of Adam's moments. bf16 is rounded stochastically and saves 4 bytes per parameter."""
+    optimizer_state_dtype: Annotated[Literal["fp32", "bf16", "int8"], AUTO] = "fp32"
+    """Dtype of the moments of Adam, AdamW, Lion, SGD and Adagrad, rounded stochastically if it is not fp32. bf16 saves
+    4 of Adam's 8 bytes a parameter. int8 keeps 8 bits for each element and a scale for each block of 256, and saves 6
+    of them, where a parameter has 4,096 elements or more and is no embedding."""
     check_grad_overflow: Annotated[bool, AUTO] = True
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     check_parameter_writes: Annotated[bool, AUTO] = False
@@ -178,6 +180,18 @@ class Config(Section):
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the moments of parameters that are not too small for it: fp32, bf16, or uint8 for 8 bits."""
+        name = next(filter(None, self._state_dtypes().values()), self.optimizer_state_dtype)
+        return STATE_DTYPES[name]
+
+    @property
+    def has_low_masters(self) -> bool:
+        """Whether parameters in bf16 or fp16 are updated themselves, without fp32 master weights."""
+        in_bf16 = self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+        return bool(in_bf16 or (self.fp16.enabled and self.fp16.fp16_master_weights_and_grads))
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype that torch.autocast computes in, or None where it is off."""
         return FLOATS[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
@@ -216,7 +230,7 @@ class Config(Section):
         if name is None:
             # Adding several micro-steps in 16 bits would lose small gradients.
             several = self.manual_accumulation or self.micro_steps_in_mean > 1
-            return torch.float32 if several else dtype
+            return torch.float32 if several and not self.has_low_masters else dtype
         return FLOATS[name]
 
     def fill_auto(
@@ -342,7 +356,20 @@ class Config(Section):
             raise ValueError(batch.manual_with_train(self.train_batch_size))
         if self.local_steps is not None and self.scales_loss:
             raise ValueError(SCALED_REPLICAS)
+        named = {name: dtype for name, dtype in self._state_dtypes().items() if dtype is not None}
+        if len(set(named.values())) > 1:
+            raise ValueError(f"{' and '.join(named)} name different dtypes of moments; write one of them")
         return self
+
+    def _state_dtypes(self) -> dict[str, str | None]:
+        """Return the dtype of moments that each key names."""
+        kind = "" if self.optimizer is None else self.optimizer.type
+        is_written = "optimizer_state_dtype" in self.model_fields_set
+        return {
+            "optimizer_state_dtype": self.optimizer_state_dtype if is_written else None,
+            "optimizer.type": "int8" if kind.endswith(EIGHT_BITS) else None,
+            "bf16.bf16_optimizer_states": "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as JSON types, from which `load` makes an equal configuration."""

@@ -17,6 +17,8 @@ from zeroengine.config.fields import AUTO, MAX_FLOAT, Betas, CheckedBy, Decay, N
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 IMPORTED_TAG = "import path"
+# The end of a type whose moments have 8 bits.
+EIGHT_BITS = "8bit"
 
 
 class AdamWParams(Section):
@@ -80,8 +82,8 @@ class SGDParams(Section):
 class AdamWConfig(Section):
     """An `optimizer` section of type "AdamW"."""
 
-    type: Literal["AdamW"]
-    """Adam with decoupled weight decay."""
+    type: Literal["AdamW", "AdamW8bit"]
+    """Adam with decoupled weight decay. AdamW8bit: with "optimizer_state_dtype": "int8"."""
     params: Annotated[dict[str, Any], CheckedBy(AdamWFileParams)] = AdamWParams().model_dump()
     """Its hyperparameters."""
 
@@ -89,8 +91,9 @@ class AdamWConfig(Section):
 class AdamConfig(Section):
     """An `optimizer` section of type "Adam"."""
 
-    type: Literal["Adam"]
-    """Adam. As in DeepSpeed, weight decay is decoupled unless adam_w_mode is false."""
+    type: Literal["Adam", "Adam8bit"]
+    """Adam. As in DeepSpeed, weight decay is decoupled unless adam_w_mode is false. Adam8bit: with
+    "optimizer_state_dtype": "int8"."""
     params: Annotated[dict[str, Any], CheckedBy(AdamParams)] = AdamParams().model_dump()
     """Its hyperparameters."""
 
@@ -100,7 +103,7 @@ class AdamConfig(Section):
         # The key has done its work, and torch's classes would refuse it as an unknown argument.
         params = {name: value for name, value in self.params.items() if name != "adam_w_mode"}
         if self.params.get("adam_w_mode", False):
-            return AdamWConfig(type="AdamW", params=params)
+            return AdamWConfig(type="AdamW" if self.type == "Adam" else "AdamW8bit", params=params)
         return self.model_copy(update={"params": params})
 
     @field_serializer("params")
@@ -156,8 +159,9 @@ class LionParams(Section):
 class LionConfig(Section):
     """An `optimizer` section of type "Lion"."""
 
-    type: Literal["Lion"]
-    """Updates by the sign of a momentum (arXiv 2302.06675), with half of Adam's state."""
+    type: Literal["Lion", "Lion8bit"]
+    """Updates by the sign of a momentum (arXiv 2302.06675), with half of Adam's state. Lion8bit: with
+    "optimizer_state_dtype": "int8"."""
     params: Annotated[dict[str, Any], CheckedBy(LionParams)] = LionParams().model_dump()
     """Its hyperparameters."""
 
@@ -247,7 +251,7 @@ def is_import_path(kind: Any) -> bool:
 def _discriminate(value: Any) -> str | None:
     # The value may be a dict from a file or a section that was checked before.
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return IMPORTED_TAG if is_import_path(kind) else None if kind is None else str(kind)
+    return IMPORTED_TAG if is_import_path(kind) else None if kind is None else str(kind).removesuffix(EIGHT_BITS)
 
 
 OptimizerConfig = Annotated[
@@ -260,7 +264,7 @@ OptimizerConfig = Annotated[
     | Annotated[ImportedOptimizerConfig, Tag(IMPORTED_TAG)],
     Discriminator(_discriminate),
 ]
-OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion", "Muon")
+OPTIMIZER_TYPES = ("Adam", "Adam8bit", "AdamW", "AdamW8bit", "SGD", "Adagrad", "Lion", "Lion8bit", "Muon")
 # DeepSpeed's other optimizers, and why none of them is available.
 _ABSENT = "torch has no LAMB; a class of another package runs at every stage by its import path"
 _COMPRESSED = "it compresses its communication, which changes results"

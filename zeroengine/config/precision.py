@@ -10,6 +10,8 @@ from pydantic import BeforeValidator
 from zeroengine.config.fields import AUTO, AboveZero, Auto, Between, NonNegative, Positive, Section
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of the optimizer's moments. Those of 8 bits are kept in bytes.
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 _LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 SPELLINGS = {f"{prefix}{long}": name for long, name in _LONG_NAMES.items() for prefix in ("", "torch.")}
 
@@ -29,10 +31,15 @@ LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
 class BF16(Section):
-    """bfloat16 mixed precision: compute and communicate in bf16, update fp32 master weights."""
+    """bfloat16 mixed precision: compute and communicate in bf16, update fp32 master weights, or the parameters."""
 
     enabled: Annotated[bool | None, Auto(None)] = False
     """Train in bf16. "auto": true if the model's parameters are bf16 and no other precision is enabled."""
+    bf16_master_weights_and_grads: bool = False
+    """Update the bf16 parameters themselves, rounded stochastically, and accumulate gradients in bf16 unless
+    `grad_accum_dtype` says otherwise. Without fp32 masters a parameter takes 4 bytes less."""
+    bf16_optimizer_states: bool = False
+    """Keep the optimizer's moments in bf16: another way to write "optimizer_state_dtype": "bf16"."""
 
 
 class FP16(Section):
@@ -40,6 +47,9 @@ class FP16(Section):
 
     enabled: Annotated[bool | None, Auto(None)] = False
     """Train in fp16. "auto": true if the model's parameters are fp16 and no other precision is enabled."""
+    fp16_master_weights_and_grads: bool = False
+    """Update the fp16 parameters themselves, and accumulate gradients in fp16 unless `grad_accum_dtype` says otherwise.
+    Without fp32 masters a parameter takes 4 bytes less, and small updates are lost."""
     loss_scale: Annotated[NonNegative, AUTO] = 0.0
     """Static loss scale. 0: the scale is dynamic."""
     initial_scale_power: Annotated[int, Between(0, 126), AUTO] = 16

@@ -32,9 +32,9 @@ from zeroengine.engine.progress import announce, describe_start
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
+from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.optim.mixed_optimizer import algorithms_of
 from zeroengine.partition.cut import check_has_parameters, is_wide_float
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.bytes.free_memory import measure_free_memory
@@ -117,7 +117,8 @@ def make_engine(
             # leaves out count as frozen, which affects how the model is cut.
             base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
             undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
-            plans = mixed_precision.units_of_model(model, settings, algorithms_of(base_optimizer))
+            algorithms = algorithms_of(base_optimizer, model, settings)
+            plans = mixed_precision.units_of_model(model, settings, algorithms)
             model_checks.check_quantizable(settings.zero_optimization, plans)
             # With "auto" only stages are chosen at which the optimizer works.
             replica_ranks = settings.replica_ranks(group.world_size)

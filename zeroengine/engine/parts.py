@@ -16,7 +16,7 @@ from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.packing import ErrorFeedback
 from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce, QuantizedTransport
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
-from zeroengine.config import FLOATS, Config
+from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
 from zeroengine.monitor.timer import Timer
@@ -239,7 +239,7 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
         )
         # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
         # rounded.
-        count_freed(unit.full_buffer.tensor.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
+        count_freed(unit.full_buffer.tensor.nbytes + (4 * plan.numel if unit.has_master else 0))
         yield unit
 
 
@@ -359,7 +359,6 @@ def build_states(
                 passes.outside_writes,
                 ranks.transport,
                 passes.gatherer.publish_update,
-                FLOATS[config.optimizer_state_dtype],
                 placement.pipeline,
                 timer,
             )

@@ -119,9 +119,8 @@ class Restoration:
         rounded = [
             slot.name
             for unit in self._units
-            if unit.is_mixed_precision
             for slot, dtype in zip(unit.layout.slots, unit.originals.dtypes, strict=True)
-            if dtype.itemsize > (4 if unit.trainable else unit.dtype.itemsize)
+            if dtype.itemsize > (4 if unit.has_master else unit.dtype.itemsize)
         ]
         if rounded:
             log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from zeroengine.config import FLOATS, Config
+from zeroengine.config import Config
 from zeroengine.config.offload import OffloadOptimizer, OffloadParam
 from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.offload.interfaces import Medium, padded_nbytes
@@ -19,8 +20,9 @@ from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 
 # The location of states in CPU memory. The location of states on a disk is the path of a folder.
 CPU_MEMORY = ""
-# Of algorithms whose states may be offloaded and that have fewer moments than Adam's two.
-NUM_MOMENTS = {"Muon": 1}
+# The elements of a chunk are a multiple of this for each element that shares a scale, so that the scales of a chunk
+# begin at a block of their file.
+SCALES_PER_BLOCK = ALIGNMENT // torch.float32.itemsize
 StateName = Literal["parameters", "gradients", "optimizer"]
 
 
@@ -130,6 +132,8 @@ def plan_placement(
     largest_shard = max((shard_numel(plan, "optimizer") for plan in trainable), default=1)
     # No chunk need be longer than a shard.
     chunk_numel = min(zero.offload_optimizer.buffer_size, round_up_to_block(largest_shard))
+    largest_block = max((plan.algorithm.block for plan in trainable), default=1)
+    granularity = ALIGNMENT if largest_block == 1 else math.lcm(ALIGNMENT, SCALES_PER_BLOCK * largest_block)
     return PlacementPlan(
         param_location,
         optimizer_location,
@@ -138,7 +142,7 @@ def plan_placement(
         dict(bytes_by_location),
         max(shard_bytes),
         zero.offload_optimizer.buffer_count if has_pipeline else 0,
-        max(chunk_numel // ALIGNMENT, 1) * ALIGNMENT,
+        max(chunk_numel // granularity, 1) * granularity,
         element_bytes,
     )
 
@@ -185,10 +189,9 @@ def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, piece_num
         piece_numel: Those that it averages with other replicas (``local_steps``).
         grad_numel: Those of its summed gradients; None: they are elsewhere.
     """
-    moments = NUM_MOMENTS.get(plan.algorithm, 2)
-    moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
     # Each state is padded separately, because each begins at a block of the file.
-    nbytes = moments * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
+    nbytes = sum(map(padded_nbytes, plan.algorithm.moment_bytes(numel)))
+    nbytes += plan.has_master * padded_nbytes(numel * torch.float32.itemsize)
     if config.local_steps is not None and config.local_steps.nesterov is not None:
         nbytes += 2 * padded_nbytes(piece_numel * torch.float32.itemsize)
     if grad_numel is not None:
@@ -203,6 +206,7 @@ def _moved_element_bytes(
     optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
     nbytes = (has_device_memory or param_location is not None) * plan.dtype.itemsize
     nbytes += (has_device_memory or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
-    state_bytes = NUM_MOMENTS.get(plan.algorithm, 2) * FLOATS[config.optimizer_state_dtype].itemsize
-    state_bytes += plan.is_mixed_precision * torch.float32.itemsize
+    block = plan.algorithm.block
+    state_bytes = math.ceil(sum(plan.algorithm.moment_bytes(block)) / block)
+    state_bytes += plan.has_master * torch.float32.itemsize
     return max(nbytes + optimizer_on_disk * state_bytes, 1)

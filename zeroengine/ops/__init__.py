@@ -1,7 +1,7 @@
 """Bindings to the kernels of csrc, each one pass over memory. Without a compiler torch's own kernels serve.
 
-adam             one Adam step of one flat buffer
-table            Adam steps of many buffers whose scalars stay on the device
+update           one step of a fused rule over one flat buffer
+table            such steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
 factor           from the squared norm to the factor of the gradient
 packets          integers of 8 or 4 bits with a scale per block, and sums of them
@@ -12,27 +12,31 @@ _fallback        the same operations on torch's kernels, and `reload_written`
 
 from zeroengine.ops._cuda_library import cuda_architectures, cuda_library
 from zeroengine.ops._fallback import reload_written
-from zeroengine.ops._library import DTYPE_CODES, advise_huge_pages, cpu_isa, library, set_cpu_isa
+from zeroengine.ops._library import DTYPE_CODES, MOMENT_BLOCK, advise_huge_pages, cpu_isa, library, set_cpu_isa
 from zeroengine.ops._packets_fallback import packet_bytes
-from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
-from zeroengine.ops.table import AdamSegment, AdamTable, SegmentList
+from zeroengine.ops.table import SegmentList, UpdateSegment, UpdateTable
+from zeroengine.ops.update import RULES, UpdateArrays, decode_moment, encode_moment, update_step
 
 __all__ = [
     "DTYPE_CODES",
-    "AdamSegment",
-    "AdamTable",
+    "MOMENT_BLOCK",
+    "RULES",
     "SegmentList",
-    "adam_step",
+    "UpdateArrays",
+    "UpdateSegment",
+    "UpdateTable",
     "advise_huge_pages",
     "cast_copy",
     "cpu_isa",
     "cuda_architectures",
     "cuda_library",
+    "decode_moment",
     "dequantize_sum",
+    "encode_moment",
     "gradient_factor",
     "library",
     "packet_bytes",
@@ -41,4 +45,5 @@ __all__ = [
     "set_cpu_isa",
     "squared_norm",
     "squared_norms",
+    "update_step",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, AdamArgs, Signatures, open_library
+from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, Signatures, UpdateArgs, open_library
 
 ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cuda.so")
@@ -58,7 +58,7 @@ _SIGNATURES: Signatures = {
     "ze_cuda_architectures": (c_char_p, []),
     "ze_cuda_message": (c_char_p, [c_int]),
     "ze_cuda_probe": (c_int, [c_int]),
-    "ze_cuda_adam": (c_int, [*_ON_STREAM, *_ADAM, c_int64, POINTER(AdamArgs)]),
+    "ze_cuda_adam": (c_int, [*_ON_STREAM, *_ADAM, c_int64, POINTER(UpdateArgs)]),
     "ze_cuda_tiles": (c_int64, [c_int64, c_int64]),
     "ze_cuda_adam_prepare": (c_int, [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2]),
     "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_int, c_void_p, c_int64, c_int64]),

@@ -19,10 +19,12 @@ import torch
 from zeroengine.errors import ZeroEngineError
 
 # The version of the C interface that this file declares. Every change of a signature or a struct raises it.
-ABI_VERSION = 4
+ABI_VERSION = 5
 PATH = Path(__file__).with_name("_cpu.so")
 # The codes of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# ZE_MOMENT_BLOCK: the elements that share one scale in moments of 8 bits.
+MOMENT_BLOCK = 256
 ISAS = ("avx512", "avx2", "portable")
 
 
@@ -30,15 +32,30 @@ ISAS = ("avx512", "avx2", "portable")
 Signatures = Mapping[str, tuple[Any, list[Any]]]
 
 
-class AdamArgs(ctypes.Structure):
-    """The struct `ze_adam_args` of csrc/zeroengine.h."""
+_FACTORS = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale", "average_weight")
+
+
+class UpdateArgs(ctypes.Structure):
+    """The struct `ze_update_args` of csrc/zeroengine.h."""
 
     _fields_ = (
-        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")),
+        *((name, c_double) for name in _FACTORS),
         ("step", c_int64),
         ("seed", c_uint64),
         ("offset", c_int64),
-        *((name, c_int32) for name in ("decoupled", "maximize", "reload_written")),
+        *((name, c_int32) for name in ("rule", "maximize", "nesterov")),
+    )
+
+
+class ArrayPointers(ctypes.Structure):
+    """The struct `ze_update_arrays`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("param", "grad")),
+        *((name, c_void_p * 2) for name in ("moments", "scales")),
+        *((name, c_void_p) for name in ("low_precision_param", "average")),
+        *((f"{name}_dtype", c_int32) for name in ("param", "grad", "moments", "low_precision", "average")),
+        ("reload_written", c_int32),
     )
 
 
@@ -49,10 +66,9 @@ _SIGNATURES: Signatures = {
     "ze_abi_version": (c_int, []),
     "ze_cpu_isa": (c_char_p, []),
     "ze_cpu_set_isa": (c_int, [c_char_p]),
-    "ze_adam": (
-        c_int,
-        [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int, c_int64, POINTER(AdamArgs), c_int],
-    ),
+    "ze_update": (c_int, [POINTER(ArrayPointers), c_int64, POINTER(UpdateArgs), c_int]),
+    "ze_decode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
+    "ze_encode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
     "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
     "ze_quantize": (c_int, [*QUANTIZE, c_int]),
     "ze_dequantize_sum": (c_int, [*DEQUANTIZE, c_int]),

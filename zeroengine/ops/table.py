@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zeroengine.ops import _cuda_library
 from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
-from zeroengine.ops.adam import AdamArrays, adam_step
+from zeroengine.ops.update import UpdateArrays, update_step
 
 
 @dataclass(frozen=True)
-class AdamSegment:
+class UpdateSegment:
     """Neighboring elements of a buffer that share hyperparameters and a step count.
 
     Attributes:
@@ -42,12 +42,12 @@ class SegmentList:
         offset: The index of the buffer's element 0 among those that share the seed.
     """
 
-    segments: Sequence[AdamSegment]
+    segments: Sequence[UpdateSegment]
     seed: int = 0
     offset: int = 0
 
 
-class AdamTable:
+class UpdateTable:
     """Updates a fixed set of buffers by Adam.
 
     [Note: Adam with its scalars on the device]
@@ -56,7 +56,7 @@ class AdamTable:
     host runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay reads ``groups``,
     ``steps`` and the factor anew. On overflow nothing is written, and no step is counted.
 
-    On the CPU, and where the CUDA library is missing, `adam_step` does the same for each segment.
+    On the CPU, and where the CUDA library is missing, `update_step` does the same for each segment.
 
     Args:
         buffers: The segments of each buffer.
@@ -178,9 +178,9 @@ class AdamTable:
 
         Args:
             buffer: The buffer's index.
-            param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written: As in `adam_step`.
+            param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written: As in `update_step`.
         """
-        arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
+        arrays = UpdateArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
         arrays.check()
         segments = self._segment_lists[buffer].segments
         assert not segments or segments[-1].stop <= param.numel(), (segments[-1], param.numel())
@@ -200,7 +200,7 @@ class AdamTable:
             self._num_tiles[buffer],
         )
 
-    def _update_on_host(self, segment_list: SegmentList, arrays: AdamArrays, reload_written: bool) -> None:
+    def _update_on_host(self, segment_list: SegmentList, arrays: UpdateArrays, reload_written: bool) -> None:
         groups, steps, active = self._host
         for s in segment_list.segments:
             # Without a gradient on any rank, or on overflow, the segment keeps its values and its step count.
@@ -209,7 +209,7 @@ class AdamTable:
             group: dict[str, Any] = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
             group |= {name: bool(group[name]) for name in ("decoupled", "maximize")}
             *required, low_precision_param = (None if x is None else x[s.start : s.stop] for x in arrays)
-            adam_step(
+            update_step(
                 *required,  # type: ignore[arg-type]
                 **group,
                 low_precision_param=low_precision_param,

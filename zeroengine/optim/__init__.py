@@ -3,6 +3,8 @@
 sharded_optimizer    the torch optimizer over shards, whose step is the engine's
 backends/            three ways to run an update, behind one protocol
 choice               chooses one of them
+algorithms           what updates each parameter, and how precise its moments are
+fused_rules          the optimizers that the fused kernels update, and their settings
 optimizer_shard      one unit's parameters, masters and gradients on this rank
 step_reduction       the collective of a step: the norm and the flags over all ranks
 step_result          the settings and the result of one step

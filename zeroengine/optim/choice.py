@@ -12,20 +12,21 @@ from zeroengine import ops
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
-from zeroengine.optim.backends.adam_state import has_adam_rule
-from zeroengine.optim.backends.adam_update import AdamUpdate
 from zeroengine.optim.backends.async_adam import AsyncAdam
 from zeroengine.optim.backends.blocking_update import BlockingUpdate
+from zeroengine.optim.backends.fused_update import FusedUpdate
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend, UpdateRule
 from zeroengine.optim.backends.muon_update import MuonUpdate
 from zeroengine.optim.backends.torch_update import ElementwiseUpdate, WholeUpdate
 from zeroengine.optim.elementwise import is_elementwise
+from zeroengine.optim.fused_rules import fused_rule_of
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
 
 # The rules that update states which are not on the device.
-OFFLOADABLE = (AdamUpdate, MuonUpdate)
+OFFLOADABLE = (FusedUpdate, MuonUpdate)
+FUSED = "Adam, AdamW, Lion, SGD and Adagrad"
 
 
 def choose_backend(
@@ -49,27 +50,37 @@ def choose_backend(
         degree: The largest degree of the optimizer's states.
 
     Raises:
-        ZeroEngineError: A rule cannot keep states in bf16, or not outside the device's memory.
+        ZeroEngineError: A rule cannot keep states in fewer bits than fp32, or not outside the device's memory.
     """
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
     on_device = all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable)))
     members, rules = members_of(optimizer), rules_of(optimizer, plans, degree)
-    if rules == [AdamUpdate] and trainable and on_device:
+    if rules == [FusedUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncAdam
     for member, rule in zip(members, rules, strict=True):
         name = type(member).__name__
-        if rule is not AdamUpdate and FLOATS[config.optimizer_state_dtype] is not torch.float32:
+        if rule is not FusedUpdate and config.state_dtype is not torch.float32:
             raise ZeroEngineError(
-                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
-                "the key"
+                f"optimizer_state_dtype: {FUSED} of parameters in fp32, bf16 and fp16 "
+                f'keep moments in bf16 and int8, not {name}; write "fp32"'
             )
-        # A GPU updates no parameter shard that is elsewhere by another rule than Adam's: the pipeline does.
-        by_pipeline = rule in OFFLOADABLE and _has_fp32_masters(plans) and placement.pipeline is not None
-        if not (on_device or by_pipeline or rule is AdamUpdate):
+        if rule is not FusedUpdate and config.has_low_masters:
             raise ZeroEngineError(
-                'offload: only Adam and AdamW (and Muon with "offload_optimizer") on fp32 masters update states that '
-                f'are not on the device, not {name}; write "device": "none"'
+                f"bf16_master_weights_and_grads and fp16_master_weights_and_grads: {FUSED} update parameters without "
+                f"fp32 masters, not {name}; remove the key"
+            )
+        if config.state_dtype is torch.uint8 and config.local_steps is not None:
+            raise ZeroEngineError(
+                'optimizer_state_dtype "int8": replicas of "local_steps" average moments, which moments of 8 bits '
+                'would round each time; write "bf16"'
+            )
+        # A GPU updates no parameter shard that is elsewhere by a rule that is not fused: the pipeline does.
+        by_pipeline = rule in OFFLOADABLE and _has_fused_dtypes(plans) and placement.pipeline is not None
+        if not (on_device or by_pipeline or rule is FusedUpdate):
+            raise ZeroEngineError(
+                f'offload: {FUSED} (and Muon with "offload_optimizer") of parameters in fp32, bf16 and fp16 update '
+                f'states that are not on the device, not {name}; write "device": "none"'
             )
         if rule is WholeUpdate and config.local_steps is not None:
             raise ZeroEngineError(
@@ -80,8 +91,8 @@ def choose_backend(
 
 
 def can_offload(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether states of ``optimizer`` may be offloaded where all masters are fp32."""
-    return all(rule_of(member, fp32_masters=True, degree=1) in OFFLOADABLE for member in members_of(optimizer))
+    """Return whether states of ``optimizer`` may be offloaded where the kernels know the dtypes of all parameters."""
+    return all(rule_of(member, has_fused_dtypes=True, degree=1) in OFFLOADABLE for member in members_of(optimizer))
 
 
 def rules_of(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan], degree: int) -> list[type[UpdateRule]]:
@@ -92,24 +103,24 @@ def rules_of(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan], degree
         plans: The units.
         degree: The largest degree of the optimizer's states.
     """
-    fp32_masters = _has_fp32_masters(plans)
-    return [rule_of(member, fp32_masters=fp32_masters, degree=degree) for member in members_of(optimizer)]
+    known = _has_fused_dtypes(plans)
+    return [rule_of(member, has_fused_dtypes=known, degree=degree) for member in members_of(optimizer)]
 
 
-def _has_fp32_masters(plans: Sequence[UnitPlan]) -> bool:
-    return all(plan.is_mixed_precision or plan.dtype is torch.float32 for plan in plans if plan.trainable)
+def _has_fused_dtypes(plans: Sequence[UnitPlan]) -> bool:
+    return all(plan.dtype in FLOATS.values() for plan in plans if plan.trainable)
 
 
-def rule_of(optimizer: torch.optim.Optimizer, *, fp32_masters: bool, degree: int) -> type[UpdateRule]:
+def rule_of(optimizer: torch.optim.Optimizer, *, has_fused_dtypes: bool, degree: int) -> type[UpdateRule]:
     """Return the rule that updates as ``optimizer`` does, which has one algorithm.
 
     Args:
         optimizer: The optimizer. ``check_optimizer`` refuses those that no rule serves.
-        fp32_masters: Whether all masters are fp32.
+        has_fused_dtypes: Whether the fused kernels know the dtypes of all parameters that are trained.
         degree: The largest degree of the optimizer's states.
     """
-    if has_adam_rule(optimizer) and fp32_masters:
-        return AdamUpdate
+    if has_fused_dtypes and fused_rule_of(optimizer) is not None:
+        return FusedUpdate
     # A subclass may update in another way. torch wraps every class's step in a profiling hook.
     if inspect.unwrap(type(optimizer).step) is inspect.unwrap(Muon.step):
         return MuonUpdate

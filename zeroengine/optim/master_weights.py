@@ -52,7 +52,7 @@ class MasterWeights:
         # A load may have written masters through copies that are still under way.
         self.placement.finish_copies()
         for shard in self.optimizer.shards:
-            if shard.unit.is_mixed_precision:
+            if shard.unit.has_master:
                 # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
                 # the process.
                 populate(shard.master)
@@ -72,7 +72,7 @@ class MasterWeights:
         """Let masters take the rounded values that the model computes with."""
         self.settle()
         for shard in self.optimizer.shards:
-            if shard.unit.is_mixed_precision:
+            if shard.unit.has_master:
                 populate(shard.param)
                 populate(shard.master, write=True)
                 shard.master.copy_(shard.param)

@@ -84,11 +84,6 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(optimizer._members.values())
 
 
-def algorithms_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
-    """Return the algorithm of each parameter: the name of an optimizer's class. A unit of the model has one."""
-    return {p: type(m).__name__ for m in members_of(optimizer) for group in m.param_groups for p in group["params"]}
-
-
 def describe_algorithms(optimizer: torch.optim.Optimizer) -> str:
     """Return what each algorithm of a ``MixedOptimizer`` updates, in words; "" if there is one algorithm."""
     texts: list[str] = []

@@ -41,11 +41,11 @@ class OptimizerShard:
         self.param = unit.shard_of_degree(degree)
         self.gradient = unit_grads.shard_of_degree(degree)
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
-        self.master = self._take_master() if unit.is_mixed_precision else self.param
-        self.low_precision_param = self.param if unit.is_mixed_precision else None
+        self.master = self._take_master() if unit.has_master else self.param
+        self.low_precision_param = self.param if unit.has_master else None
         self.medium: Medium | None = None if store is None else store.medium
         self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
-        self.may_be_written = unit.is_mixed_precision and not unit.is_releasable
+        self.may_be_written = unit.has_master and not unit.is_releasable
         # The unit drops its reference, so that a master that was copied is freed. It does so last, because a unit
         # without a master cannot be restored if anything above fails.
         unit.initial_master = None
@@ -78,9 +78,9 @@ class OptimizerShard:
         ops.advise_huge_pages(tensor)
         return tensor
 
-    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return one zero per element, in the store or on the device."""
-        tensor = self.empty(dtype)
+    def zeros(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
+        """Return zeros in the store or on the device. The arguments are those of ``empty``."""
+        tensor = self.empty(dtype, numel)
         # New memory of a store reads as zeros, and writing it would load it from disk.
         return tensor if self.store is not None else tensor.zero_()
 
@@ -103,7 +103,7 @@ class OptimizerShard:
 
     def reload_master(self) -> None:
         """Copy parameters that were written from outside into the master. Other elements keep the master's bits."""
-        if self.unit.is_mixed_precision:
+        if self.unit.has_master:
             # The master may be a mapped part of a file. See "SIGBUS" in ``disk/mapped_memory.py``.
             populate(self.master, write=True)
             ops.reload_written(self.master, self.param.to(self.master.device))

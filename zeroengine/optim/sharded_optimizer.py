@@ -191,11 +191,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = [shard for shard in self.shards if shard.medium == medium]
         state = (tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard))
         # A master that is the parameter shard takes no memory of its own.
-        masters = (shard.master for shard in shards if shard.unit.is_mixed_precision)
+        masters = (shard.master for shard in shards if shard.unit.has_master)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the masters and the optimizer state that are on the device."""
         shards = [shard for shard in self.shards if shard.store is None]
-        masters = [shard.master for shard in shards if shard.unit.is_mixed_precision]
+        masters = [shard.master for shard in shards if shard.unit.has_master]
         return masters + [tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard)]

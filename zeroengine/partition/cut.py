@@ -33,6 +33,31 @@ LARGE_PARAM = 1 << 20
 REST_UNIT = 1 << 22
 
 
+class Algorithm(NamedTuple):
+    """What updates a parameter, and the moments that it keeps. A unit has one.
+
+    Attributes:
+        name: The class of the optimizer; "" if nothing updates it.
+        num_moments: The values that a rule of this package keeps of an element.
+        moments_dtype: Their dtype; uint8 with a scale for each block.
+        block: The elements of a parameter that share a scale, and are updated by one rank; 1 without scales.
+    """
+
+    name: str = ""
+    num_moments: int = 2
+    moments_dtype: torch.dtype = torch.float32
+    block: int = 1
+
+    def moment_bytes(self, numel: int) -> list[int]:
+        """Return the bytes of each tensor that holds moments of ``numel`` elements."""
+        scales = [numel // self.block * torch.float32.itemsize] if self.block > 1 else []
+        return [numel * self.moments_dtype.itemsize, *scales] * self.num_moments
+
+
+# Of frozen parameters, and of trainable ones where nothing is known: Adam's.
+NO_ALGORITHM = Algorithm()
+
+
 @dataclass(frozen=True)
 class UnitPlan:
     """The parameters of one unit, and the modules whose forward needs them."""
@@ -44,7 +69,8 @@ class UnitPlan:
     trainable: bool
     root: nn.Module | None = None  # the module that holds all of them, if there is one
     positions: tuple[int, ...] = ()  # of each of ``modules`` among the modules of the model, in their order
-    algorithm: str = ""  # the class of the optimizer that updates it, if it is trainable
+    algorithm: Algorithm = NO_ALGORITHM  # what updates it, if it is trainable
+    fp32_masters: bool = True  # of parameters in bf16 and fp16 that are trainable
 
     @property
     def numel(self) -> int:
@@ -58,9 +84,9 @@ class UnitPlan:
         return sum(module not in inside for module in self.modules)
 
     @property
-    def is_mixed_precision(self) -> bool:
-        """Whether parameters are bf16 or fp16. If they are trainable, an fp32 master is updated instead of them."""
-        return self.dtype in (torch.bfloat16, torch.float16)
+    def has_master(self) -> bool:
+        """Whether an fp32 master is updated instead of the parameters, which are bf16 or fp16."""
+        return self.trainable and self.fp32_masters and self.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Kind(NamedTuple):
@@ -69,12 +95,12 @@ class _Kind(NamedTuple):
     Attributes:
         dtype: What the model computes in.
         trainable: Whether they get gradients.
-        algorithm: The class of the optimizer that updates them; "" if nothing does.
+        algorithm: What updates them.
     """
 
     dtype: torch.dtype
     trainable: bool
-    algorithm: str
+    algorithm: Algorithm
 
 
 class _Group(NamedTuple):
@@ -104,7 +130,8 @@ def cut_units(
     patterns: Sequence[str] | None = None,
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[nn.Parameter] = (),
-    algorithms: Mapping[nn.Parameter, str] = MappingProxyType({}),
+    algorithms: Mapping[nn.Parameter, Algorithm] = MappingProxyType({}),
+    fp32_masters: bool = True,
 ) -> list[UnitPlan]:
     """Cut ``model`` into units, in registration order but for "Lists of units" in ``unit_lists.py``.
 
@@ -119,7 +146,8 @@ def cut_units(
             its own, and the outer block is the rest: ``["layers.*", "layers.*.experts.*"]``.
         compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
         keep_fp32: Parameters that are converted to fp32 instead.
-        algorithms: The class of the optimizer that updates each trainable parameter.
+        algorithms: What updates each trainable parameter.
+        fp32_masters: Whether fp32 masters of bf16 and fp16 parameters are updated.
 
     Raises:
         ZeroEngineError: The model has no parameters, or a trainable one that keeps a dtype of eight bits, or a pattern
@@ -163,10 +191,16 @@ def cut_units(
         return torch.float32 if param in keep_fp32 else compute_dtype
 
     def kind_of(param: nn.Parameter) -> _Kind:
-        return _Kind(dtype_of(param), param.requires_grad, algorithms.get(param, "") if param.requires_grad else "")
+        algorithm = algorithms.get(param, NO_ALGORITHM) if param.requires_grad else NO_ALGORITHM
+        return _Kind(dtype_of(param), param.requires_grad, algorithm)
 
     units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, kind_of)], owners)
-    return [dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules)) for unit in units]
+    return [
+        dataclasses.replace(
+            unit, positions=tuple(positions[module] for module in unit.modules), fp32_masters=fp32_masters
+        )
+        for unit in units
+    ]
 
 
 def plain_name(name: str) -> str:
@@ -268,14 +302,16 @@ def _split(
     inside = set(group.root.modules()) if group.root is not None else set()
     # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
     main = next(iter(sorted(kinds, key=lambda kind: not kind.trainable)))
-    is_mixed = len({kind.algorithm for kind in kinds if kind.trainable}) > 1
+    algorithms = {kind.algorithm for kind in kinds if kind.trainable}
+    has_names, has_dtypes = len({a.name for a in algorithms}) > 1, len({a.moments_dtype for a in algorithms}) > 1
     for kind, params in sorted(kinds.items(), key=lambda item: not item[0].trainable):
         # A parameter of a block that is tied to a module outside of the block is also needed there.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]
         algorithm, words = kind.algorithm, ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]]
-        words += [algorithm] * (is_mixed and kind.trainable)
+        words += [algorithm.name] * (has_names and kind.trainable)
+        words += [f"{str(algorithm.moments_dtype)[6:]} moments"] * (has_dtypes and kind.trainable)
         name = group.name + ("" if kind == main else f" ({', '.join(words)})")
         yield UnitPlan(name, tuple(params), tuple(modules), kind.dtype, kind.trainable, group.root, algorithm=algorithm)
 

@@ -93,6 +93,7 @@ class FlatLayout:
         degrees: Degrees,
         world_size: int,
         align: int = SHARD_ALIGN,
+        param_align: int = 1,
     ) -> FlatLayout:
         """Lay parameters out in order.
 
@@ -102,6 +103,7 @@ class FlatLayout:
         Args:
             params: Name and shape of each parameter.
             align: Counted in elements. The size of every shard is a multiple of this and of ``SHARD_ALIGN``.
+            param_align: Counted in elements. Each parameter starts at a multiple of this and of ``PARAM_ALIGN``.
 
         Raises:
             ZeroEngineError: The optimizer's degree does not divide ``world_size``.
@@ -110,7 +112,7 @@ class FlatLayout:
             raise ZeroEngineError(f"the optimizer's degree must divide the {world_size} ranks: {degrees}")
         slots, end = [], 0
         for param_name, shape in params:
-            slot = ParamSlot(param_name, tuple(shape), round_up(end, PARAM_ALIGN))
+            slot = ParamSlot(param_name, tuple(shape), round_up(end, math.lcm(PARAM_ALIGN, param_align)))
             slots.append(slot)
             end = slot.end
         # A unit of empty parameters still has a buffer, because some collectives refuse empty tensors.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,5 +113,5 @@ def layout_of_unit(plan: UnitPlan, degrees: Degrees, world_size: int, shard_alig
         shard_align_bytes: ``Transport.shard_align_bytes``.
     """
     shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-    align = max(shard_align_bytes // plan.dtype.itemsize, 1)
-    return FlatLayout.build(plan.name, shapes, degrees, world_size, align)
+    align = math.lcm(max(shard_align_bytes // plan.dtype.itemsize, 1), plan.algorithm.block)
+    return FlatLayout.build(plan.name, shapes, degrees, world_size, align, plan.algorithm.block)

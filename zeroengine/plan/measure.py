@@ -173,7 +173,7 @@ def _update_rate(group: Group, device: torch.device) -> float:
 
     def update() -> None:
         ops.squared_norm(grad)
-        ops.adam_step(
+        ops.update_step(
             *(param, grad, exp_avg, exp_avg_sq), step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
         )
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.cut import UnitPlan, cut_units, is_wide_float, plain_name
+from zeroengine.partition.cut import Algorithm, UnitPlan, cut_units, is_wide_float, plain_name
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
@@ -44,14 +44,14 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def units_of_model(
-    model: nn.Module, config: Config, algorithms: Mapping[nn.Parameter, str] = MappingProxyType({})
+    model: nn.Module, config: Config, algorithms: Mapping[nn.Parameter, Algorithm] = MappingProxyType({})
 ) -> list[UnitPlan]:
     """Return the units that a model is cut into, in the precision that a resolved configuration asks for.
 
     Args:
         model: The model.
         config: The resolved configuration.
-        algorithms: The algorithm that updates each trainable parameter, where the optimizer has several.
+        algorithms: What updates each trainable parameter.
     """
     keep_fp32 = {param for module in fp32_modules(model, config) for param in module.parameters()}
     return cut_units(
@@ -60,6 +60,7 @@ def units_of_model(
         compute_dtype=config.low_precision,
         keep_fp32=keep_fp32,
         algorithms=algorithms,
+        fp32_masters=not config.has_low_masters,
     )
 
 

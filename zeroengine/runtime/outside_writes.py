@@ -4,7 +4,7 @@
 Where the full buffer stays between uses (stages 0 to 2, and small units at stage 3) a user may write a parameter at any
 time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next update starts from what was written.
 - In fp32 the parameter is its own master, so the write has reached the master already.
-- In bf16 and fp16 the update compares the parameter with its rounded master, bit by bit (``ops.adam_step``,
+- In bf16 and fp16 the update compares the parameter with its rounded master, bit by bit (``ops.update_step``,
   ``reload_written``), which finds every write. Code that reads masters at other times, such as a checkpoint, reloads
   them first (``OptimizerShard.reload_master``). A parameter without a gradient keeps the written values, because its
   master is not published.

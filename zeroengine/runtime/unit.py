@@ -88,7 +88,8 @@ class Unit:
         checks_writes: bool = False,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
-        self.is_mixed_precision, self.modules, self.root = plan.is_mixed_precision, plan.modules, plan.root
+        self.has_master, self.modules, self.root = plan.has_master, plan.modules, plan.root
+        self.algorithm = plan.algorithm
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.rank, self.degrees = transport.rank, degrees
         self.layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
@@ -328,7 +329,7 @@ class Unit:
     @property
     def restores_from_master(self) -> bool:
         """Whether ``restore_parameters`` needs the master's values, because a parameter had another dtype before."""
-        return self.trainable and self.is_mixed_precision and any(d is not self.dtype for d in self.originals.dtypes)
+        return self.has_master and any(d is not self.dtype for d in self.originals.dtypes)
 
     def gather_whole(self) -> None:
         """Return with the values of all parameters in the full buffer, for ``restore_parameters``. A collective."""

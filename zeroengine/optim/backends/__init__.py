@@ -2,7 +2,7 @@
 
 async_adam         fused Adam that is issued without waiting for the norm
 blocking_update    waits for the norm, and then runs a rule for each algorithm:
-adam_update        fused Adam; states may be offloaded
+fused_update       the fused rules; states may be offloaded. `fused_state` is their state
 muon_update        Muon; its matrices are whole at their owners
 torch_update       any torch optimizer, on shards or on whole parameters at their owners
 """

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from zeroengine.errors import DivergenceError
-from zeroengine.ops import AdamSegment, AdamTable, SegmentList
-from zeroengine.optim.backends.adam_state import adam_state, has_decoupled_decay, run_over_adam_state
+from zeroengine.ops import SegmentList, UpdateSegment, UpdateTable
+from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.backends.moment_state import MomentState
+from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -40,12 +41,12 @@ class AsyncAdam:
     exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
-        self.state = adam_state(parts)
+        self.state = fused_state(parts)
         self._parts = parts
         self._device = parts.shards[0].master.device
         # The step counts of the table on the device, as far as the host knows them.
         self._device_counts = self._host_counts()
-        self._table = AdamTable(
+        self._table = UpdateTable(
             list(_segment_lists(parts.shards, parts.group_of_param)),
             len(parts.base_optimizer.param_groups),
             len(self._device_counts),
@@ -99,7 +100,7 @@ class AsyncAdam:
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateBackend``."""
-        return run_over_adam_state(self._parts, self.state, act)
+        return run_over_state(self._parts, self.state, act)
 
     def await_step_counts(self) -> None:
         """Wait until the host's step counts are those of the device.
@@ -130,8 +131,7 @@ class AsyncAdam:
         return [step for steps in self.state.steps.values() for step in steps]
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        decoupled = has_decoupled_decay(self._parts.base_optimizer, group)
-        return {key: value for key, value in group.items() if key != "params"} | {"decoupled": decoupled}
+        return settings_of(self._parts.base_optimizer, group)
 
 
 def _segment_lists(
@@ -142,7 +142,7 @@ def _segment_lists(
     for shard in shards:
         params = shard.unit.params
         segments = [
-            AdamSegment(
+            UpdateSegment(
                 span.shard_offset,
                 span.shard_offset + span.numel,
                 group_of_param[params[span.param_index]],

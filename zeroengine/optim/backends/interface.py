@@ -2,45 +2,31 @@
 
 There are two backends, of which `choose_backend` in `optim/choice.py` takes one:
 
-    AsyncAdam         Adam and AdamW, issued without waiting for the norm; every state is on the device
+    AsyncUpdate       the fused rule, issued without waiting for the norm; every state is on the device
     BlockingUpdate    after the host knows the norm: runs rules, each over the units of its algorithm
 
 and these rules:
 
-    AdamUpdate        Adam and AdamW by the fused kernel; states may be offloaded
+    FusedUpdate       Adam, AdamW, Lion, SGD and Adagrad by the fused kernels; states may be offloaded
     MuonUpdate        Muon: momentum on shards, the iteration on whole matrices at their owners; states may be offloaded
     ElementwiseUpdate any element-wise torch optimizer, run over parameters that are views of the shards
     WholeUpdate       any torch optimizer whose rule looks at one parameter at a time, run over whole ones at owners
 
 [Note: How to add a fused optimizer]
-Take Lion in C++ as an example. Today `optim/lion.py` runs through `ElementwiseUpdate`, in several passes over memory.
+Take RMSprop as an example.
 
-1. The kernel. Declare `ze_lion_args` (lr, beta1, beta2, weight_decay, grad_scale, reload_written) and `ze_lion` in
-   `csrc/zeroengine.h`, with the arrays of `ze_adam` except `exp_avg_sq`, and raise `ZE_ABI_VERSION`. Write the update
-   of one block as a template in `csrc/cpu/kernels.inl.h`, which is compiled once for each instruction set. Add its
-   functions to the table in `csrc/cpu/kernels.h`, and model `csrc/cpu/lion.cpp` on `csrc/cpu/adam.cpp`: it checks
-   the dtype codes and splits the range over the threads. An element's result may depend on nothing but that element's
-   values, the arguments and its index, or the losses would differ between stages. `setup.py` compiles every source in
-   the folder. A CUDA kernel goes into `csrc/cuda/lion.cu`, declared as `ze_cuda_lion` in `csrc/zeroengine_cuda.h`.
-2. The binding. Raise `ABI_VERSION` and add the argument structure and the signature in `ops/_library.py` (for CUDA in
-   `ops/_cuda_library.py`). Write `ops/lion.py` with `lion_step(param, grad, exp_avg, *, lr, ...,
-   low_precision_param=None)` on the model of `ops/adam.py`: it checks the tensors and calls CUDA, the CPU library, or
-   a function of the same name in `ops/_fallback.py`. Export it from `ops/__init__.py`, and test it in `tests/ops`
-   against the formula in float64.
-3. The state. `MomentState` (`backends/moment_state.py`) keeps one moment, "exp_avg". Its names are those of the torch
-   optimizer's `state`, so checkpoints stay interchangeable.
-4. The rule. Write `backends/lion_update.py` with the methods of `UpdateRule`. `update` calls `lion_step` for each
-   segment of each shard, and `publish_update` after each shard. Offloaded states come to the kernel by `Pipeline`, as
-   in `AdamUpdate`.
-5. The choice. Return the class from `rule_of` in `optim/choice.py` where every master is fp32 and the `step` of the
-   optimizer is that of `optim.lion.Lion`, as `has_adam_rule` finds it for Adam (the factory may have made a subclass).
-   Norm, clipping, loss scaling, checkpoints, `full_optimizer_state` and memory reports use this protocol alone. With
-   offload, add the rule to `OFFLOADABLE` and its name to the messages in `optim/choice.py`, and the number of its
-   moments to `NUM_MOMENTS` in `offload/placement_plan.py`. The test to extend is in
-   `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
-6. The plan. `predict_optimizer` in `plan/bytes/optimizer_bytes.py` counts the rule's `num_moments`, for padding as
-   well. The tests to extend are in `tests/plan/test_state_bytes.py`: the predicted states are those of
-   `engine.memory()`, to the byte.
+1. The kernel. Write its formula as a struct in `csrc/rules.h`, which the kernels for CPU and GPU share, and give it a
+   number in `ze_rule` (`csrc/zeroengine.h`), a row in `updates_of` (`csrc/cpu/update.inl.h`) and a case in
+   `csrc/cuda/update.cu`. What `ze_update_args` lacks goes there; then raise the versions of the interfaces. An
+   element's result may depend on nothing but that element's values, the arguments and its index, or the losses would
+   differ between stages. All dtypes of gradients, moments, masters and averages come with the template.
+2. The binding. Add the rule to `RULES` (`ops/update.py`) and its formula in torch to `ops/_fallback.py`. The tests to
+   extend are in `tests/ops`: the formula in float64, and the same bits on each instruction set.
+3. The choice. Add a `FusedRule` to `optim/fused_rules.py`: the names of the moments, which are those of the torch
+   optimizer's state, so that checkpoints stay interchangeable, and the settings of a group.
+
+Offload, precision of moments, norm, clipping, loss scaling, checkpoints, memory reports and plans follow. The test to
+extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 """
 
 from __future__ import annotations
@@ -48,10 +34,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.pipeline import Pipeline
@@ -71,13 +59,34 @@ class SpanState(NamedTuple):
     """The optimizer's state of one span of a shard, by name.
 
     Attributes:
-        elements: States with a value for each element: 1-D views of the span's length.
+        elements: States with a value for each element: 1-D views of the span's length. A moment of 8 bits is uint8.
         numbers: All other states, such as step counts: copies in their own shape. An item of a list has the name of the
             list and its place, such as "GG.0".
+        scales: Of moments of 8 bits: views with a value for each block of the span, whose first element begins one.
     """
 
     elements: dict[str, torch.Tensor]
     numbers: dict[str, torch.Tensor]
+    scales: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return the values of a state with a value for each element: a view, or a copy of what is in 8 bits."""
+        if key not in self.scales:
+            return self.elements[key]
+        return ops.decode_moment(self.elements[key], self.scales[key], is_signed=is_signed(key))
+
+    def write(self, key: str, values: torch.Tensor) -> None:
+        """Replace the values of a state with a value for each element."""
+        if key in self.scales:
+            values = values.to(self.scales[key]).contiguous()
+            ops.encode_moment(values, self.elements[key], self.scales[key], is_signed=is_signed(key))
+        else:
+            self.elements[key].copy_(values)
+
+
+def is_signed(key: str) -> bool:
+    """Return whether values of a moment may be negative, by its name."""
+    return key not in ("exp_avg_sq", "sum")
 
 
 class ShardState(Protocol):
@@ -123,7 +132,6 @@ class BackendParts:
         writes: Knows which parameters were written from outside.
         transport: Moves bytes between the ranks.
         publish_update: Called with a unit right after the update of its shard.
-        moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
         timer: Times the updates.
     """
@@ -134,7 +142,6 @@ class BackendParts:
     writes: OutsideWrites
     transport: Transport
     publish_update: Callable[[Unit], None]
-    moments_dtype: torch.dtype
     pipeline: Pipeline | None
     timer: Timer
 
@@ -148,12 +155,12 @@ class UpdateRule(Protocol):
     """Updates some of this rank's shards by one algorithm, and keeps their optimizer state.
 
     Attributes:
-        num_moments: The states with a value per element of a shard, padding included; None: what the caller's
-            optimizer keeps of each parameter.
+        has_moments: Whether its states are the moments that ``UnitPlan.algorithm`` counts, of a shard with its padding,
+            and not what the caller's optimizer keeps of each parameter.
         exchange_bytes: See ``UpdateBackend``.
     """
 
-    num_moments: ClassVar[int | None]
+    has_moments: ClassVar[bool]
     exchange_bytes: int
 
     def __init__(self, parts: BackendParts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -15,29 +16,48 @@ from zeroengine.partition.layout import ShardSpan
 class MomentState:
     """See ``ShardState``.
 
+    The dtype of the moments is that of ``UnitPlan.algorithm``. Where masters are wider than fp32, moments are as wide.
+
     Args:
         shards: The shards.
         names: The names of the moments, as in the state of a torch optimizer.
-        dtype: The dtype of the moments, such as bf16, which the kernels of Adam round stochastically. None: that of
-            the masters.
         counts_steps: Whether each parameter has a step count.
+        initial_values: By parameter, the values of its moments before the first step, where they are not 0.
 
     Attributes:
-        moments: For each shard, by its index, the moments in the order of ``names``.
+        names: See above.
+        moments: For each shard, by its index, the moments in the order of ``names``. Those of 8 bits are uint8.
+        scales: For each shard, by its index, the scales of moments of 8 bits, a value for each block.
         steps: For each shard, by its index, the step count of every parameter of its unit, if steps are counted.
     """
 
     def __init__(
-        self, shards: Sequence[OptimizerShard], names: Sequence[str], dtype: torch.dtype | None, *, counts_steps: bool
+        self,
+        shards: Sequence[OptimizerShard],
+        names: Sequence[str],
+        *,
+        counts_steps: bool,
+        initial_values: Mapping[torch.Tensor, float] = MappingProxyType({}),
     ) -> None:
-        self._names, self._counts_steps = names, counts_steps
+        self.names, self._counts_steps, self._initial_values = names, counts_steps, initial_values
         # Moments exist from the start, so that too little memory fails in ``initialize`` and not in the first step.
-        self.moments = {shard.index: [shard.zeros(dtype or shard.master.dtype) for _ in names] for shard in shards}
+        self.moments: dict[int, list[torch.Tensor]] = {}
+        self.scales: dict[int, list[torch.Tensor]] = {}
+        for shard in shards:
+            algorithm = shard.unit.algorithm
+            wide = max(algorithm.moments_dtype, shard.master.dtype, key=lambda dtype: dtype.itemsize)
+            dtype = wide if wide.itemsize > torch.float32.itemsize else algorithm.moments_dtype
+            self.moments[shard.index] = [shard.zeros(dtype) for _ in names]
+            blocks = shard.param.numel() // algorithm.block
+            has_scales = algorithm.block > 1
+            self.scales[shard.index] = [shard.zeros(torch.float32, blocks) for _ in names if has_scales]
+            for span in shard.spans() if initial_values else ():
+                self._fill(shard, span)
         self.steps = {shard.index: [0] * len(shard.unit.params) for shard in shards}
 
     def keys(self, shard: OptimizerShard) -> frozenset[str]:
         """See ``ShardState``."""
-        return frozenset(self._names) | {"step"} if self._counts_steps else frozenset(self._names)
+        return frozenset(self.names) | {"step"} if self._counts_steps else frozenset(self.names)
 
     def spans(self, shard: OptimizerShard) -> Iterator[ShardSpan]:
         """See ``ShardState``."""
@@ -50,9 +70,14 @@ class MomentState:
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
         moments = (moment[span.shard_slice] for moment in self.moments[shard.index])
+        block = shard.unit.algorithm.block
+        blocks = slice(span.shard_offset // block, -(-(span.shard_offset + span.numel) // block))
+        has_scales = len(self.scales[shard.index]) > 0
+        scales = {name: scale[blocks] for name, scale in zip(self.names, self.scales[shard.index], strict=has_scales)}
         # A float on the CPU, as torch's Adam keeps it, whatever torch's default device is.
         step = torch.tensor(float(self.steps[shard.index][span.param_index]), device="cpu")
-        return SpanState(dict(zip(self._names, moments, strict=True)), {"step": step} if self._counts_steps else {})
+        numbers = {"step": step} if self._counts_steps else {}
+        return SpanState(dict(zip(self.names, moments, strict=True)), numbers, scales)
 
     def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """Do nothing: moments and step counts exist from the start."""
@@ -64,13 +89,28 @@ class MomentState:
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
+        self._fill(shard, span)
+        self.steps[shard.index][span.param_index] = 0
+
+    def _fill(self, shard: OptimizerShard, span: ShardSpan) -> None:
+        """Give the moments of a span the values that they have before the first step."""
+        value = self._initial_values.get(shard.unit.params[span.param_index], 0.0)
+        # ``steps`` may not exist yet.
         for moment in self.moments[shard.index]:
             populate(moment[span.shard_slice], write=True)
-            moment[span.shard_slice].zero_()
-        self.steps[shard.index][span.param_index] = 0
+            moment[span.shard_slice].fill_(value)
+        if value and self.scales[shard.index]:
+            start, stop = span.shard_offset, span.shard_offset + span.numel
+            block = shard.unit.algorithm.block
+            # The largest number stands for the scale itself.
+            for moment, scale in zip(self.moments[shard.index], self.scales[shard.index], strict=True):
+                moment[start:stop].fill_(255)
+                scale[start // block : -(-stop // block)].fill_(value)
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
-        return list(self.moments[shard.index])
+        return [*self.moments[shard.index], *self.scales[shard.index]]
 
-    whole_shard_tensors = tensors
+    def whole_shard_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """See ``ShardState``."""
+        return list(self.moments[shard.index])

@@ -36,7 +36,7 @@ Runs = Sequence[tuple[Matrix, slice, torch.Tensor]]
 class MuonUpdate:
     """See ``UpdateRule``."""
 
-    num_moments: ClassVar[int | None] = 1
+    has_moments: ClassVar[bool] = True
     EXCHANGE: ClassVar = ExchangeRule(
         *(update_cost, lambda group: group["num_matrices"]),
         dtypes=lambda group, gradient, master: (iteration_dtype(group, master),),
@@ -45,7 +45,7 @@ class MuonUpdate:
 
     def __init__(self, parts: BackendParts) -> None:
         self._parts = parts
-        self.state = MomentState(parts.shards, ("momentum_buffer",), None, counts_steps=False)
+        self.state = MomentState(parts.shards, ("momentum_buffer",), counts_steps=False)
         self._exchange = OwnerExchange(parts, self.EXCHANGE)
         self.exchange_bytes = self._exchange.kept_bytes
         self._shards = {shard.index: shard for shard in parts.shards}

@@ -28,7 +28,7 @@ class TorchUpdate:
         over_shards: The copy.
     """
 
-    num_moments: ClassVar[int | None] = None
+    has_moments: ClassVar[bool] = False
     exchange_bytes = 0
 
     def __init__(self, parts: BackendParts, over_shards: OptimizerOverShards | OptimizerOverOwners) -> None:

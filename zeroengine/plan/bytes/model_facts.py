@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from zeroengine.config import Config
 from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import build_configured
-from zeroengine.optim.mixed_optimizer import algorithms_of
 from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
@@ -71,13 +71,15 @@ class ModelFacts:
         return next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
 
     def plans(self, config: Config) -> list[UnitPlan]:
-        """Return the units that ``initialize`` cuts the model into.
+        """Return the units that ``initialize`` cuts the model into. A configuration without an optimizer gets AdamW.
 
         Args:
             config: The resolved configuration.
         """
         optimizer = self.optimizer(config)
-        return units_of_model(self.model, config, {} if optimizer is None else algorithms_of(optimizer))
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(self.model.parameters())
+        return units_of_model(self.model, config, algorithms_of(optimizer, self.model, config))
 
     def optimizer(self, config: Config) -> torch.optim.Optimizer | None:
         """Return the optimizer that ``initialize`` makes of the configuration, if that names one.

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zeroengine.config import FLOATS, Config
-from zeroengine.optim.backends.adam_update import AdamUpdate
+from zeroengine.optim.backends.fused_update import FusedUpdate
 from zeroengine.optim.backends.interface import UpdateRule
 from zeroengine.optim.backends.muon_update import MuonUpdate
 from zeroengine.optim.backends.over_owners import OptimizerOverOwners
@@ -55,14 +54,11 @@ class OptimizerBytes(NamedTuple):
     transient: int
 
 
-def predict_optimizer(
-    units: Sequence[UnitBytes], config: Config, probe: OptimizerProbe, *, keeps_memory: bool
-) -> OptimizerBytes:
+def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, keeps_memory: bool) -> OptimizerBytes:
     """Return what the optimizer takes on rank 0.
 
     Args:
         units: The units.
-        config: The resolved configuration.
         probe: What is known of the optimizer.
         keeps_memory: Whether the transport keeps the memory that operations send from.
     """
@@ -77,9 +73,12 @@ def predict_optimizer(
         copied = 0
         for i, unit in own.items():
             # What the rule keeps state of: the index of a parameter, and elements of it.
-            if rule.num_moments is not None:
-                dtype = FLOATS[config.optimizer_state_dtype] if rule is AdamUpdate else unit.master_dtype
-                parts, of_param = [(0, unit.optimizer_numel)], [StateSizes((dtype.itemsize,) * rule.num_moments, ())]
+            algorithm = unit.plan.algorithm
+            if rule.has_moments:
+                # Muon's momentum has the dtype of the masters.
+                size = algorithm.moments_dtype.itemsize if rule is FusedUpdate else unit.master_dtype.itemsize
+                parts = [(0, unit.optimizer_numel)]
+                of_param = [StateSizes((size,) * algorithm.num_moments, ())]
             else:
                 parts = [(span.param_index, span.numel) for span in unit.layout.spans(0, unit.degrees.optimizer)]
                 if rule is WholeUpdate:
@@ -87,6 +86,8 @@ def predict_optimizer(
                 of_param = [probe.sizes(param, unit.master_dtype) for _, param in unit.plan.params]
                 copied += sum(numel for _, numel in parts) * unit.master_dtype.itemsize
             nbytes = sum(n * sum(of_param[k].element_sizes) + sum(of_param[k].number_sizes) for k, n in parts)
+            if algorithm.block > 1:
+                nbytes = sum(algorithm.moment_bytes(unit.optimizer_numel))
             states[i] = UnitState(nbytes, max((of.element_sizes for of in of_param), key=sum), rule is WholeUpdate)
         exchange += sent * keeps_memory
         # The rules update one after another. Whole parameters are copied beside their gradients.

@@ -183,14 +183,14 @@ def predict_states(
     units, placement = planned_units(plans, config, topology)
     ledger: _Ledger = Counter()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config, plans)
-    update = predict_optimizer(units, config, probe, keeps_memory=traits.keeps_memory)
+    update = predict_optimizer(units, probe, keeps_memory=traits.keeps_memory)
     for unit, state in zip(units, update.states, strict=True):
         ledger[placement.param_location if unit.shard_offloaded else None, "parameters"] += unit.shard_bytes
         ledger[None, "parameters"] += unit.secondary_bytes
         if unit.gradients is not None:
             location = placement.optimizer_location if unit.states_offloaded else None
             ledger[location if unit.gradients.is_offloaded else None, "gradients"] += unit.gradient_bytes
-            if unit.plan.is_mixed_precision:
+            if unit.plan.has_master:
                 ledger[location, "master"] += unit.optimizer_numel * unit.master_dtype.itemsize
             outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, topology.world_size)
             ledger[location, "optimizer"] += state.nbytes + outer

@@ -81,13 +81,13 @@ class UnitBytes:
     @property
     def master_dtype(self) -> torch.dtype:
         """The dtype that is updated."""
-        return torch.float32 if self.plan.is_mixed_precision else self.plan.dtype
+        return torch.float32 if self.plan.has_master else self.plan.dtype
 
     @property
     def has_wide_values(self) -> bool:
         """Whether the model's values are rounded, so that a master is kept from before that."""
         plan = self.plan
-        return plan.trainable and plan.is_mixed_precision and any(p.dtype is not plan.dtype for _, p in plan.params)
+        return plan.has_master and any(p.dtype is not plan.dtype for _, p in plan.params)
 
 
 def value_bytes(plan: UnitPlan, device: str) -> int:

@@ -196,16 +196,14 @@ def _update_seconds(units: Sequence[UnitBytes], states: StateBytes, machine: Mac
     moments = sum(place.get("optimizer", 0) for place in by_place)
     masters = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in trained)
     gradients = sum(unit.optimizer_numel * unit.gradients.dtype.itemsize for unit in trained if unit.gradients)
-    low_precision = sum(
-        unit.optimizer_numel * unit.plan.dtype.itemsize for unit in trained if unit.plan.is_mixed_precision
-    )
+    low_precision = sum(unit.optimizer_numel * unit.plan.dtype.itemsize for unit in trained if unit.plan.has_master)
     # The norm reads the gradients once more. Where the parameters are whole, users may have written into them, and
     # their copy in low precision is read too.
     nbytes = 2 * (masters + moments) + 2 * gradients + low_precision
     nbytes += sum(
         unit.optimizer_numel * unit.plan.dtype.itemsize
         for unit in trained
-        if unit.plan.is_mixed_precision and unit.degrees.parameters == 1
+        if unit.plan.has_master and unit.degrees.parameters == 1
     )
     if not numel:
         return 0.0, 0.0

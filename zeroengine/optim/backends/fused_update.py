@@ -1,4 +1,4 @@
-"""Fused Adam that waits for the norm, and then updates states wherever they live.
+"""The fused rules, which wait for the norm and then update states wherever they live.
 
 [Note: Where the kernel runs]
 - Everything is on the device: one kernel call there for each segment of the shard.
@@ -19,8 +19,10 @@ import torch
 from zeroengine import ops
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
-from zeroengine.optim.backends.adam_state import adam_state, has_decoupled_decay, run_over_adam_state
+from zeroengine.ops import UpdateArrays
+from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.fused_rules import refuse_new_momentum, settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.utils.work import Work
@@ -33,14 +35,14 @@ MAX_CACHED_LISTS = 16
 MAX_WRITEBACKS = 3
 
 
-class AdamUpdate:
-    """See ``UpdateRule``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
+class FusedUpdate:
+    """See ``UpdateRule``. Runs the rules of ``optim/fused_rules.py``."""
 
-    num_moments: ClassVar[int | None] = 2
+    has_moments: ClassVar[bool] = True
     exchange_bytes = 0
 
     def __init__(self, parts: BackendParts) -> None:
-        self.state = adam_state(parts)
+        self.state = fused_state(parts)
         self._parts = parts
         # For each shard a function of which parameters have a gradient, and of how far each is behind the unit's
         # largest step count. Neither depends on the step itself, so results are reused from step to step.
@@ -53,7 +55,7 @@ class AdamUpdate:
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateRule``."""
-        return run_over_adam_state(self._parts, self.state, act)
+        return run_over_state(self._parts, self.state, act)
 
     def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         """See ``UpdateRule``."""
@@ -62,14 +64,14 @@ class AdamUpdate:
         offloaded = []
         for shard in self._parts.shards:
             flags = has_grad[shard.index]
-            # Steps are counted before the update, because Adam's bias correction counts from 1.
+            # Steps are counted before the update, because the kernels count from 1.
             steps = [step + flag for step, flag in zip(self.state.steps[shard.index], flags, strict=True)]
             self.state.steps[shard.index] = steps
             last_step = max(steps, default=0)
             steps_behind = tuple(last_step - step for step in steps)
             segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
             if shard.on_device:
-                self._update_on_device(shard, segments, factor, self._tensors(shard))
+                self._update_on_device(shard, segments, factor, self.state.arrays(shard))
                 self._parts.publish_update(shard.unit)
             elif (store := shard.store_if_only_param_offloaded) is not None:
                 # An update that fails half way leaves the shard without its old values.
@@ -90,16 +92,11 @@ class AdamUpdate:
                 task for shard, segments in offloaded for task in self._tasks(shard, segments, factor)
             )
 
-    def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """Return master, gradient, both moments, and the low-precision parameters of a shard if it has them."""
-        tensors = [shard.master, shard.gradient, *self.state.moments[shard.index]]
-        return tensors if shard.low_precision_param is None else [*tensors, shard.low_precision_param]
-
     def _update_on_device(
-        self, shard: OptimizerShard, segments: Sequence[Segment], factor: float, tensors: Sequence[torch.Tensor]
+        self, shard: OptimizerShard, segments: Sequence[Segment], factor: float, arrays: UpdateArrays
     ) -> None:
         with self._parts.timer.span("update", shard.unit.name, "update"):
-            self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *tensors)
+            self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *arrays.tensors())
 
     def _update_with_offloaded_param(
         self, shard: OptimizerShard, store: OffloadStore, segments: Sequence[Segment], factor: float, all_elements: bool
@@ -112,20 +109,21 @@ class AdamUpdate:
         param = shard.param
         assert store.copies is not None
         on_device = store.copies.device_memory(padded_nbytes(param.nbytes))[: param.nbytes].view(param.dtype)
-        if shard.unit.is_mixed_precision and all_elements:
+        if shard.unit.has_master and all_elements:
             # The update writes every parameter, so only the padding between them has to be set.
             on_device.zero_()
         else:
             with self._parts.timer.span("offload", shard.unit.name):
                 store.read(param, on_device).wait_stream()
-        tensors = [on_device if tensor is param else tensor for tensor in self._tensors(shard)]
-        self._update_on_device(shard, segments, factor, tensors)
+        arrays = self.state.arrays(shard)
+        moved = [on_device if tensor is param else tensor for tensor in arrays.tensors()]
+        self._update_on_device(shard, segments, factor, arrays.like(moved))
         return store.write(on_device, param)
 
     def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[PipelineTask]:
         """Return the update of an offloaded shard in chunks that fit a buffer, then a task that ends the shard."""
         assert self._parts.pipeline is not None
-        tensors = self._tensors(shard)
+        arrays = self.state.arrays(shard)
         numel, chunk_numel = shard.param.numel(), self._parts.pipeline.chunk_numel
         for start in range(0, numel, chunk_numel):
             stop = min(start + chunk_numel, numel)
@@ -138,11 +136,9 @@ class AdamUpdate:
             reads_param = not all_written or shard.may_be_written
             operands = [
                 Operand(
-                    tensor[start:stop],
-                    reads=tensor is not shard.low_precision_param or reads_param,
-                    writes=tensor is not shard.gradient,
+                    part, reads=tensor is not shard.low_precision_param or reads_param, writes=tensor is not arrays.grad
                 )
-                for tensor in tensors
+                for tensor, part in zip(arrays.tensors(), arrays.part(start, stop).tensors(), strict=True)
             ]
             yield PipelineTask(operands, partial(self._run_kernel, shard, inside, factor, start, stop))
         # This task runs in the order of the units, because it may launch a collective.
@@ -163,29 +159,23 @@ class AdamUpdate:
         stop: int,
         *tensors: torch.Tensor,
     ) -> None:
-        """Update elements ``start`` to ``stop`` of a shard. ``tensors`` hold their values, as in ``_tensors``."""
+        """Update elements ``start`` to ``stop`` of a shard, which are those of ``tensors``, ordered as its arrays."""
         last_step = max(self.state.steps[shard.index], default=0)
+        arrays = self.state.arrays(shard).like(tensors)
+        optimizer = self._parts.base_optimizer
         for segment in segments:
             step = last_step - segment.steps_behind
-            group = self._parts.base_optimizer.param_groups[segment.group]
-            first = max(segment.start, start)
-            elements = slice(first - start, min(segment.stop, stop) - start)
-            master, gradient, exp_avg, exp_avg_sq, *low_precision = (tensor[elements] for tensor in tensors)
-            ops.adam_step(
-                master,
-                gradient,
-                exp_avg,
-                exp_avg_sq,
+            settings = settings_of(optimizer, optimizer.param_groups[segment.group])
+            first, last = max(segment.start, start), min(segment.stop, stop)
+            part = arrays.part(first - start, last - start)
+            num_moments = len(ops.RULES[settings["rule"]].signs)
+            if num_moments > len(part.moments):
+                refuse_new_momentum(type(optimizer).__name__)
+            ops.update_step(
+                arrays=part._replace(moments=part.moments[:num_moments], scales=part.scales[:num_moments]),
+                **settings | {"lr": float(settings["lr"])},
                 step=step,
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                decoupled=has_decoupled_decay(self._parts.base_optimizer, group),
                 grad_scale=factor,
-                maximize=bool(group.get("maximize", False)),
-                low_precision_param=low_precision[0] if low_precision else None,
                 reload_written=shard.may_be_written,
                 # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is
                 # the same at every stage and in chunks of any size.
