@@ -111,6 +111,7 @@ def replace_saved_views(
                     continue
                 if name == _SAVED_BY_FUNCTION:
                     _return_parameters(node, value, unit_of)
+                    _replace_attributes(node, ranges)
                 for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
@@ -142,6 +143,29 @@ def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping
         node.__class__ = _class_returning_parameters(type(node))
 
 
+def _replace_attributes(node: Any, ranges: Sequence[tuple[int, int, Unit]]) -> None:
+    """Let the node of a custom Function keep parameters rather than views of their shape, which hold their memory.
+
+    Some Functions keep tensors in attributes of ``ctx``, such as that of a ``Linear4bit`` of bitsandbytes, and not by
+    ``save_for_backward``. A use of a released parameter gathers it.
+    """
+    for key, value in list(vars(node).items()):
+        if isinstance(value, torch.Tensor):
+            vars(node)[key] = _parameter_for(value, ranges)
+        elif type(value) in (tuple, list) and any(isinstance(item, torch.Tensor) for item in value):
+            vars(node)[key] = type(value)(_parameter_for(item, ranges) for item in value)
+
+
+def _parameter_for(value: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Any:
+    """Return the parameter that ``value`` has the shape and the memory of, or else ``value``."""
+    unit = _unit_of_memory(value, ranges) if isinstance(value, torch.Tensor) else None
+    if unit is None:
+        return value
+    param = unit.params[unit.layout.param_index_at(value.storage_offset())]
+    is_same = value.data_ptr() == param.data_ptr() and value.shape == param.shape and value.is_contiguous()
+    return param if is_same else value
+
+
 def _class_returning_parameters(node_class: Any) -> Any:
     """Return a subclass of the nodes of a Function whose ``saved_tensors`` are the parameters that were saved."""
     # A module may define its Function in each forward. So its class keeps the subclass, and no cache keeps the class.
@@ -168,14 +192,18 @@ def _names_of_saved(node_class: type) -> tuple[str, ...]:
 
 def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
     """Return the unit in whose full buffer the saved tensor lies."""
+    return _unit_of_memory(saved.data, ranges)
+
+
+def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
+    """Return the unit in whose full buffer ``tensor`` lies, if it is a strided view of it."""
     try:
-        tensor = saved.data
         address = 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
         # Sparse tensors and those of torch.func have no address.
         return None
     for start, stop, unit in ranges:
-        if start <= address < stop:
+        if tensor is not None and start <= address < stop:
             # ``SavedView.restore`` makes a strided view of the parameter, which has neither another dtype nor a
             # conjugate bit.
             is_plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
