@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.quantized_models import torchao_linear
 from zeroengine.runtime.released_parameter import mark_gathered, mark_released
 
 
@@ -160,3 +161,12 @@ def test_a_released_parameter_is_freed_like_any_other() -> None:
     del made
     gc.collect()
     assert reference() is None
+
+
+def test_a_use_that_gathers_runs_by_the_rules_of_the_parameters_own_class() -> None:
+    linear = torchao_linear(3, 2)
+    x = torch.ones(1, 3)
+    expected = linear(x)
+    mark_released(linear.weight, lambda param, operation: mark_gathered(param))
+    assert type(linear.weight).__name__ == "Int8Tensor", "libraries compare the names of classes"
+    assert torch.equal(linear(x), expected)

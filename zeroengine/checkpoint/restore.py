@@ -102,7 +102,7 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
             with loading_errors(group):
                 engine.master_weights.publish()
             with loading_errors(group):
-                _load_by_own_code(tensors, path, plan, objects)
+                _load_by_own_code(tensors, path, plan, objects, is_whole=manifest is None or not manifest.left_out)
         # The small state is put back, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
             raise HalfLoadedError(
@@ -201,13 +201,16 @@ def _load_entries(
     return state
 
 
-def _load_by_own_code(tensors: EngineTensors, path: Path, plan: LoadPlan, objects: Mapping[str, Any]) -> None:
+def _load_by_own_code(
+    tensors: EngineTensors, path: Path, plan: LoadPlan, objects: Mapping[str, Any], *, is_whole: bool
+) -> None:
     """Let the model's own ``load_state_dict()`` take what is no parameter or buffer, such as extra state."""
     names, prefix = plan.saved_names, plan.names.model.prefix
     values = {key: objects[prefix + key] for key in names.computed if prefix + key in objects}
     values |= {key: plan.entries[prefix + key].pieces[0][1] for key in names.computed if prefix + key in plan.entries}
     missing = [key for key in names.computed if key not in values]
-    if missing and tensors.group.rank == 0:
+    # A checkpoint without frozen parameters has none of these values either.
+    if missing and is_whole and tensors.group.rank == 0:
         log.warning("%s has no %s, which stays as it is", path, listed(missing, NUM_SHOWN))
     tensors.load_by_own_code(names, values, str(path))
 

@@ -17,6 +17,7 @@ from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
+from zeroengine.partition.storages import storages_of
 from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
 
@@ -135,7 +136,7 @@ def named_param_groups(tensors: EngineTensors) -> list[dict[str, Any]]:
     names = {param: name for name, param in tensors.own_tensors().items()}
     return [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": [names[param] for param in group["params"]]}
+        | {"params": [names[storage] for param in group["params"] for _, storage in storages_of(param)]}
         for group in tensors.optimizer.param_groups
     ]
 

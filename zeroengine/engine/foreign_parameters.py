@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
 
@@ -69,7 +70,7 @@ class ForeignParameters:
         foreign = [
             f"{name} ({'replaced' if name in self._original_names else 'added'})"
             for name, param in _named_parameters(self._model)
-            if param not in self._names
+            if not any(storage in self._names for _, storage in storages_of(param))
         ]
         if foreign:
             raise ZeroEngineError(

@@ -18,7 +18,9 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
+from zeroengine.runtime.quantized_parameters import map_wrapper
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
@@ -118,7 +120,10 @@ class ParameterOwner:
 def _state_without_engine(param_ref: weakref.ref[nn.Parameter]) -> dict[str, Any]:
     param = param_ref()
     assert param is not None
-    return {name: value for name, value in vars(param).items() if name not in (OWNER_ATTRIBUTE, "__getstate__")}
+    own = getattr(type(param), "__getstate__", None)
+    # Classes such as those of quantized weights know how to copy themselves.
+    state = vars(param) if own is getattr(torch.Tensor, "__getstate__", None) or own is None else own(param)
+    return {k: value for k, value in state.items() if k != "__getstate__" and not k.startswith("_zeroengine_")}
 
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:
@@ -150,6 +155,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         params = [module_or_params]
     else:
         params = list(module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params)
+    params = [storage for param in params for _, storage in storages_of(param)]
     # A module without parameters is common in a loop over submodules, and gathering nothing is no error.
     if not params:
         yield
@@ -244,9 +250,13 @@ def collect_state_dict(
     for tensor in tensors - copies.keys():
         copies[tensor] = tensor.detach().to("cpu", copy=True)
     # Values other than tensors are copies of theirs already.
-    return state.like(
-        {
-            key: copies[value] if isinstance(value, torch.Tensor) else map_tensors(torch.Tensor.cpu, value)
-            for key, value in wanted.items()
-        }
-    )
+    result = {
+        key: copies[value] if isinstance(value, torch.Tensor) else map_tensors(torch.Tensor.cpu, value)
+        for key, value in wanted.items()
+    }
+    for key, wrapper in state.wrappers.items():
+        storages = storages_of(wrapper)
+        if all(key + suffix in result for suffix, _ in storages):
+            by_id = {id(storage): result.pop(key + suffix) for suffix, storage in storages}
+            result[key] = map_wrapper(wrapper, lambda tensor, by_id=by_id: by_id[id(tensor)])  # type: ignore[misc]
+    return state.like(result)

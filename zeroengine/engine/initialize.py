@@ -41,6 +41,7 @@ from zeroengine.plan.bytes.free_memory import measure_free_memory
 from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 
 log = logging.getLogger("zeroengine")
 
@@ -104,6 +105,7 @@ def make_engine(
         # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
         with group.collective_errors("to initialize"):
             _check_model(model, optimizer)
+            split_quantized_parameters(model, undo)
             settings = config if isinstance(config, Config) else load(config)
             # Some settings depend on the model's dtype or the number of ranks.
             dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
@@ -119,7 +121,7 @@ def make_engine(
             undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
             algorithms = algorithms_of(base_optimizer, model, settings)
             plans = mixed_precision.units_of_model(model, settings, algorithms)
-            model_checks.check_quantizable(settings.zero_optimization, plans)
+            model_checks.check_quantizable(settings.zero_optimization, plans, model)
             # With "auto" only stages are chosen at which the optimizer works.
             replica_ranks = settings.replica_ranks(group.world_size)
             rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)

@@ -15,6 +15,8 @@ from zeroengine.config.zero import ZeroOptimization
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.storages import is_quantized, storages_of
+from zeroengine.runtime.quantized_parameters import library_of
 
 # The call that makes each class, by the class's module and name, so that none of these modules must be imported.
 WRAPPERS = {
@@ -110,21 +112,25 @@ def check_tensor_kinds(model: nn.Module) -> None:
                 f"{name} has no shape yet: its module is lazy and takes the shape in its first forward. Run one "
                 "on a batch before initialize(), such as `with torch.no_grad(): model(*batch)`."
             )
-        reason = _reason_refused(tensor)
+        # The tensors in a quantized weight are checked when they are found.
+        is_known = isinstance(tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor) and library_of(tensor)
+        reason = "" if is_known else _reason_refused(tensor)
         if reason:
             raise ZeroEngineError(f"{name} {reason}")
 
 
-def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan]) -> None:
+def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan], model: nn.Module) -> None:
     """Check that the parameters whose values or gradients are sent quantized have a dtype that can be.
 
     Args:
         zero: Decides what is quantized.
         plans: The units of the model.
+        model: The model.
 
     Raises:
-        ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16.
+        ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16, or is a quantized one already.
     """
+    exact = {storage for param in model.parameters() if is_quantized(param) for _, storage in storages_of(param)}
     for plan in plans:
         quantized = {
             "zero_quantized_weights": zero.zero_quantized_weights,
@@ -132,6 +138,10 @@ def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan]) -> None
             "zero_quantized_gradients": zero.zero_quantized_gradients and plan.trainable,
         }
         keys = [key for key, is_set in quantized.items() if is_set]
+        if keys and (names := [name for name, param in plan.params if param in exact]):
+            raise ZeroEngineError(
+                f"parameter {names[0]} is quantized already, and is sent byte for byte; leave {' and '.join(keys)} out"
+            )
         if not keys or is_quantizable(plan.dtype):
             continue
         name, param = plan.params[0]
@@ -148,7 +158,8 @@ def _reason_refused(tensor: torch.Tensor) -> str:
     if is_traceable_wrapper_subclass(tensor):
         return (
             f"is a {type(tensor).__name__}, which wraps other tensors and has no memory of its own to partition or "
-            "send. Keep the tensors that it wraps as parameters or buffers, and build it from them in the forward."
+            "send. Only quantized weights of torchao may be such, as parameters. Keep the tensors that it wraps as "
+            "parameters or buffers, and build it from them in the forward."
         )
     if tensor.layout is not torch.strided:
         return (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.listed import listed
@@ -80,7 +81,8 @@ def check_overlaps(model: nn.Module) -> None:
 
 def _regions(model: nn.Module) -> Iterator[_Region]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.numel():
+        # A wrapper of other tensors has no address.
+        if not tensor.numel() or is_traceable_wrapper_subclass(tensor):
             continue
         spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         # A tensor without memory has no address.

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.storages import is_quantized, storages_of
 from zeroengine.partition.unit_lists import find_unit_lists
 
 # Counted in elements. Outside of the blocks, a parameter of at least this size, such as an embedding, is a unit.
@@ -154,7 +155,11 @@ def cut_units(
             matches no module with parameters.
     """
     check_has_parameters(model)
-    names = {param: plain_name(name) for name, param in model.named_parameters()}
+    names: dict[nn.Parameter, str] = {}
+    exact: set[nn.Parameter] = set()
+    for name, param in model.named_parameters():
+        names |= {storage: plain_name(name) + suffix for suffix, storage in storages_of(param)}
+        exact.update(storage for _, storage in storages_of(param) if is_quantized(param))
     roots = dict(_repeated_blocks(model)) if patterns is None else _match(model, patterns)
     params_of: dict[str, list[nn.Parameter]] = {name: [] for name in roots}
     taken: set[nn.Parameter] = set()
@@ -162,8 +167,9 @@ def cut_units(
         # The innermost of the blocks around it.
         root_name = next((outer for outer in _above(plain_name(name)) if outer in roots), None)
         if root_name is not None and param not in taken:
-            taken.add(param)
-            params_of[root_name].append(param)
+            storages = [storage for _, storage in storages_of(param)]
+            taken.update([param, *storages])
+            params_of[root_name] += storages
     groups = [
         _Group(name, root, [(names[param], param) for param in params_of[name]])
         for name, root in roots.items()
@@ -177,6 +183,8 @@ def cut_units(
     positions = {module: position for position, module in enumerate(model.modules())}
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
+        if param in exact:
+            return param.dtype
         if not is_wide_float(param) and not (param.is_floating_point() and param.requires_grad):
             return param.dtype
         if compute_dtype is None:
@@ -287,7 +295,8 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            owners.setdefault(param, []).append(module)
+            for _, storage in storages_of(param):
+                owners.setdefault(storage, []).append(module)
     return owners
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroengine.partition.storages import WRAPPER_ATTRIBUTE, storages_of
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
@@ -62,10 +63,14 @@ class ReleasedParameter(nn.Parameter):
             return func(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
         # torch.compile runs functions on parameters to infer shapes, which must gather nothing.
         if func not in _METADATA and not _tracing():
-            for param in tensors_in((args, kwargs)):
+            tensors = list(tensors_in((args, kwargs)))
+            for param in tensors:
                 # Resolving one parameter may have gathered the others of its unit.
                 if isinstance(param, ReleasedParameter) and has_no_values(param):
                     resolver_of(param)(param, _name(func))
+            if not any(is_released_parameter(tensor) for tensor in tensors):
+                # The parameters' own classes, such as those of quantized weights, may have rules of their own.
+                return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
@@ -135,13 +140,20 @@ def resolver_of(param: torch.Tensor) -> Resolver:
 @cache
 def _released_class(cls: type) -> type:
     # The parameter's own class stays a base, so that ``isinstance`` and its attributes work while it is released.
-    bases = (ReleasedParameter,) if cls is nn.Parameter else (ReleasedParameter, cls)
-    return type(f"Released{cls.__name__}", bases, {})
+    # So does its name, by which libraries tell the classes of quantized weights apart.
+    if cls is nn.Parameter:
+        return type(ReleasedParameter.__name__, (ReleasedParameter,), {})
+    return type(cls.__name__, (ReleasedParameter, cls), {})
 
 
 def is_released_parameter(param: torch.Tensor) -> bool:
     """Return whether ``param`` is released. It is faster than ``isinstance``, which torch implements in Python."""
     return issubclass(type(param), ReleasedParameter)
+
+
+def class_of(param: torch.Tensor) -> Any:
+    """Return the class of ``param``; of a released one that which it has while it is gathered."""
+    return param.__dict__["_zeroengine_class"] if is_released_parameter(param) else type(param)
 
 
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
@@ -150,6 +162,8 @@ def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
     if not is_released_parameter(param):
         param.__dict__["_zeroengine_class"] = type(param)
         param.__class__ = _released_class(type(param))
+        if (wrapper := param.__dict__.get(WRAPPER_ATTRIBUTE)) is not None:
+            mark_released(wrapper, _resolve_storages)
     param.__dict__["_zeroengine_resolver"] = resolver
 
 
@@ -158,6 +172,16 @@ def mark_gathered(param: nn.Parameter) -> None:
     if is_released_parameter(param):
         param.__class__ = param.__dict__.pop("_zeroengine_class")
         del param.__dict__["_zeroengine_resolver"]
+        wrapper = param.__dict__.get(WRAPPER_ATTRIBUTE)
+        # The storages of a wrapper may belong to several units.
+        if wrapper is not None and not any(is_released_parameter(storage) for _, storage in storages_of(wrapper)):
+            mark_gathered(wrapper)
+
+
+def _resolve_storages(wrapper: nn.Parameter, operation: str) -> None:
+    for _, storage in storages_of(wrapper):
+        if has_no_values(storage):
+            resolver_of(storage)(storage, operation)
 
 
 # -- parameters whose values are here, but not their gradient ------------------------------------------

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.storages import WRAPPER_ATTRIBUTE, storages_of
 from zeroengine.runtime.full_buffer import placeholder_of
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import has_no_values, mark_gathered, mark_released
@@ -42,11 +43,13 @@ class ModelState:
             which may be released. Others are what the model's code computed, such as extra state.
         tensors: The keys that hold a parameter or a buffer, with that tensor.
         slot_names: The name in its unit of each parameter.
+        wrappers: By key, the quantized weights of which ``values`` has the storages alone, each under a key of its own.
     """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     slot_names: Mapping[nn.Parameter, str]
+    wrappers: Mapping[str, nn.Parameter]
 
     def like(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values`` as a dict of the same class, with the versions of the modules that torch attaches."""
@@ -69,6 +72,7 @@ def read_model_state(model: nn.Module, units: Sequence[Unit], gatherer: Gatherer
     }
     params = {name: param for param, name in slot_names.items()}
     values: OrderedDict[str, Any] = OrderedDict()
+    wrappers: dict[str, nn.Parameter] = {}
     with StandIns(model, units, gatherer) as stand_ins:
         state = model.state_dict()
         for key, value in state.items():
@@ -76,13 +80,18 @@ def read_model_state(model: nn.Module, units: Sequence[Unit], gatherer: Gatherer
                 value = stand_ins.original_of(value)
             else:
                 value = map_tensors(lambda tensor: tensor.detach().clone(), value)
+            if stand_ins.is_wrapper(value):
+                wrappers[key] = value
+                values |= {key + suffix: storage for suffix, storage in storages_of(value)}
+                continue
             param = params.get(plain_name(key))
             # A copy, such as that of a hook that moves values to the CPU, is the parameter as well.
             is_copy = param is not None and value is not param and stand_ins.is_copy(value, param)
             values[key] = param if is_copy else value
     if hasattr(state, "_metadata"):
         values._metadata = state._metadata  # type: ignore[attr-defined]
-    return ModelState(values, {key: value for key, value in values.items() if stand_ins.knows(value)}, slot_names)
+    tensors = {key: value for key, value in values.items() if stand_ins.knows(value)}
+    return ModelState(values, tensors, slot_names, wrappers)
 
 
 class StandIns(TorchFunctionMode):
@@ -102,6 +111,8 @@ class StandIns(TorchFunctionMode):
         self._unit_of = {param: unit for unit in units for param in unit.params}
         self._originals: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in self._unit_of}
         self._originals |= {id(buffer): buffer for buffer in model.buffers()}
+        # Quantized weights without memory of their own: they are their own stand-ins.
+        self._wrappers = {id(w) for param in self._unit_of if (w := param.__dict__.get(WRAPPER_ATTRIBUTE)) is not None}
         # By the id of the detached tensor.
         self._detached: dict[int, _Detached] = {}
         self._pinned: dict[Unit, None] = {}
@@ -134,6 +145,8 @@ class StandIns(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a torch function, or give a stand-in for what it would return."""
+        if func in _DETACHING and self.is_wrapper(args[0]):
+            return args[0]
         if func in _DETACHING and self.knows(self.original_of(args[0])):
             return self.stand_in(self.original_of(args[0]))
         self._arguments = (args, kwargs)
@@ -145,6 +158,10 @@ class StandIns(TorchFunctionMode):
     def knows(self, tensor: object) -> bool:
         """Return whether ``tensor`` is a parameter or buffer of the model."""
         return id(tensor) in self._originals
+
+    def is_wrapper(self, tensor: object) -> bool:
+        """Return whether ``tensor`` is a quantized weight whose storages alone have memory."""
+        return id(tensor) in self._wrappers
 
     def original_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the parameter or buffer that ``tensor`` is the detached form of, or else ``tensor``."""

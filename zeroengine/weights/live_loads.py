@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.partition.storages import is_quantized, storages_of
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights import sources
@@ -88,6 +89,7 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
         matched = match_weights(tensors, entries, names, source)
     match = matched.match
     # The check is computed from the same facts on every rank, so all raise or none does.
+    _check_quantized(tensors, match.stored_names, source.where)
     match.check(source.where, strict=strict)
     with group.collective_errors("to load weights"):
         total = sum(entries[name].nbytes for name in match.stored_names)
@@ -103,6 +105,24 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
         if errors:
             raise errors[0]
     return LoadResult(match.missing, match.unexpected)
+
+
+def _check_quantized(tensors: EngineTensors, present: Container[str], where: str) -> None:
+    """Check that quantized parameters are there with all of their storages, or not at all.
+
+    Raises:
+        CheckpointError: Of one parameter some are there. Its values would be read by the scales of another one.
+    """
+    names = {id(tensor): name for name, tensor in tensors.own_tensors().items()}
+    for param in filter(is_quantized, tensors.module.parameters()):
+        own = [names[id(storage)] for _, storage in storages_of(param)]
+        if missing := [name for name in own if name not in present]:
+            if len(missing) < len(own):
+                raise CheckpointError(
+                    f"{where} holds a part of a quantized parameter: {missing[0]} is not there, which bitsandbytes "
+                    "keeps outside of tensors. Give the model the quantized weights before initialize(), such as by "
+                    "from_pretrained(); load_checkpoint() and an adapter's load_weights(strict=False) need none."
+                )
 
 
 def _open_source(weights: Weights) -> WeightSource | None:

@@ -27,6 +27,7 @@ from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
 from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks
 from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 
@@ -113,7 +114,7 @@ def _trace(
     modules = dict(zip(model.model.modules(), replica.modules(), strict=True))
     units = [[modules[module] for module in plan.modules] for plan in plans]
     params = dict(zip(model.model.parameters(), replica.parameters(), strict=True))
-    dtypes = {params[param]: plan.dtype for plan in plans for _, param in plan.params}
+    dtypes = {params[param]: plan.dtype for plan in plans for _, param in plan.params if param in params}
     runs = omit_equal_blocks(replica) if omits_blocks else []
     with contextlib.ExitStack() as undo:
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -183,7 +184,12 @@ def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dty
     """
     params: dict[nn.Parameter, nn.Parameter] = {}
     buffers: dict[torch.Tensor, torch.Tensor] = {}
+    replace_quantized_parameters(model, partial(torch.empty_like, device="cpu"))
     for param in model.parameters():
+        if param not in dtypes:
+            # A quantized parameter has fake tensors by now.
+            params[param] = param
+            continue
         fake = torch.empty_strided(param.shape, param.stride(), dtype=dtypes[param], device="cpu")
         params[param] = nn.Parameter(fake, requires_grad=param.requires_grad)
         if param.requires_grad:

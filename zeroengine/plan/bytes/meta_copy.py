@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.bytes.model_facts import Batch, as_batch
+from zeroengine.runtime.quantized_parameters import library_of, replace_quantized_parameters, shared_by_copies
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 
@@ -24,15 +25,19 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         for param in model.parameters()
+        if not library_of(param)
     }
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    memo |= {id(shared): shared for shared in shared_by_copies(model)}
     try:
-        return copy.deepcopy(model, memo)
+        replica = copy.deepcopy(model, memo)
     except Exception as error:
         raise ZeroEngineError(
             f"plan() cannot copy the model ({type(model).__name__}): {type(error).__name__}: {error}. Pass the "
             'function that builds it instead, as "module:function"'
         ) from error
+    replace_quantized_parameters(replica, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return replica
 
 
 def batches_like(example: Any) -> Callable[[int], Batch]:

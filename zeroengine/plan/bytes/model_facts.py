@@ -27,6 +27,7 @@ from zeroengine.optim.factory import build_configured
 from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
+from zeroengine.runtime.quantized_parameters import quantize_on_meta, split_quantized_parameters
 from zeroengine.utils.tensor_tree import tensors_in
 
 # The arguments and keyword arguments of one call of the model.
@@ -123,6 +124,8 @@ def from_module(
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to("meta")
+    quantize_on_meta(model)
+    split_quantized_parameters(model)
     normalized = None if make_batch is None else lambda samples: as_batch(make_batch(samples))
     return ModelFacts(name or type(model).__name__, model, normalized, _tokens_per_sample(normalized))
 
