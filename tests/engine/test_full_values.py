@@ -444,4 +444,3 @@ def test_wrong_calls_are_errors_on_every_rank_and_change_nothing(kind: str) -> N
             assert "not during one" in messages["inside a backward"]
             if kind == "adam":
                 assert "shape (), the one given has (72,)" in messages["number's shape"]
-            else:
