@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroengine
 from tests.checkpoint.models import engine_at, momentum
-from tests.checkpoint.test_engine_checkpoints import fingerprint, refused
+from tests.checkpoint.test_engine_checkpoints import refused
 from tests.distributed.models import WIDTH, TinyLM, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start, take_steps

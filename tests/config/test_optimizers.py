@@ -62,7 +62,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* by its import path'),
         (
             {"type": "Radam"},
-            "write one of Adam, Adam8bit, AdamW, AdamW8bit, SGD, Adagrad, Lion, Lion8bit, Muon, the import path .* such as torch.optim.RAd",
+            "write one of Adam, Adam8bit, AdamW, AdamW8bit, SGD, .*, Muon, the import path .* such as torch.optim.RAd",
         ),
         ({"type": "OneBitAdam"}, "It is not available: it compresses its communication, which changes results"),
         ({"type": 3}, r"optimizer.type: found 3 \(an integer\); write one of"),

@@ -46,13 +46,28 @@ class Odd(nn.Module):
         return self.body(ids, labels) * self.scale.mean() + more + wide + self.nothing.sum()
 
 
+class Wide(nn.Module):
+    """Units of parameters large and small, whose moments have 8 bits and fp32 where a configuration asks for 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 211), nn.Linear(211, 24)) for _ in range(2))
+        self.body = TinyLM(tied=True)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.body.norm.weight.new_ones(2, 24)
+        for layer in self.layers:
+            x = layer(x)
+        return self.body(ids, labels) + x.float().mean()
+
+
 FAMILIES = ("gpt2", "llama", "mixtral", "vit", "t5")
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 
 def family(name: str) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]:
     """A model's factory, and its inputs by micro-step and rank."""
-    own: dict[str, Callable[[], nn.Module]] = {"tiny": TinyLM, "odd": Odd}
+    own: dict[str, Callable[[], nn.Module]] = {"tiny": TinyLM, "odd": Odd, "wide": Wide}
     if name in own:
         return own[name], batch
     if name == "experts":

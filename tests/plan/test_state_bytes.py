@@ -52,6 +52,16 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"zero": {"offload_optimizer": DISK | {"ratio": 0.5}, "offload_param": DISK}, "more": BF16, "micro_steps": 2}),
     (3, {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "more": BF16}),
 ]
+IN_BF16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+EIGHT_BITS = {"optimizer_state_dtype": "int8"}
+# Moments of 8 bits, and parameters without masters.
+FORMATS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"more": EIGHT_BITS}),
+    (3, {"more": EIGHT_BITS | BF16, "zero": {"offload_optimizer": DISK, "offload_param": DISK}}),
+    (2, {"more": EIGHT_BITS, "optimizer": SGD, "zero": {"offload_optimizer": DISK}}),
+    (3, {"more": EIGHT_BITS | IN_BF16, "optimizer": {"type": "Lion", "params": {}}, "micro_steps": 2}),
+    (1, {"more": IN_BF16, "micro_steps": 2}),
+]
 MUON = {"type": "Muon", "params": {"lr": 1e-3}}
 ADAFACTOR = {"type": "torch.optim.Adafactor", "params": {}}
 # Rules that need whole matrices. No optimizer stands for a mixed one that is handed to ``initialize``.
@@ -87,7 +97,7 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
 )
 def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
     whole = WHOLE if world_size == 2 else WHOLE[3:4]
-    chosen = cases("tiny", settings + whole) + cases("odd", settings[:4] + WHOLE[3:4])
+    chosen = cases("tiny", settings + whole) + cases("odd", settings[:4] + WHOLE[3:4]) + cases("wide", FORMATS)
     assert_all_as_predicted(chosen, transport, world_size, tmp_path)
 
 

@@ -84,8 +84,9 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
 
     def acquire(flow: GradientFlow) -> BufferKey:
         key = _buffer_key(flow, largest)
-        # A slow peer frees a buffer only for those who wait.
-        is_new = buffer_to_reuse(range(num_idle[key]), lambda _, timeout_s: at_once or timeout_s > 0) is None
+        # A slow peer, or a slow disk, frees a buffer only for those who wait.
+        is_done = at_once and not flow.format.is_offloaded
+        is_new = buffer_to_reuse(range(num_idle[key]), lambda _, timeout_s: is_done or timeout_s > 0) is None
         counts[key] += is_new
         num_idle[key] -= not is_new
         return key
