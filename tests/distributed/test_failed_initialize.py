@@ -128,7 +128,7 @@ def refused(case: str, stage: int) -> tuple[str, bool]:
     more: dict[str, Any] = dict(BF16)
     schedule: Any = None
     if case == "moments":
-        more["optimizer_state_dtype"] = "bf16"
+        optimizer, more["optimizer_state_dtype"] = torch.optim.RAdam(model.parameters()), "bf16"
     elif case == "other schedule":
         schedule = ConstantLR(torch.optim.SGD(model.parameters(), lr=0.1))
     elif case == "plateau":
@@ -146,7 +146,7 @@ def refused(case: str, stage: int) -> tuple[str, bool]:
 
 
 CASES = {
-    "moments": "only Adam and AdamW on fp32 masters keep moments in bf16",
+    "moments": "keep moments in bf16 and int8, not RAdam",
     "other schedule": "drives another optimizer",
     "plateau": "needs a metric",
     "script": "no hooks on a ScriptModule",

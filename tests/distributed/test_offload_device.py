@@ -406,16 +406,16 @@ def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> N
 # -- bad input ------------------------------------------------------------------------------------
 
 
-def sgd(settings: dict[str, Any]) -> None:
+def radam(settings: dict[str, Any]) -> None:
     start()
     model = build(TinyLM)
-    make_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), settings, copies=LateCopies())
+    make_engine(model, torch.optim.RAdam(model.parameters()), settings, copies=LateCopies())
 
 
 def test_an_optimizer_that_cannot_be_updated_in_pieces_is_refused(tmp_path: Path) -> None:
     settings = away(2, OPTIMIZER, tmp_path) | {"optimizer": None}
-    with pytest.raises(RankFailed, match=r'only Adam and AdamW .* not SGD; write "device": "none"'):
-        run_ranks(1, sgd, settings)
+    with pytest.raises(RankFailed, match=r'Adam, AdamW, .* not RAdam; write "device": "none"'):
+        run_ranks(1, radam, settings)
 
 
 def start_where_memory_is_short(settings: dict[str, Any]) -> None:

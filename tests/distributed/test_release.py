@@ -141,6 +141,10 @@ class Reference(nn.Module):
         return self.second(self.first(x).relu()).sum()
 
 
+def radam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(params)
+
+
 def no_schedule(optimizer: torch.optim.Optimizer) -> Any:
     raise ZeroDivisionError
 
@@ -151,13 +155,14 @@ def failed_initialize(where: str, stage: int) -> None:
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     schedule: Any = None
     more: dict[str, Any] = {"optimizer": None}
+    make: Any = sgd
     if where == "schedule":
         schedule = no_schedule
     elif where == "optimizer":
-        # Only Adam keeps its state in bf16.
-        more["optimizer_state_dtype"] = "bf16"
+        # Only the fused rules keep their states in bf16.
+        more["optimizer_state_dtype"], make = "bf16", radam
     with pytest.raises((ZeroEngineError, ZeroDivisionError)):
-        zeroengine.initialize(model, sgd, config(stage, **more), lr_scheduler=schedule)
+        zeroengine.initialize(model, make, config(stage, **more), lr_scheduler=schedule)
     assert hooks_of(model) == 0
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
