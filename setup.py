@@ -42,8 +42,7 @@ FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-er
 # GCC's own AVX-512 headers trip -Wuninitialized and -Wmaybe-uninitialized (its bug 105593).
 ISA_FLAGS = {
     "isa_avx2": "-mavx2 -mfma -mf16c".split(),
-    "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-uninitialized".split()
-    + ["-Wno-maybe-uninitialized"],
+    "isa_avx512": "-mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-maybe-uninitialized -Wno-uninitialized".split(),
 }
 
 # Only architectures that the nvcc knows are built. The PTX of the last one serves newer GPUs.
