@@ -26,41 +26,45 @@ namespace {
 
 constexpr float kLargestScale = 3.402823466e38f, kSmallestScale = 1.17549435e-38f;
 
-constexpr float power_of_8(int n) { return n == 0 ? 1.0f : n > 0 ? 8 * power_of_8(n - 1) : power_of_8(n + 1) / 8; }
-
-// The line of range k of `ranges`: fraction = slope * number + start.
-ZE_SHARED constexpr float fraction_slope(int k, int ranges) {
-  return power_of_8(k + 1 - ranges) * (k ? 0.875f / float(1 << k) : 1.0f);
+// The line of range k of `ranges`: fraction = slope * number + start. On the CPU these are tables.
+template <class V>
+ZE_LANES constexpr float fraction_slope(int k, int ranges) {
+  return k ? 0.875f * power_of_2<V>(2 * k + 3 - 3 * ranges) : power_of_2<V>(3 - 3 * ranges);
 }
-ZE_SHARED constexpr float fraction_start(int k, int ranges) {
-  return k ? power_of_8(k + 1 - ranges) * (0.875f / float(1 << k) - 0.75f) : 0.0f;
+template <class V>
+ZE_LANES constexpr float fraction_start(int k, int ranges) {
+  return k ? (0.875f * power_of_2<V>(-k) - 0.75f) * power_of_2<V>(3 * k + 3 - 3 * ranges) : 0.0f;
 }
 // Its inverse: number = slope * fraction + start.
-ZE_SHARED constexpr float number_slope(int k, int ranges) {
-  return power_of_8(ranges - 1 - k) * (k ? 8.0f / 7.0f * float(1 << k) : 1.0f);
+template <class V>
+ZE_LANES constexpr float number_slope(int k, int ranges) {
+  return k ? 8.0f / 7.0f * power_of_2<V>(3 * ranges - 3 - 2 * k) : power_of_2<V>(3 * ranges - 3);
 }
-ZE_SHARED constexpr float number_start(int k, int) { return k ? 6.0f / 7.0f * float(1 << k) - 1.0f : 0.0f; }
+template <class V>
+ZE_LANES constexpr float number_start(int k, int) {
+  return k ? 6.0f / 7.0f * power_of_2<V>(k) - 1.0f : 0.0f;
+}
 
 // Returns the fractions of the scale that numbers, which are not negative, stand for.
 template <int kRanges, class V>
-ZE_SHARED V fraction_of(V number) {
+ZE_LANES V fraction_of(V number) {
   // The exponent of a number is its range, and 0 is on the line of range 0.
   const auto range = exponent_of(larger(number, fill<V>(1)));
-  return number * pick<kRanges, fraction_slope, V>(range) + pick<kRanges, fraction_start, V>(range);
+  return number * pick<kRanges, fraction_slope<V>, V>(range) + pick<kRanges, fraction_start<V>, V>(range);
 }
 
 // Returns the numbers of fractions, not rounded yet.
 template <int kRanges, class V>
-ZE_SHARED V number_of(V fraction) {
-  // Range k has three exponents. Multiplying by 11 / 32 divides the 24 of them by 3.
-  const V inside = smaller(larger(fraction, fill<V>(0.125f * power_of_8(1 - kRanges))), fill<V>(0.99999994f));
+ZE_LANES V number_of(V fraction) {
+  // Range k has three exponents. What is outside of all ranges, or a NaN, takes the first or the last one.
+  const V inside = smaller(larger(fraction, fill<V>(power_of_2<V>(-3 * kRanges))), fill<V>(0.99999994f));
   const auto range = third_of(exponent_of(inside) + whole<V>(3 * kRanges));
-  const V number = fraction * pick<kRanges, number_slope, V>(range) + pick<kRanges, number_start, V>(range);
+  const V number = fraction * pick<kRanges, number_slope<V>, V>(range) + pick<kRanges, number_start<V>, V>(range);
   return smaller(number, fill<V>(float((1 << kRanges) - 1)));
 }
 
 // Returns the scale of a block whose largest magnitude is `magnitude`.
-ZE_SHARED float scale_of(float magnitude) {
+ZE_LANES float scale_of(float magnitude) {
   if (!(magnitude < kLargestScale)) return kLargestScale;
   return magnitude > kSmallestScale ? magnitude : kSmallestScale;
 }

@@ -9,10 +9,13 @@
 
 #include "zeroengine.h"
 
+// ZE_LANES: functions over the type V of csrc/rules.h, which is a vector on the CPU and a float on the GPU.
 #if defined(__CUDACC__)
 #define ZE_SHARED __host__ __device__ inline
+#define ZE_LANES __device__ inline
 #else
 #define ZE_SHARED inline
+#define ZE_LANES inline
 #endif
 
 namespace ze {
@@ -35,9 +38,27 @@ struct Random {
   uint32_t first, key;
 };
 
+constexpr int kRules = ZE_ADAGRAD + 1;
+
 // The namespace is anonymous, so that the linker does not merge copies of a function: a merged copy could carry one
 // instruction set's code to a CPU that lacks it.
 namespace {
+
+// The number of moments of a rule.
+ZE_SHARED int num_moments(int rule) {
+  if (rule == ZE_AVERAGE_ONLY || rule == ZE_SGD) return 0;
+  return rule == ZE_ADAM || rule == ZE_ADAMW ? 2 : 1;
+}
+
+// Whether the kernels know the dtypes of the arrays that there are.
+inline bool has_known_dtypes(const ze_update_arrays& a) {
+  const auto is_float = [](int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; };
+  if (!is_float(a.param_dtype) || (a.grad && !is_float(a.grad_dtype))) return false;
+  const bool narrow = a.low_precision_dtype == ZE_BF16 || a.low_precision_dtype == ZE_F16;
+  if (a.low_precision_param && !(narrow && a.param_dtype == ZE_F32)) return false;
+  if (a.average && a.average_dtype != ZE_F32 && a.average_dtype != ZE_BF16) return false;
+  return !a.moments[0] || a.moments_dtype == ZE_F32 || a.moments_dtype == ZE_BF16 || a.moments_dtype == ZE_8BIT;
+}
 
 ZE_SHARED double power(double x, int64_t n) {
   double result = 1;

@@ -55,7 +55,8 @@ struct ze_update_args {
   double average_weight; /* of the new param in the moving average: 1 - decay */
   int64_t step;
   uint64_t seed;
-  int64_t offset; /* index of element 0 among the elements that share the seed, not negative */
+  int64_t offset; /* index of element 0 among the elements that share the seed, not negative; with moments of 8 bits a
+                     multiple of ZE_MOMENT_BLOCK */
   int32_t rule;
   int32_t maximize;
   int32_t nesterov; /* momentum SGD */

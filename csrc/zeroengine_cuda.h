@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define ZE_CUDA_ABI_VERSION 2
+#define ZE_CUDA_ABI_VERSION 3
 
 ZE_API int ze_cuda_abi_version(void);
 
@@ -34,28 +34,28 @@ ZE_API const char* ze_cuda_message(int result);
 /* Returns 0 if the kernels run on `device`, or else why not (an old driver, no code for its architecture). */
 ZE_API int ze_cuda_probe(int device);
 
-/* ze_adam of zeroengine.h, with the same bits except for the payload of NaNs. `args` is host memory. */
-ZE_API int ze_cuda_adam(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                        void* exp_avg_sq, int moments_dtype, void* low_precision_param,
-                        int low_precision_dtype, int64_t n, const struct ze_adam_args* args);
+/* ze_update of zeroengine.h, with the same bits except for the payload of NaNs. `arrays` and `args` are host memory. */
+ZE_API int ze_cuda_update(int device, void* stream, const struct ze_update_arrays* arrays, int64_t n,
+                          const struct ze_update_args* args);
 
-/* Adam whose step counts, learning rates, gradient factor and overflow flag are in device memory, so that the host does
- * not wait for them. ze_cuda_adam_prepare counts the step and computes the factors of any number of segments, also of
- * several buffers. Then one ze_cuda_adam_runs per buffer updates all of that buffer's segments. */
+/* Updates whose step counts, learning rates, gradient factor and overflow flag are in device memory, so that the host
+ * does not wait for them. ze_cuda_update_prepare counts the step and computes the factors of any number of segments,
+ * also of several buffers. Then one ze_cuda_update_runs per buffer updates all of that buffer's segments. */
 
 /* Neighboring elements of one buffer with the same hyperparameters and step count. A buffer's segments ascend and do
- * not overlap; elements between them are not changed. */
+ * not overlap; elements between them are not changed. With moments of 8 bits a segment begins at a multiple of
+ * ZE_MOMENT_BLOCK. */
 struct ze_cuda_segment {
   int64_t begin, end;  /* in the buffer */
   int64_t first_tile;  /* sum of ze_cuda_tiles over the buffer's segments before this one */
-  uint64_t seed;       /* bf16 moments use seed + step */
+  uint64_t seed;       /* stochastic rounding uses seed + step */
   int64_t offset;      /* index of the buffer's element 0 among the elements that share the seed, not negative */
   int32_t group, slot; /* index of the hyperparameters, index of the step count */
 };
 
-/* The hyperparameters of a group, all in double: decoupled and maximize are 0 or 1. */
+/* The hyperparameters of a group, as in ze_update_args, all in double. */
 struct ze_cuda_group {
-  double lr, beta1, beta2, eps, weight_decay, decoupled, maximize;
+  double lr, beta1, beta2, eps, weight_decay, average_weight, rule, maximize, nesterov;
 };
 
 /* The result of ze_cuda_gradient_factor, which an update obeys. */
@@ -65,23 +65,25 @@ struct ze_cuda_factor {
   double overflow;  /* 1: the update writes nothing; else 0 */
 };
 
-/* The size of a segment as the update reads it: written by ze_cuda_adam_prepare, opaque to callers. */
-#define ZE_CUDA_RUN_BYTES 80
+/* The size of a segment as the update reads it: written by ze_cuda_update_prepare, opaque to callers. */
+#define ZE_CUDA_RUN_BYTES 88
 
 /* The number of tiles that the update cuts a segment into. */
 ZE_API int64_t ze_cuda_tiles(int64_t begin, int64_t end);
 
 /* Counts the step and writes runs[i] for segments[i]. steps[slot] += 1 where used[slot] > 0 (NULL: everywhere), except
- * on overflow, when no count changes and the runs have no effect. A segment whose slot is not used is not changed. */
-ZE_API int ze_cuda_adam_prepare(int device, void* stream, const struct ze_cuda_segment* segments, int64_t num_segments,
-                                const struct ze_cuda_group* groups, int64_t* steps, const double* used,
-                                int64_t num_slots, const struct ze_cuda_factor* factor, void* runs);
+ * on overflow, when no count changes and the runs have no effect. A segment whose slot is not used takes
+ * ZE_AVERAGE_ONLY, with seed + the largest step count of all slots. */
+ZE_API int ze_cuda_update_prepare(int device, void* stream, const struct ze_cuda_segment* segments,
+                                  int64_t num_segments, const struct ze_cuda_group* groups, int64_t* steps,
+                                  const double* used, int64_t num_slots, const struct ze_cuda_factor* factor,
+                                  void* runs);
 
-/* Updates all segments of one buffer, as ze_adam would, in one launch. `runs` belong to its segments, and num_tiles is
- * the sum of their ze_cuda_tiles. reload_written has the meaning of ze_adam_args. */
-ZE_API int ze_cuda_adam_runs(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                             void* exp_avg_sq, int moments_dtype, void* low_precision_param,
-                             int low_precision_dtype, int reload_written, const void* runs, int64_t num_runs, int64_t num_tiles);
+/* Updates all segments of one buffer, as ze_update would, in one launch. `arrays` is host memory, `runs` belong to the
+ * buffer's segments, and num_tiles is the sum of their ze_cuda_tiles. Segments may have different rules, of which some
+ * take fewer moments than the arrays have. A segment with ZE_AVERAGE_ONLY is not changed where there is no average. */
+ZE_API int ze_cuda_update_runs(int device, void* stream, const struct ze_update_arrays* arrays, const void* runs,
+                               int64_t num_runs, int64_t num_tiles);
 
 struct ze_cuda_array {
   const void* data;

@@ -23,12 +23,11 @@ struct StreamArrays {
   void* low_precision_param;
 };
 
-// With `bypass_cache` the low-precision parameter is written by non-temporal stores. `begin` is a multiple of
-// kMomentBlock.
+// With `bypass_cache` the low-precision parameter is written by non-temporal stores: its element `begin` begins a cache
+// line. With moments of 8 bits `begin` is a multiple of kMomentBlock.
 using Update = void (*)(const ze_update_arrays&, int64_t begin, int64_t end, const UpdateFactors&, const Random&,
                         bool bypass_cache);
 
-constexpr int kRules = ZE_ADAGRAD + 1;
 constexpr int64_t kMomentBlock = ZE_MOMENT_BLOCK;
 
 // Functions on the elements [begin, end). Tables are indexed by ze_dtype. The table of update is indexed by the rule and

@@ -5,33 +5,31 @@ namespace {
 
 // A low-precision parameter of more bytes than this leaves the caches before it is read, so its stores bypass them.
 constexpr int64_t kBypassCacheBytes = 4 << 20;
-
-bool is_float(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
-
-bool fit(const ze_update_arrays& a, int rule) {
-  if (rule < 0 || rule >= ze::kRules || !is_float(a.param_dtype)) return false;
-  if (rule != ZE_AVERAGE_ONLY && !is_float(a.grad_dtype)) return false;
-  if (a.low_precision_param && (a.param_dtype != ZE_F32 || !is_float(a.low_precision_dtype) || !a.low_precision_dtype))
-    return false;
-  if (a.average && a.average_dtype != ZE_F32 && a.average_dtype != ZE_BF16) return false;
-  return !a.moments[0] || a.moments_dtype == ZE_F32 || a.moments_dtype == ZE_BF16 || a.moments_dtype == ZE_8BIT;
-}
+constexpr int64_t kCacheLine = 64;
 
 }  // namespace
 
 int ze_update(const ze_update_arrays* arrays, int64_t n, const ze_update_args* args, int num_threads) {
-  if (!fit(*arrays, args->rule)) return ZE_BAD_DTYPE;
+  if (args->rule < 0 || args->rule >= ze::kRules || !ze::has_known_dtypes(*arrays)) return ZE_BAD_DTYPE;
   const ze::UpdateFactors factors = ze::fold(*args);
   const uint64_t seed = ze::mix_seed(args->seed);
-  const ze_update_arrays& a = *arrays;
-  const auto update = ze::kernels().update[args->rule][a.moments[0] ? a.moments_dtype : ZE_F32];
-  const bool bypass_cache = n * 2 > kBypassCacheBytes && uintptr_t(a.low_precision_param) % 64 == 0;
+  ze_update_arrays a = *arrays;
+  if (!a.low_precision_param) a.reload_written = 0;
+  const bool has_moments = ze::num_moments(args->rule) && a.moments[0];
+  const auto update = ze::kernels().update[args->rule][has_moments ? a.moments_dtype : ZE_F32];
+  const bool may_bypass_cache = a.low_precision_param && n * 2 > kBypassCacheBytes;
   ze::parallel_for(n, ze::kMomentBlock, num_threads, [&](int64_t begin, int64_t end) {
-    // Each round goes as far as the upper half of the index stays the same.
+    // Each round goes as far as the upper half of the index stays the same, and the first one perhaps only to where
+    // stores may bypass the caches. Blocks of moments are not divided.
     while (begin < end) {
       const uint64_t index = uint64_t(args->offset) + uint64_t(begin);
-      const int64_t same = (int64_t(1) << 32) - uint32_t(index), stop = same < end - begin ? begin + same : end;
-      update(a, begin, stop, factors, ze::random_of(seed, index >> 32, uint32_t(args->offset)), bypass_cache);
+      const int64_t same = (int64_t(1) << 32) - uint32_t(index);
+      const int64_t past_line = int64_t((uintptr_t(a.low_precision_param) + uintptr_t(begin) * 2) % kCacheLine);
+      const bool divides = may_bypass_cache && past_line && !(has_moments && a.moments_dtype == ZE_8BIT);
+      int64_t stop = same < end - begin ? begin + same : end;
+      if (divides && stop - begin > (kCacheLine - past_line) / 2) stop = begin + (kCacheLine - past_line) / 2;
+      update(a, begin, stop, factors, ze::random_of(seed, index >> 32, uint32_t(args->offset)),
+             may_bypass_cache && !past_line);
       begin = stop;
     }
   });

@@ -12,6 +12,12 @@ inline V fill(float x) {
   return V::fill(x);
 }
 
+// Returns 2^n, for tables.
+template <class V>
+constexpr float power_of_2(int n) {
+  return n == 0 ? 1.0f : n > 0 ? 2 * power_of_2<V>(n - 1) : power_of_2<V>(n + 1) / 2;
+}
+
 // Whole numbers as lanes.
 template <class V>
 inline Bits whole(int n) {
@@ -21,7 +27,7 @@ inline Bits whole(int n) {
 // Returns the exponents of positive numbers.
 inline Bits exponent_of(Vec a) { return (a.bits() >> 23) - Bits::fill(127); }
 
-// Returns a third of numbers from 0 to 23, rounded down.
+// Returns a third of numbers from 0 to 23, rounded down: 11 / 32 is near enough.
 inline Bits third_of(Bits n) { return n * Bits::fill(11) >> 5; }
 
 // Returns entry(range, kRanges) in each lane, for ranges from 0 to 7.
@@ -283,9 +289,9 @@ struct Moments {
       for (int64_t j = 0; j < kStretch; j += Vec::kWidth) {
         const auto bits = random.at(i + j, Bits::fill(~0u));
         if constexpr (kCount > 0)
-          encode<Rule::kSigned[0]>(Vec::load(values[0] + j), inverse[0], Vec::of_numbers(bits.lower) * unit, first.data + j);
+          encode<Rule::is_signed(0)>(Vec::load(values[0] + j), inverse[0], Vec::of_numbers(bits.lower) * unit, first.data + j);
         if constexpr (kCount > 1)
-          encode<Rule::kSigned[1]>(Vec::load(values[1] + j), inverse[1], Vec::of_numbers(bits.upper) * unit, second.data + j);
+          encode<Rule::is_signed(1)>(Vec::load(values[1] + j), inverse[1], Vec::of_numbers(bits.upper) * unit, second.data + j);
       }
     }
     if constexpr (kCount > 0) first.flush();
@@ -296,7 +302,7 @@ struct Moments {
   template <int kNumber>
   void load(int64_t j, Vec* m) {
     if constexpr (std::is_same_v<M, code8>)
-      m[kNumber] = decode<Rule::kSigned[kNumber]>(array(kNumber) + j, Vec::fill(scales[kNumber][block]));
+      m[kNumber] = decode<Rule::is_signed(kNumber)>(array(kNumber) + j, Vec::fill(scales[kNumber][block]));
     else
       m[kNumber] = Vec::load(array(kNumber) + j);
   }

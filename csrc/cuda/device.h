@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#include "../adam.h"
+#include "../update.h"
 #include "../zeroengine_cuda.h"
 
 #if defined(ZE_EMULATED)
@@ -97,7 +97,7 @@ __device__ inline void store(void* address, const Pack<T, 4>& pack) {
   else store_words(address, word(x), word(x + 1), word(x + 2), word(x + 3));
 }
 
-// -- sums ---------------------------------------------------------------------------------------------
+// -- sums and maxima -----------------------------------------------------------------------------------
 
 // Returns, to thread 0, the sum over a block's threads in a fixed order.
 template <int kCount>
@@ -110,6 +110,15 @@ __device__ inline double block_sum(double x) {
     for (int i = 1; i < kCount / kWarp; ++i) x += warps[i];
   // The stores of the next sum must come after these loads.
   __syncthreads();
+  return x;
+}
+
+// Returns, to every thread of a warp, the largest of its numbers.
+__device__ inline uint32_t warp_max(uint32_t x) {
+  for (int step = kWarp / 2; step; step /= 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, x, step);
+    x = other > x ? other : x;
+  }
   return x;
 }
 

@@ -18,7 +18,8 @@
 #define __device__
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __grid_constant__
 
 enum {
   cudaSuccess = 0,
@@ -102,6 +103,8 @@ inline void wait_at(Barrier& barrier, int count) {
 }
 
 inline void __syncthreads() { wait_at(block.all, block.num_threads); }
+
+inline void __syncwarp() { wait_at(block.warps[threadIdx.x / kEmulatedWarp], kEmulatedWarp); }
 
 inline double __shfl_down_sync(unsigned, double x, int step) {
   const int thread = int(threadIdx.x), lane = thread % kEmulatedWarp;

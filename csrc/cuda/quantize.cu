@@ -27,14 +27,6 @@ struct Lane {
   }
 };
 
-__device__ inline uint32_t warp_max(uint32_t x) {
-  for (int step = kWarp / 2; step; step /= 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, x, step);
-    x = other > x ? other : x;
-  }
-  return x;
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) quantize(const T* src, char* packets, bf16* error, float decay, Slices slices) {
   const int64_t total = slices.blocks * slices.count;

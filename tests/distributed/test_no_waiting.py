@@ -176,8 +176,8 @@ class Trace:
         self.spy(nccl.NCCLTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
         self.spy(Unit, "finish_gather", lambda unit: f"ready {unit.name}")
         self.spy(Unit, "mark_released", lambda unit, resolver: f"release {unit.name}")
-        self.spy(ops.AdamTable, "prepare", lambda *_: "prepare")
-        self.spy(ops.AdamTable, "update", lambda table, number, *_: f"update {NAMES[number]}")
+        self.spy(ops.UpdateTable, "prepare", lambda *_: "prepare")
+        self.spy(ops.UpdateTable, "update", lambda table, number, *_: f"update {NAMES[number]}")
 
     def spy(self, owner: type, name: str, event: Callable[..., str]) -> None:
         real = getattr(owner, name)

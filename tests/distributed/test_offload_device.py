@@ -61,17 +61,16 @@ def engine_of(settings: dict[str, Any], copies: LateCopies | None, seed: int = 0
 
 @contextmanager
 def apart(copies: LateCopies) -> Iterator[None]:
-    """``ApartMode``, and Adam takes memory of one side alone."""
-    real = ops.adam_step
+    """``ApartMode``, and an update takes memory of one side alone."""
+    real = ops.update_step
 
-    def adam_step(*arrays: torch.Tensor, low_precision_param: torch.Tensor | None = None, **options: Any) -> None:
-        every = arrays if low_precision_param is None else (*arrays, low_precision_param)
-        if len({copies.is_host(array) for array in every if array.numel()}) > 1:
-            raise Apart("Adam takes memory of the host and of the device")
-        real(*arrays, low_precision_param=low_precision_param, **options)
+    def update_step(rule: str, arrays: ops.UpdateArrays, **options: Any) -> None:
+        if len({copies.is_host(tensor) for tensor in arrays.tensors() if tensor.numel()}) > 1:
+            raise Apart("an update takes memory of the host and of the device")
+        real(rule, arrays, **options)
 
     with pytest.MonkeyPatch.context() as patch, ApartMode(copies):
-        patch.setattr(ops, "adam_step", adam_step)
+        patch.setattr(ops, "update_step", update_step)
         yield
 
 

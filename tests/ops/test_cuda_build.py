@@ -60,8 +60,8 @@ class TestBuilt:
             names.setdefault(architecture, set()).add(re.sub(r"_GLOBAL__N__\w{8}_", "", name))
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in entry, entry
             assert int(re.search(r"Used (\d+) registers", entry)[1]) <= 64, entry  # type: ignore[index]
-        # adam, its prepare; cast, write; norm, factor; nothing; quantize and its inverse, each for three dtypes
-        kernels = 6 + 1 + 6 + 1 + 3 + 1 + 1 + 3 + 3
+        # update, its prepare; cast, write; norm, factor; nothing; quantize and its inverse, each for three dtypes
+        kernels = 3 + 1 + 6 + 1 + 3 + 1 + 1 + 3 + 3
         architectures = cuda.setup_py().cuda_architectures(cuda.nvcc())
         assert {a: len(its) for a, its in names.items()} == {f"sm_{a}": kernels for a in architectures}
 
@@ -79,7 +79,7 @@ class TestBuilt:
     def test_the_compilers_warn_of_nothing(self, built: tuple[Path, str]) -> None:
         assert "warning" not in built[1].lower()
 
-    @pytest.mark.parametrize("source", ["adam", "cast"])
+    @pytest.mark.parametrize("source", ["update", "cast"])
     def test_arithmetic_is_ieee_and_accesses_are_wide(self, source: str, tmp_path: Path) -> None:
         """In PTX: every operation rounds by itself, to nearest; a plain `mul` could still be fused later."""
         setup = cuda.setup_py()
@@ -93,7 +93,9 @@ class TestBuilt:
         assert {"mul.rn.f32", "add.rn.f32"} <= arithmetic
         assert not {x for x in arithmetic if x.startswith(("fma", "mad")) or ".rn." not in x or ".ftz" in x}
         text = output.read_text()
-        for access in ("ld.global.v4.f32", "st.global.v4.b32", "ld.global.v4.u16", "st.global.v2.b32"):
+        # Words, or numbers of their own dtype.
+        loads = ("v4.u32", "v2.u32") if source == "update" else ("v4.f32", "v4.u16")
+        for access in (*(f"ld.global.{width}" for width in loads), "st.global.v4.b32", "st.global.v2.b32"):
             assert access in text
 
 

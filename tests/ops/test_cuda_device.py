@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from tests.ops.cuda import need_library, no_waiting
-from tests.ops.test_adam import State, assert_same_bits
 from tests.ops.test_cuda_kernels import GROUPS
+from tests.ops.test_update import State, assert_same_bits
 from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops import AdamSegment, AdamTable, SegmentList, _cuda_library
+from zeroengine.ops import SegmentList, UpdateArrays, UpdateSegment, UpdateTable, _cuda_library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 N = 300_000
-BUFFER = SegmentList([AdamSegment(0, 1001, 0, 0), AdamSegment(1001, 200_000, 1, 1), AdamSegment(200_007, N, 2, 0)])
+BUFFER = SegmentList(
+    [UpdateSegment(0, 1001, 0, 0), UpdateSegment(1001, 200_000, 1, 1), UpdateSegment(200_007, N, 2, 0)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +30,11 @@ def library() -> None:
 
 
 def moved(state: State, device: str) -> State:
-    its = State(0)
-    for name in ("param", "grad", "exp_avg", "exp_avg_sq", "copy"):
-        setattr(its, name, getattr(state, name).to(device, copy=True))
-    return its
+    copy = State(0)
+    for name in ("param", "grad", "copy"):
+        setattr(copy, name, getattr(state, name).to(device, copy=True))
+    copy.moments, copy.scales = ([x.to(device, copy=True) for x in which] for which in (state.moments, state.scales))
+    return copy
 
 
 class Step:
@@ -39,7 +42,7 @@ class Step:
 
     def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.state = moved(State(N, torch.bfloat16, torch.bfloat16, dtype), device)
-        self.table = AdamTable([BUFFER], len(GROUPS), 2, self.state.param.device)
+        self.table = UpdateTable([BUFFER], len(GROUPS), 2, self.state.param.device)
         self.table.set_groups(GROUPS)
         self.used = torch.ones(2, dtype=torch.float64, device=device)
 
@@ -48,7 +51,7 @@ class Step:
         norm = ops.squared_norms([s.grad])
         factor = ops.gradient_factor(norm, divisor=16.0, limit=1.0)
         self.table.prepare(factor, self.used)
-        self.table.update(0, s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
+        self.table.update(0, s.arrays())
         return factor
 
     def feed(self, seed: int, bad: bool = False, lr: float = 0.01) -> None:
@@ -121,8 +124,8 @@ def test_an_update_reaches_large_offsets() -> None:
     for x, y in zip(arrays, small, strict=True):
         x[-5000:] = y
     hyper: dict[str, Any] = dict(step=1, lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    ops.adam_step(*arrays, **hyper)
-    ops.adam_step(*small, **hyper)
+    for param, grad, *moments in (arrays, small):
+        ops.update_step("adamw", UpdateArrays(param, grad, tuple(moments)), **hyper)
     assert torch.equal(arrays[0][-5000:], small[0])
     assert ops.squared_norm(arrays[1]).item() == pytest.approx(small[1].double().square().sum().item(), rel=1e-12)
 

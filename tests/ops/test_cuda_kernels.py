@@ -22,13 +22,14 @@ from torch import Tensor
 
 from tests.emulated import build_kernels
 from tests.ops import cuda
-from tests.ops.test_adam import COPIES, DTYPES, MOMENTS, State
+from tests.ops.test_update import AVERAGES, DTYPES, MOMENTS, PARAMS, STATES, State
 from zeroengine import ops
-from zeroengine.ops import AdamSegment, AdamTable, SegmentList, _cuda_library
+from zeroengine.ops import MOMENT_BLOCK, RULES, SegmentList, UpdateSegment, UpdateTable, _cuda_library
 
 pytestmark = pytest.mark.gpu
 
-TILE = 2048  # elements of Adam's tiles: sizes around it have whole tiles, heads and tails
+TILE = 2048  # elements of an update's tiles: sizes around it have whole tiles, heads and tails
+SLAB = 1024  # elements that a block of threads updates at one time
 NORM_TILE = 1 << 14
 
 on_gpu = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
@@ -48,15 +49,16 @@ class Gpu:
         room[skew : skew + x.numel()] = x.flatten()
         return room[skew : skew + x.numel()].view(x.shape)
 
-    def state(self, cpu: State, skews: Sequence[int] = (0, 0, 0, 0, 0)) -> State:
+    def state(self, cpu: State, skews: Sequence[int] = (0, 0, 0, 0, 0, 0)) -> State:
         """The same values, where the kernels run."""
-        state = State(0)
+        state = State(0, rule=cpu.rule)
         state.index = cpu.index
-        state.param, state.grad, state.exp_avg, state.exp_avg_sq = (
-            self.put(x, skew)
-            for x, skew in zip((cpu.param, cpu.grad, cpu.exp_avg, cpu.exp_avg_sq), skews, strict=False)
-        )
-        state.copy = None if cpu.copy is None else self.put(cpu.copy, skews[4])
+        param, grad, low, average, *moments = skews
+        state.param, state.grad = self.put(cpu.param, param), self.put(cpu.grad, grad)
+        state.moments = [self.put(x, skew) for x, skew in zip(cpu.moments, moments, strict=False)]
+        state.scales = [self.put(x) for x in cpu.scales]
+        state.copy = None if cpu.copy is None else self.put(cpu.copy, low)
+        state.average = None if cpu.average is None else self.put(cpu.average, average)
         return state
 
 
@@ -96,7 +98,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 def same(got: Tensor, want: Tensor) -> bool:
     """Bit for bit, save that any NaN is as good as another."""
     got, want = got.cpu(), want.cpu()
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[got.element_size()]
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[got.element_size()]
     number = ~want.isnan()
     bits = torch.equal(got[number].view(integer), want[number].view(integer))
     return got.dtype == want.dtype and bits and bool(got[~number].isnan().all())
@@ -109,51 +111,56 @@ def check_same(got: State, want: State) -> None:
     assert intact(got.grad)
 
 
-# -- Adam -----------------------------------------------------------------------------------------------------
+# -- updates --------------------------------------------------------------------------------------------------
+
+SIZES = [0, 5, MOMENT_BLOCK + 1, SLAB, TILE + 3, 2 * TILE + 1]
 
 
-def check_adam(gpu: Gpu, n: int, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype) -> None:
-    for case, (decoupled, reload) in enumerate([(True, True), (False, True), (True, False)]):
-        for skews in ([case] * 5, [0, 1, 2, 3, 1]):
-            want = State(n, grad, copy, moments, index=2**32 - 1000, seed=n + case)
+def check_update(gpu: Gpu, rule: str, moments: torch.dtype, sizes: Sequence[int] = SIZES) -> None:
+    """Each size with other dtypes, alignments and flags."""
+    # Each rule begins elsewhere, so that all dtypes have their turn at all sizes.
+    turn = STATES.index((rule, moments))
+    for place, n in enumerate(sizes, turn):
+        (param, low), grad, average = PARAMS[place % 5], DTYPES[place % 3], AVERAGES[(place + turn) % 3]
+        for case, skews in enumerate(([0] * 6, [n % 4] * 6, [0, 1, 2, 3, 1, 2])):
+            index = 2**32 - 2 * MOMENT_BLOCK
+            want = State(n, grad, low, moments, 0, index, n + case, rule=rule, param=param, average=average)
             if want.copy is not None:
                 want.copy[::2] = want.param[::2]  # every other value was written
             got = gpu.state(want, skews)
-            options: dict[str, Any] = dict(grad_scale=0.37, decoupled=decoupled, maximize=case == 1, seed=5)
-            options["reload_written"] = reload
+            options: dict[str, Any] = dict(grad_scale=0.37, maximize=case == 1, seed=5, step=1 + case)
+            options |= dict(reload_written=case < 2, nesterov=case == 2)
             want.step(**options)
             with gpu.serving():
                 got.step(**options)
             check_same(got, want)
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("grad", DTYPES)
-def test_adam_gives_the_bits_of_the_cpu(
-    gpu: Gpu, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype
-) -> None:
-    for n in (0, 1, 5, TILE - 1, TILE, TILE + 3, 2 * TILE + 1):
-        check_adam(gpu, n, grad, copy, moments)
+@pytest.mark.parametrize("rule, moments", STATES)
+def test_an_update_gives_the_bits_of_the_cpu(gpu: Gpu, rule: str, moments: torch.dtype) -> None:
+    check_update(gpu, rule, moments)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_adam_gives_the_bits_of_the_cpu_over_many_tiles(gpu: Gpu, moments: torch.dtype) -> None:
-    check_adam(gpu, 70_001, torch.bfloat16, torch.bfloat16, moments)
+def test_adamw_gives_the_bits_of_the_cpu_over_many_tiles(gpu: Gpu, moments: torch.dtype) -> None:
+    check_update(gpu, "adamw", moments, [0, 20_001])
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_values_at_the_edges_get_the_bits_of_the_cpu(gpu: Gpu, moments: torch.dtype) -> None:
-    check_edges(gpu, moments)
+@pytest.mark.parametrize("rule, moments", STATES)
+def test_values_at_the_edges_get_the_bits_of_the_cpu(gpu: Gpu, rule: str, moments: torch.dtype) -> None:
+    check_edges(gpu, rule, moments)
 
 
-def check_edges(gpu: Gpu, moments: torch.dtype) -> None:
+def check_edges(gpu: Gpu, rule: str, moments: torch.dtype) -> None:
     """Zeros, subnormals, the largest, infinities and NaN, in every combination."""
     edges = [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-20, 1.0, -3.0, 1e19, 3.39e38, 3.4e38, math.inf, -math.inf, math.nan]
-    grid = torch.cartesian_prod(*[torch.tensor(edges, dtype=torch.float32)] * 4)
-    want = State(len(grid), torch.float32, torch.bfloat16, moments)
-    for x, values in zip((want.param, want.grad, want.exp_avg, want.exp_avg_sq), grid.T, strict=True):
-        x.copy_(values)
+    grid = torch.cartesian_prod(*[torch.tensor(edges, dtype=torch.float32)] * (2 + len(RULES[rule].signs)))
+    want = State(len(grid), torch.float32, torch.bfloat16, moments, rule=rule, average=torch.bfloat16)
+    for x, values in zip((want.param, want.grad, *want.moments), grid.T, strict=True):
+        if x.dtype is not torch.uint8:
+            x.copy_(values)
+    for x, values in zip(want.scales, grid.T[2:], strict=False):
+        x.copy_(values[:: -(-len(values) // len(x))].abs().nan_to_num())
     got = gpu.state(want)
     want.step(step=3)
     with gpu.serving():
@@ -162,8 +169,9 @@ def check_edges(gpu: Gpu, moments: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 999, 10**6, 2**40])
-def test_adam_gives_the_bits_of_the_cpu_at_every_step_count(gpu: Gpu, step: int) -> None:
-    want = State(100)
+@pytest.mark.parametrize("rule", ["adamw", "momentum_sgd", "adagrad"])
+def test_an_update_gives_the_bits_of_the_cpu_at_every_step_count(gpu: Gpu, rule: str, step: int) -> None:
+    want = State(100, rule=rule)
     got = gpu.state(want)
     want.step(step=step)
     with gpu.serving():
@@ -174,10 +182,22 @@ def test_adam_gives_the_bits_of_the_cpu_at_every_step_count(gpu: Gpu, step: int)
 # -- many segments --------------------------------------------------------------------------------------------
 
 GROUPS: list[dict[str, Any]] = [
-    dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True),
-    dict(lr=3e-3, betas=(0.8, 0.999), eps=1e-6, weight_decay=0.0, decoupled=True, maximize=True),
-    dict(lr=1e-1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3, decoupled=False),
+    dict(rule="adamw", lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, average_weight=0.1),
+    dict(rule="adamw", lr=3e-3, beta1=0.8, beta2=0.999, eps=1e-6, weight_decay=0.0, maximize=True),
+    dict(rule="adam", lr=1e-1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.3, average_weight=0.2),
 ]
+# Rules that segments of one buffer may have.
+MIXTURES: dict[str, list[dict[str, Any]]] = {
+    "adamw": GROUPS,
+    "momentum_sgd": [
+        dict(rule="momentum_sgd", lr=1e-2, beta1=0.9, beta2=0.1, nesterov=True, average_weight=0.1),
+        dict(rule="sgd", lr=3e-3, weight_decay=0.1, maximize=True),
+        dict(rule="momentum_sgd", lr=1e-1, beta1=0.5),
+    ],
+    "lion": [dict(rule="lion", lr=1e-3 * (i + 1), beta1=0.9, beta2=0.99, weight_decay=0.1 * i) for i in range(3)],
+    "adagrad": [dict(rule="adagrad", lr=1e-2 * (i + 1), beta1=0.1 * i, eps=1e-10) for i in range(3)],
+    "sgd": [dict(rule="sgd", lr=1e-2 * (i + 1), average_weight=0.1) for i in range(3)],
+}
 
 
 def check_table(
@@ -185,33 +205,33 @@ def check_table(
     cuts: Sequence[Sequence[int]],
     flags: Sequence[Sequence[float]],
     overflows: Sequence[bool],
-    grad: torch.dtype = torch.bfloat16,
-    copy: torch.dtype | None = torch.bfloat16,
-    moments: torch.dtype = torch.bfloat16,
+    rule: str = "adamw",
     skew: int = 0,
+    **dtypes: Any,
 ) -> None:
-    """Steps of buffers that are cut into segments, with gaps; the same by `adam_step`, segment by segment."""
+    """Steps of buffers that are cut into segments, with gaps; the same by `update_step`, segment by segment."""
+    unit = MOMENT_BLOCK if dtypes.get("moments") is torch.uint8 else 1
     buffers, slots = [], 0
     for number, places in enumerate(cuts):
         segments = []
         for i, (start, stop) in enumerate(pairwise(places)):
+            start = min(-(-start // unit) * unit, stop // unit * unit)
             if i % 4 != 2:  # the others are gaps
-                segments.append(AdamSegment(start, stop, i % len(GROUPS), slots + i % 2))
+                segments.append(UpdateSegment(start, max(start, stop - stop % unit), i % len(GROUPS), slots + i % 2))
         slots += 2
-        buffers.append(SegmentList(segments, seed=number << 32, offset=2**32 - 900 - number))
-    want = [State(max(places, default=0) + 7, grad, copy, moments, seed=i) for i, places in enumerate(cuts)]
-    got = [gpu.state(state, [skew] * 5) for state in want]
+        buffers.append(SegmentList(segments, seed=number << 32, offset=2**32 - (4 + number) * MOMENT_BLOCK))
+    want = [State(max(places, default=0) + 7, seed=i, rule=rule, **dtypes) for i, places in enumerate(cuts)]
+    got = [gpu.state(state, [skew] * 6) for state in want]
     tables = []
     for states, device, context in ((want, torch.device("cpu"), nullcontext), (got, gpu.device, gpu.serving)):
         with context():
-            table = AdamTable(buffers, len(GROUPS), slots, device)
-            table.set_groups(GROUPS)
+            table = UpdateTable(buffers, len(GROUPS), slots, device)
+            table.set_groups(MIXTURES[rule])
             for used, overflow in zip(flags, overflows, strict=True):
                 factor = torch.tensor([0.37, 1.0, float(overflow)], dtype=torch.float64, device=device)
                 table.prepare(factor, torch.tensor(used[:slots], dtype=torch.float64, device=device))
                 for i, s in enumerate(states):
-                    arrays = (s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
-                    table.update(i, *arrays, reload_written=i % 2 == 0)
+                    table.update(i, s.arrays(), reload_written=i % 2 == 0)
             tables.append(table)
     assert torch.equal(tables[0].steps, tables[1].steps.cpu())
     for x, y in zip(got, want, strict=True):
@@ -219,29 +239,64 @@ def check_table(
 
 
 @on_gpu
-@given(data=st.data(), grad=st.sampled_from(DTYPES), copy=st.sampled_from(COPIES), moments=st.sampled_from(MOMENTS))
+@given(
+    data=st.data(),
+    grad=st.sampled_from(DTYPES),
+    params=st.sampled_from(PARAMS),
+    moments=st.sampled_from(MOMENTS),
+    average=st.sampled_from(AVERAGES),
+    rule=st.sampled_from(sorted(MIXTURES)),
+)
 def test_many_segments_are_updated_in_one_launch(
-    gpu: Gpu, data: st.DataObject, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype
+    gpu: Gpu,
+    data: st.DataObject,
+    grad: torch.dtype,
+    params: tuple[torch.dtype, Any],
+    moments: torch.dtype,
+    average: torch.dtype | None,
+    rule: str,
 ) -> None:
     places = st.lists(st.integers(0, 2 * TILE + 50) | st.integers(0, 40), max_size=12).map(sorted)
     cuts = data.draw(st.lists(places, min_size=1, max_size=3))
     flags = data.draw(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=6, max_size=6), max_size=3))
     overflows = [data.draw(st.booleans()) for _ in flags]
-    check_table(gpu, cuts, flags, overflows, grad, copy, moments, data.draw(st.integers(0, 3)))
+    dtypes = dict(grad=grad, param=params[0], copy=params[1], moments=moments, average=average)
+    check_table(gpu, cuts, flags, overflows, rule, data.draw(st.integers(0, 3)), **dtypes)
 
 
 def test_more_segments_than_threads_are_updated(gpu: Gpu) -> None:
-    check_table(gpu, [range(0, 5 * 700, 5)], [[1.0, 1.0], [0.0, 1.0]], [False, False])
+    dtypes = dict(grad=torch.bfloat16, copy=torch.bfloat16, moments=torch.bfloat16)
+    check_table(gpu, [range(0, 5 * 400, 5)], [[1.0, 1.0], [0.0, 1.0]], [False, False], **dtypes)
 
 
-def test_an_overflow_changes_nothing(gpu: Gpu) -> None:
-    before = State(3 * TILE, torch.float32, torch.bfloat16, torch.bfloat16)
+def test_an_average_goes_on_without_a_gradient_and_without_counting_a_step(gpu: Gpu) -> None:
+    """Averages in bf16 as well: their rounding takes new bits at each step that anything is counted."""
+    state = gpu.state(State(2 * TILE, rule="sgd", average=torch.bfloat16))
+    state.param.fill_(1.0)
+    assert state.average is not None
+    state.average.fill_(0.0)
+    kept = state.grad.clone()
+    with gpu.serving():
+        table = UpdateTable([SegmentList([UpdateSegment(0, 2 * TILE, 0, 0)])], 1, 2, gpu.device)
+        table.set_groups([dict(rule="sgd", lr=0.1, average_weight=0.001)])
+        for _ in range(300):
+            used = torch.tensor([0.0, 1.0], dtype=torch.float64, device=gpu.device)
+            table.prepare(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64, device=gpu.device), used)
+            table.update(0, state.arrays())
+    assert table.steps.tolist() == [0, 300]
+    assert (state.param == 1.0).all() and torch.equal(state.grad, kept)
+    assert state.average.double().mean().item() == pytest.approx(1 - 0.999**300, abs=0.005)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_an_overflow_changes_nothing(gpu: Gpu, moments: torch.dtype) -> None:
+    before = State(3 * TILE, torch.float32, torch.bfloat16, moments, average=torch.float32)
     state = gpu.state(before)
     with gpu.serving():
-        table = AdamTable([SegmentList([AdamSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
+        table = UpdateTable([SegmentList([UpdateSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
         table.set_groups(GROUPS[:1])
         table.prepare(ops.gradient_factor(torch.tensor(math.nan, dtype=torch.float64, device=gpu.device)))
-        table.update(0, state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
+        table.update(0, state.arrays())
     assert table.steps.tolist() == [0]
     check_same(state, before)
 
@@ -249,31 +304,40 @@ def test_an_overflow_changes_nothing(gpu: Gpu) -> None:
 def test_groups_follow_the_schedule(gpu: Gpu) -> None:
     """More of them than travel in one piece; and a learning rate that is already on the device."""
     with gpu.serving():
-        table = AdamTable([], 100, 1, gpu.device)
+        table = UpdateTable([], 100, 1, gpu.device)
         for lr in (0.1, 0.2, 0.2):
             groups = [{**GROUPS[2], "lr": lr + i} for i in range(100)]
             table.set_groups(groups)
             assert table.groups[:, 0].tolist() == [lr + i for i in range(100)]
-            assert table.groups[99].tolist() == [lr + 99, 0.5, 0.9, 1e-3, 0.3, 0.0, 0.0]
+            assert table.groups[99].tolist() == [lr + 99, 0.5, 0.9, 1e-3, 0.3, 0.2, RULES["adam"].code, 0.0, 0.0]
 
 
 def test_wrong_tables_are_refused() -> None:
+    cpu = torch.device("cpu")
     for segments in (
-        [AdamSegment(0, 5, 0, 0), AdamSegment(4, 9, 0, 0)],
-        [AdamSegment(5, 4, 0, 0)],
-        [AdamSegment(0, 5, 1, 0)],
-        [AdamSegment(0, 5, 0, 1)],
+        [UpdateSegment(0, 5, 0, 0), UpdateSegment(4, 9, 0, 0)],
+        [UpdateSegment(5, 4, 0, 0)],
+        [UpdateSegment(0, 5, 1, 0)],
+        [UpdateSegment(0, 5, 0, 1)],
     ):
         with pytest.raises(AssertionError):
-            AdamTable([SegmentList(segments)], 1, 1, torch.device("cpu"))
-    table = AdamTable([SegmentList([AdamSegment(0, 5, 0, 0)])], 1, 1, torch.device("cpu"))
+            UpdateTable([SegmentList(segments)], 1, 1, cpu)
+    table = UpdateTable([SegmentList([UpdateSegment(0, 5, 0, 0)])], 1, 1, cpu)
     with pytest.raises(AssertionError):
         table.prepare(torch.ones(3))
     with pytest.raises(AssertionError):
         table.set_groups(GROUPS[:2])
+    with pytest.raises(AssertionError):
+        table.set_groups([{**GROUPS[0], "betas": (0.9, 0.95)}])
     for numel in (4, 5):
         with pytest.raises(AssertionError):
-            table.update(0, torch.zeros(numel), torch.zeros(numel), torch.zeros(4), torch.zeros(4))
+            x = torch.zeros(4)
+            table.update(0, ops.UpdateArrays(torch.zeros(numel), torch.zeros(numel), (x, x)))
+    # Blocks of moments in 8 bits begin with segments.
+    state = State(1000, moments=torch.uint8)
+    for segment, offset in ((UpdateSegment(8, 1000, 0, 0), 0), (UpdateSegment(0, 1000, 0, 0), 8)):
+        with pytest.raises(AssertionError):
+            UpdateTable([SegmentList([segment], offset=offset)], 1, 1, cpu).update(0, state.arrays())
 
 
 # -- norm and factor ------------------------------------------------------------------------------------------
@@ -331,7 +395,7 @@ def test_the_norm_is_not_finite_exactly_if_an_element_is_not(gpu: Gpu, dtype: to
 
 def test_the_grid_does_not_change_a_result(emulated: Path) -> None:
     """One block that takes all tiles in turn, or one for each."""
-    x, want = random(70 * NORM_TILE, torch.bfloat16), State(70 * TILE, copy=torch.float16)
+    x, want = random(70 * NORM_TILE, torch.bfloat16), State(70 * TILE, copy=torch.float16, moments=torch.uint8)
     norms = []
     for count in (1, 100):
         gpu = emulating(emulated)
@@ -450,37 +514,46 @@ def test_every_function_returns_the_error_of_cuda(emulated: Path) -> None:
     handle = _cuda_library.load(emulated)
     array = (_cuda_library.CudaArray * 1)(_cuda_library.CudaArray(None, 0, 9))
     copy = (_cuda_library.CudaCopy * 1)(_cuda_library.CudaCopy(None, None, 0, 9))
-    args = ctypes.byref(_cuda_library.AdamArgs(step=1))
+    args = ctypes.byref(_cuda_library.UpdateArgs(step=1))
+    arrays = ctypes.byref(_cuda_library.ArrayPointers(param_dtype=9))
     missing = 1  # the emulation has device 0 alone
     for device, code in ((missing, 101), (0, -1)):
-        assert handle.ze_cuda_adam(device, None, None, None, 9, None, None, 0, None, 0, 0, args) == code
+        assert handle.ze_cuda_update(device, None, arrays, 0, args) == code
         assert handle.ze_cuda_squared_norm(device, None, array, 1, None, None) == code
         assert handle.ze_cuda_cast(device, None, copy, 1, 0, 1.0, 0) == code
-    assert handle.ze_cuda_adam_runs(0, None, None, None, 0, None, None, 2, None, 0, 0, None, 0, 0) == -1
+    assert handle.ze_cuda_update_runs(0, None, arrays, None, 0, 0) == -1
+    unknown_rule = ctypes.byref(_cuda_library.UpdateArgs(step=1, rule=len(RULES)))
+    assert handle.ze_cuda_update(0, None, ctypes.byref(_cuda_library.ArrayPointers()), 0, unknown_rule) == -1
     for code, message in ((0, "success"), (-1, "dtype"), (35, "update the driver"), (209, "ZEROENGINE_CUDA_ARCHIT")):
         assert message in handle.ze_cuda_message(code).decode()
 
 
 def check_everything(gpu: Gpu) -> None:
-    for moments in MOMENTS:
-        check_adam(gpu, 2 * TILE + 77, torch.bfloat16, torch.float16, moments)
-        check_edges(gpu, moments)
+    for rule, moments in STATES:
+        check_update(gpu, rule, moments, [0, 2 * TILE + 77])
+        check_edges(gpu, rule, moments)
     check_table(gpu, [[0, 1, 7, TILE + 9, 3 * TILE, 3 * TILE + 100]], [[1.0, 0.0], [1.0, 1.0]], [False, True])
     check_norm(gpu, [random(NORM_TILE * 70 + 77, torch.bfloat16), random(1001, torch.float32)])
-    test_many_tensors_are_cast_in_one_launch(gpu, torch.float16, 0.3, True)
+    test_many_tensors_are_cast_in_one_launch(gpu, torch.float16, True)
 
 
 MISTAKES = {
-    "another order of products": ("adam.cu", "k.one_minus_beta2 * g * g", "k.one_minus_beta2 * (g * g)"),
-    "other random bits": ("adam.cu", "0x846ca68b", "0x846ca68d"),
-    "a carry into infinity": ("adam.cu", "v < kLargestBf16 ?", "true ?"),
-    "elements before a segment": ("adam.cu", "i < run.begin || i >= run.end", "i >= run.end"),
-    "elements behind a segment": ("adam.cu", "origin + kTile <= run.end &&", ""),
+    "another order of products": ("../rules.h", "one_minus_beta2 * g * g", "one_minus_beta2 * (g * g)"),
+    "other random bits": ("update_elements.h", "0x846ca68b", "0x846ca68d"),
+    "a carry into infinity": ("update_elements.h", "magnitude_of(value) < kLargestBf16 ?", "true ?"),
+    "elements before a segment": ("update_elements.h", "begin <= element && element < end", "element < end"),
+    "elements behind a segment": ("update_elements.h", "begin <= element && element < end", "begin <= element"),
     "a step that ignores overflow": (
-        "adam.cu",
+        "update.cu",
         "const bool overflow = factor->overflow != 0;",
         "bool overflow = false;",
     ),
+    "no barrier before a maximum": ("update.cu", "have been read.\n  __syncthreads();", "have been read."),
+    "a maximum that forgets a warp": ("update.cu", "float_of(a > b ? a : b)", "float_of(a)"),
+    "a scale of one moment for both": ("update.cu", "scale_of(largest[k])", "scale_of(largest[0])"),
+    "a sign that is lost": ("update_elements.h", "kSigned && value < 0 ? -code : code", "code"),
+    "a small value that becomes zero": ("update_elements.h", "fraction > 0 ? 1.0f : 0.0f", "0.0f"),
+    "a range too far": ("update_elements.h", "n * 11 >> 5", "(n + 1) * 11 >> 5"),
     "no barrier before a sum": ("device.h", "x;\n  __syncthreads();", "x;"),
     "no barrier after a sum": ("device.h", "__syncthreads();\n  return x;", "return x;"),
     "a sum that forgets a warp": ("device.h", "int i = 1; i < kCount / kWarp", "int i = 2; i < kCount / kWarp"),

@@ -104,7 +104,7 @@ def test_the_install_succeeds_without_a_working_compiler(compiler: str | None, t
     code = """if True:
         import torch, zeroengine.ops as ops
         p, g, m, v = (torch.ones(100) for _ in range(4))
-        ops.adam_step(p, g, m, v, step=1, lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+        ops.update_step("adamw", ops.UpdateArrays(p, g, (m, v)), step=1, lr=1.0)
         print(ops.__file__, ops.library() is not None, ops.squared_norm(p).item(), p.abs().max().item())
     """
     run = subprocess.run(

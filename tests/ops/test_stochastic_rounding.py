@@ -1,4 +1,4 @@
-"""Adam's moments in bfloat16 are rounded up or down by chance, and right on average."""
+"""Moments, averages and parameters in bfloat16 are rounded up or down by chance, and right on average."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroengine import ops
-from zeroengine.ops import adam
+from zeroengine.ops import UpdateArrays, update
 
 LARGEST = torch.finfo(torch.bfloat16).max
 HYPER: dict[str, Any] = dict(step=3, lr=1e-3, eps=1e-8, weight_decay=0.0)
@@ -22,7 +22,7 @@ SIGMAS = 5  # one test in 10**6 errs
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel, or torch in its stead."""
     if request.param == "torch":
-        monkeypatch.setattr(adam, "library", lambda: None)
+        monkeypatch.setattr(update, "library", lambda: None)
     elif ops.library() is None:
         pytest.skip("zeroengine's CPU library was not built")
     yield
@@ -33,14 +33,16 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """New moments in bfloat16, of old ones that are rounded to it."""
     moments = [(torch.zeros_like(grad) + old).bfloat16() for old in (exp_avg, exp_avg_sq)]
-    ops.adam_step(torch.zeros_like(grad), grad, *moments, beta1=beta1, beta2=beta2, **{**HYPER, **more})
+    arrays = UpdateArrays(torch.zeros_like(grad), grad, tuple(moments))
+    ops.update_step("adamw", arrays, beta1=beta1, beta2=beta2, **{**HYPER, **more})
     return moments[0], moments[1]
 
 
 def unrounded(grad: float, exp_avg: float, exp_avg_sq: float, beta1: float, beta2: float) -> tuple[float, float]:
     """The same in float32, of one element."""
     moments = [torch.tensor([x]) for x in (exp_avg, exp_avg_sq)]
-    ops.adam_step(torch.zeros(1), torch.tensor([grad]), *moments, beta1=beta1, beta2=beta2, **HYPER)
+    arrays = UpdateArrays(torch.zeros(1), torch.tensor([grad]), tuple(moments))
+    ops.update_step("adamw", arrays, beta1=beta1, beta2=beta2, **HYPER)
     return moments[0].item(), moments[1].item()
 
 
@@ -67,6 +69,22 @@ def test_the_mean_over_elements_is_the_value(either: None, case: tuple[float, fl
         step(torch.full((1 << 17,), grad), *old, 0.9, 0.95), unrounded(*case, 0.9, 0.95), strict=True
     ):
         check_mean(rounded, value)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "average_only"])
+def test_the_means_of_parameters_and_averages_are_their_values(either: None, rule: str) -> None:
+    """Both in one pass, and independently."""
+    n = 1 << 17
+    param, average = torch.full((n,), 1.5).bfloat16(), torch.full((n,), -0.75).bfloat16()
+    grad = None if rule == "average_only" else torch.full((n,), 0.7)
+    arrays = UpdateArrays(param, grad, average=average)
+    ops.update_step(rule, arrays, step=1, lr=1e-3, average_weight=1e-3)
+    exact = 1.5 if grad is None else 1.5 - 1e-3 * 0.7
+    check_mean(param, torch.tensor(exact).item())
+    check_mean(average, -0.75 + 1e-3 * (exact + 0.75))
+    if grad is not None:
+        up = [(x == x.max()).double() for x in (param, average)]
+        assert abs(torch.corrcoef(torch.stack(up))[0, 1].item()) < SIGMAS / math.sqrt(n)
 
 
 def test_the_mean_over_steps_is_the_value() -> None:
@@ -130,7 +148,7 @@ def test_torch_takes_the_random_bits_of_the_kernel(monkeypatch: pytest.MonkeyPat
         arguments = (grad, exp_avg, exp_avg_sq.square(), 0.9, 0.95)
         kernel = step(*arguments, seed=seed, offset=offset)
         with monkeypatch.context() as patch:
-            patch.setattr(adam, "library", lambda: None)
+            patch.setattr(update, "library", lambda: None)
             for ours, theirs in zip(kernel, step(*arguments, seed=seed, offset=offset), strict=True):
                 assert (ours != theirs).double().mean() < 1e-3  # where float32's last bit differs
 
@@ -144,7 +162,8 @@ def test_moments_move_by_less_than_half_a_unit_in_the_last_place(grad: float, st
     moments = [torch.full((n,), start, dtype=torch.bfloat16) for _ in range(2)]
     nearest = torch.tensor(start, dtype=torch.bfloat16)
     for seed in range(steps):
-        ops.adam_step(param, grads, *moments, beta1=beta, beta2=beta, seed=seed, **HYPER)
+        arrays = UpdateArrays(param, grads, tuple(moments))
+        ops.update_step("adamw", arrays, beta1=beta, beta2=beta, seed=seed, **HYPER)
         nearest = (nearest.float() + (1 - beta) * (grad - nearest.float())).bfloat16()
     for moment in moments:
         error = abs(moment.double().mean().item() - want)

@@ -53,7 +53,7 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
     ("name", "on_device", "backend", "state"),
     [
         ("AdamW", False, "FusedUpdate", ["exp_avg", "exp_avg_sq", "step"]),
-        ("AdamW", True, "AsyncAdam", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AdamW", True, "AsyncUpdate", ["exp_avg", "exp_avg_sq", "step"]),
         ("CustomAdam", True, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "step"]),
         ("AMSGrad", False, "ElementwiseUpdate", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
         ("Lion", False, "FusedUpdate", ["exp_avg", "step"]),
@@ -62,5 +62,5 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
 def test_the_first_backend_or_rule_that_serves_an_optimizer_runs_it(
     name: str, on_device: bool, backend: str, state: list[str]
 ) -> None:
-    expected = (backend, backend == "AsyncAdam", state, True)
+    expected = (backend, backend == "AsyncUpdate", state, True)
     assert run_ranks(2, backend_after_a_step, name, on_device) == [expected, expected]

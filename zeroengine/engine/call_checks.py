@@ -53,7 +53,7 @@ def check_outside_of_capture(device: torch.device, call: str) -> None:
         raise ZeroEngineError(
             f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
             "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
-            "can be captured is the update itself, zeroengine.ops.AdamTable."
+            "can be captured is the update itself, zeroengine.ops.UpdateTable."
         )
 
 

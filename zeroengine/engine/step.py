@@ -1,11 +1,11 @@
 """The end of a step: clipping, the update, the LR schedule, and the counters.
 
 [Note: Asynchronous steps]
-With ``AsyncAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns before its result is
-known: see "A step without waiting" in ``optim/backends/async_adam.py``. The host awaits the result when the user asks
-for it (by ``global_steps`` and other counters, or the truth value of the ``StepResult``), when the next backward
-begins, before checkpoints, and when the engine ends. At these times the device still has to run the update, and when
-the next backward begins also the forward, so it does not run out of work.
+With ``AsyncUpdate`` (a fused rule on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns before its
+result is known: see "A step without waiting" in ``optim/backends/async_update.py``. The host awaits the result when the
+user asks for it (by ``global_steps`` and other counters, or the truth value of the ``StepResult``), when the next
+backward begins, before checkpoints, and when the engine ends. At these times the device still has to run the update,
+and when the next backward begins also the forward, so it does not run out of work.
 
 - A rank awaits the result without the others, because the user may ask on one rank. Finding the name of the parameter
   whose gradient was not finite is a collective. It runs when the next backward begins, because that happens on every

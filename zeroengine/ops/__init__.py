@@ -1,6 +1,7 @@
 """Bindings to the kernels of csrc, each one pass over memory. Without a compiler torch's own kernels serve.
 
 update           one step of a fused rule over one flat buffer
+update_arrays    the rules, and the arrays that they take
 table            such steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
 factor           from the squared norm to the factor of the gradient
@@ -19,7 +20,8 @@ from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
 from zeroengine.ops.table import SegmentList, UpdateSegment, UpdateTable
-from zeroengine.ops.update import RULES, UpdateArrays, decode_moment, encode_moment, update_step
+from zeroengine.ops.update import decode_moment, encode_moment, update_step
+from zeroengine.ops.update_arrays import RULES, UpdateArrays
 
 __all__ = [
     "DTYPE_CODES",

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, Signatures, UpdateArgs, open_library
+from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, ArrayPointers, Signatures, UpdateArgs, open_library
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PATH = Path(__file__).with_name("_cuda.so")
 # ZE_CUDA_RUN_BYTES of csrc/zeroengine_cuda.h.
-RUN_BYTES = 80
+RUN_BYTES = 88
 # The fields of ze_cuda_group and of ze_cuda_factor, all doubles.
-GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "average_weight", "rule", "maximize", "nesterov")
 FACTOR_FIELDS = ("factor", "grad_norm", "overflow")
 
 
@@ -52,16 +52,15 @@ class CudaCopy(ctypes.Structure):
 
 # Every function that launches something begins with the device and the stream.
 _ON_STREAM: list[Any] = [c_int, c_void_p]
-_ADAM: list[Any] = [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int]
 _SIGNATURES: Signatures = {
     "ze_cuda_abi_version": (c_int, []),
     "ze_cuda_architectures": (c_char_p, []),
     "ze_cuda_message": (c_char_p, [c_int]),
     "ze_cuda_probe": (c_int, [c_int]),
-    "ze_cuda_adam": (c_int, [*_ON_STREAM, *_ADAM, c_int64, POINTER(UpdateArgs)]),
+    "ze_cuda_update": (c_int, [*_ON_STREAM, POINTER(ArrayPointers), c_int64, POINTER(UpdateArgs)]),
     "ze_cuda_tiles": (c_int64, [c_int64, c_int64]),
-    "ze_cuda_adam_prepare": (c_int, [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2]),
-    "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_int, c_void_p, c_int64, c_int64]),
+    "ze_cuda_update_prepare": (c_int, [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2]),
+    "ze_cuda_update_runs": (c_int, [*_ON_STREAM, POINTER(ArrayPointers), c_void_p, c_int64, c_int64]),
     "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(CudaArray), c_int64]),
     "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
     "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from zeroengine.ops._library import MOMENT_BLOCK, UpdateArgs
-
-if TYPE_CHECKING:
-    from zeroengine.ops.update import UpdateArrays
+from zeroengine.ops.update_arrays import UpdateArrays
 
 # Rules that torch has fused kernels for.
 ADAM_RULES = ("adam", "adamw")
@@ -48,7 +46,7 @@ def _update_chunk(rule: str, signs: tuple[bool, ...], arrays: UpdateArrays, args
     if scales:
         pairs = zip(moments, scales, signs, strict=True)
         new_moments = [decode_moment(codes, scale, is_signed) for codes, scale, is_signed in pairs]
-    if grad is not None:
+    if grad is not None and rule != "average_only":
         scaled = grad.float() * (-args.grad_scale if args.maximize else args.grad_scale)
         _run_rule(rule, [new_param, scaled, *new_moments], args)
     words = partial(_random_bits, args.seed, args.offset + begin, numel, device)
@@ -188,7 +186,7 @@ def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
 
 
 def _round(x: Tensor, random: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up or down by 16 random bits. See "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
+    """Round float32 to bfloat16, up or down by 16 random bits. See "Stochastic rounding" in csrc/cpu/update.inl.h."""
     # The random bits are added to the lower half, which is then dropped. A carry rounds the magnitude up.
     return (random.add_(x.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -1,18 +1,22 @@
-"""Adam steps of many segments of many buffers, whose scalars (norm, counts, rates) stay on the device."""
+"""Updates of many segments of many buffers, whose scalars (norm, counts, rates) stay on the device."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeroengine.ops import _cuda_library
 from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
-from zeroengine.ops.update import UpdateArrays, update_step
+from zeroengine.ops._library import MOMENT_BLOCK
+from zeroengine.ops.update import update_step
+from zeroengine.ops.update_arrays import RULES, UpdateArrays
+
+_RULE_NAMES = {rule.code: name for name, rule in RULES.items()}
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class UpdateSegment:
     """Neighboring elements of a buffer that share hyperparameters and a step count.
 
     Attributes:
-        start: The first element within the buffer.
+        start: The first element within the buffer. With moments in uint8, it begins a block.
         stop: The end of the segment within the buffer.
         group: The row of the table's ``groups``.
         slot: The place of the table's ``steps``.
@@ -48,13 +52,14 @@ class SegmentList:
 
 
 class UpdateTable:
-    """Updates a fixed set of buffers by Adam.
+    """Updates a fixed set of buffers by the fused rules.
 
-    [Note: Adam with its scalars on the device]
+    [Note: An update with its scalars on the device]
     On CUDA everything that a step depends on stays on the device. ``prepare`` counts the step and computes every
     segment's factors in one small launch. Then one launch updates a buffer, whatever its number of segments. So the
     host runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay reads ``groups``,
-    ``steps`` and the factor anew. On overflow nothing is written, and no step is counted.
+    ``steps`` and the factor anew. On overflow nothing is written, and no step is counted. Segments of one buffer may
+    have different rules.
 
     On the CPU, and where the CUDA library is missing, `update_step` does the same for each segment.
 
@@ -65,14 +70,19 @@ class UpdateTable:
         device: The device of the buffers, with its index.
 
     Attributes:
-        groups: float64, a row for each group: lr, beta1, beta2, eps, weight_decay, decoupled, maximize. Written by
-            ``set_groups``, or by the caller in stream order.
+        groups: float64, a row for each group, of ``GROUP_FIELDS``. Written by ``set_groups``, or by the caller in
+            stream order.
         steps: int64, a step count for each slot.
     """
 
     def __init__(self, buffers: Sequence[SegmentList], num_groups: int, num_slots: int, device: torch.device) -> None:
         self.device, self._cuda = device, _cuda_library.cuda_library(device)
         self._segment_lists = tuple(buffers)
+        # Of each buffer, whether moments in blocks fit it.
+        self._begin_blocks = [
+            all(start % MOMENT_BLOCK == 0 for start in (buffer.offset, *(s.start for s in buffer.segments)))
+            for buffer in buffers
+        ]
         for segment_list in self._segment_lists:
             _check(segment_list, num_groups, num_slots)
         self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
@@ -101,10 +111,11 @@ class UpdateTable:
         self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set the hyperparameters, as in torch's ``param_groups``, without waiting for the device.
+        """Set the rules and their hyperparameters without waiting for the device.
 
         Args:
-            groups: With torch's keys, and ``decoupled``. A learning rate may be a tensor on the device.
+            groups: For each group ``rule`` and ``lr``, and other keyword arguments of `update_step` that do not vary by
+                step. A learning rate may be a tensor on the device.
         """
         assert len(groups) == len(self.groups)
         # A captured schedule writes the rate on the device. Reading it here would make the host wait.
@@ -131,8 +142,8 @@ class UpdateTable:
 
         Args:
             factor: The result of `gradient_factor`.
-            used: float64, a value for each slot. A slot with 0 counts no step and updates nothing. None: every slot
-                is used.
+            used: float64, a value for each slot. A slot with 0 counts no step, and its segments change nothing but
+                their moving average. None: every slot is used.
         """
         for x, numel in ((factor, len(FACTOR_FIELDS)), (used, len(self.steps))):
             if x is not None:
@@ -142,7 +153,7 @@ class UpdateTable:
             return
         _cuda_library.call(
             self._cuda,
-            "ze_cuda_adam_prepare",
+            "ze_cuda_update_prepare",
             self.device,
             self._segments.data_ptr(),
             self._first_run[-1],
@@ -156,34 +167,27 @@ class UpdateTable:
 
     def _prepare_on_host(self, factor: Tensor, used: Tensor | None) -> None:
         # This waits if the table is on a GPU without the CUDA library.
-        self._factor, _, overflow = factor.tolist()
+        grad_scale, _, overflow = factor.tolist()
         active = torch.ones_like(self.steps) if used is None else (used > 0).long()
         # As on the device, an overflow counts no step, and `update` writes nothing.
         if overflow:
             active.zero_()
         self.steps += active
-        self._host = (self.groups.tolist(), self.steps.tolist(), active.tolist())
+        self._host = HostStep(self.groups.tolist(), self.steps.tolist(), active.tolist(), grad_scale, overflow > 0)
 
-    def update(
-        self,
-        buffer: int,
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        low_precision_param: Tensor | None = None,
-        reload_written: bool = False,
-    ) -> None:
+    def update(self, buffer: int, arrays: UpdateArrays, reload_written: bool = False) -> None:
         """Take the prepared step for one buffer. Nothing is written between its segments.
 
         Args:
             buffer: The buffer's index.
-            param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written: As in `update_step`.
+            arrays: Its arrays. Rules that take fewer moments leave the others alone.
+            reload_written: As in `update_step`.
         """
-        arrays = UpdateArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
         arrays.check()
         segments = self._segment_lists[buffer].segments
-        assert not segments or segments[-1].stop <= param.numel(), (segments[-1], param.numel())
+        assert not segments or segments[-1].stop <= arrays.param.numel(), (segments[-1], arrays.param.numel())
+        if arrays.scales:
+            assert self._begin_blocks[buffer], "with moments in uint8, segments and offsets begin blocks"
         if self._cuda is None:
             self._update_on_host(self._segment_lists[buffer], arrays, reload_written)
             return
@@ -191,41 +195,59 @@ class UpdateTable:
         first, last = self._first_run[buffer : buffer + 2]
         _cuda_library.call(
             self._cuda,
-            "ze_cuda_adam_runs",
+            "ze_cuda_update_runs",
             self.device,
-            *arrays.pointers(),
-            reload_written,
+            ctypes.byref(arrays.pointers(reload_written)),
             self._runs.data_ptr() + first * RUN_BYTES,
             last - first,
             self._num_tiles[buffer],
         )
 
     def _update_on_host(self, segment_list: SegmentList, arrays: UpdateArrays, reload_written: bool) -> None:
-        groups, steps, active = self._host
+        host = self._host
         for s in segment_list.segments:
-            # Without a gradient on any rank, or on overflow, the segment keeps its values and its step count.
-            if not active[s.slot]:
-                continue
-            group: dict[str, Any] = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
-            group |= {name: bool(group[name]) for name in ("decoupled", "maximize")}
-            *required, low_precision_param = (None if x is None else x[s.start : s.stop] for x in arrays)
+            settings: dict[str, Any] = dict(zip(GROUP_FIELDS, host.groups[s.group], strict=True))
+            rule, step = _RULE_NAMES[int(settings.pop("rule"))], host.steps[s.slot]
+            settings |= {name: bool(settings[name]) for name in ("maximize", "nesterov")}
+            if not host.active[s.slot]:
+                if host.overflow or arrays.average is None:
+                    continue
+                # The average is rounded by new bits as long as any step is counted.
+                rule, step = "average_only", max(host.steps)
             update_step(
-                *required,  # type: ignore[arg-type]
-                **group,
-                low_precision_param=low_precision_param,
-                grad_scale=self._factor,
+                rule,
+                arrays.part(s.start, s.stop).of_rule(rule),
+                **settings,
+                grad_scale=host.grad_scale,
                 reload_written=reload_written,
-                step=steps[s.slot],
-                seed=segment_list.seed + steps[s.slot],
+                step=max(step, 1),
+                seed=segment_list.seed + step,
                 offset=segment_list.offset + s.start,
             )
 
 
+class HostStep(NamedTuple):
+    """What ``UpdateTable.prepare`` computes where the update runs on the host.
+
+    Attributes:
+        groups, steps: The values of the table's tensors.
+        active: For each slot, whether its step is counted.
+        grad_scale: Multiplies the gradient.
+        overflow: Whether nothing is updated.
+    """
+
+    groups: list[list[float]]
+    steps: list[int]
+    active: list[int]
+    grad_scale: float
+    overflow: bool
+
+
 def _row(group: Mapping[str, Any], lr: float) -> list[float]:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    # Flags are doubles like the rates, so that a row is one array.
-    flags = [float(bool(group.get(name, False))) for name in ("decoupled", "maximize")]
-    return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags]
+    values = {**group, "lr": lr, "rule": RULES[group["rule"]].code}
+    assert values.keys() <= {*GROUP_FIELDS}, values
+    # The rule and the flags are doubles like the rates, so that a row is one array.
+    return [float(values.get(name, 0.0)) for name in GROUP_FIELDS]
 
 
 def _check(segment_list: SegmentList, num_groups: int, num_slots: int) -> None:

@@ -12,7 +12,7 @@ from zeroengine import ops
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
-from zeroengine.optim.backends.async_adam import AsyncAdam
+from zeroengine.optim.backends.async_update import AsyncUpdate
 from zeroengine.optim.backends.blocking_update import BlockingUpdate
 from zeroengine.optim.backends.fused_update import FusedUpdate
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend, UpdateRule
@@ -46,7 +46,7 @@ def choose_backend(
         placement: Where their states are.
         config: The resolved configuration.
         device: The device that the model computes on.
-        async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
+        async_step: Whether to choose ``AsyncUpdate`` where it can run. None: on a GPU that zeroengine's kernels serve.
         degree: The largest degree of the optimizer's states.
 
     Raises:
@@ -57,7 +57,7 @@ def choose_backend(
     members, rules = members_of(optimizer), rules_of(optimizer, plans, degree)
     if rules == [FusedUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
-            return AsyncAdam
+            return AsyncUpdate
     for member, rule in zip(members, rules, strict=True):
         name = type(member).__name__
         if rule is not FusedUpdate and config.state_dtype is not torch.float32:

@@ -25,7 +25,7 @@ parameter that several of them use gets a gradient from each. So a unit is compl
 many gradients as in the previous backward. The first time, gradients may arrive after their unit was complete. Such
 *late* gradients wait on this rank and are reduced with those of the next micro-step, or before the update
 (``Reducer.reduce_late_gradients``). No other rank knows of them. Before a step, the backends on the host ask all ranks
-whether they have any. ``AsyncAdam`` cannot ask without waiting, so there all ranks must have late gradients or none.
+whether they have any. ``AsyncUpdate`` cannot ask without waiting, so there all ranks must have late gradients or none.
 
 Several plain ``loss.backward()`` calls without a forward in between are one backward, too. Only in the last of them are
 gradients counted and units complete, which is the call with the number that the last call of the previous backward had.

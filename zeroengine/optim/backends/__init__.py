@@ -1,6 +1,6 @@
 """The ways to run an update, behind the protocols of ``interface``.
 
-async_adam         fused Adam that is issued without waiting for the norm
+async_update       the fused rules, issued without waiting for the norm
 blocking_update    waits for the norm, and then runs a rule for each algorithm:
 fused_update       the fused rules; states may be offloaded. `fused_state` is their state
 muon_update        Muon; its matrices are whole at their owners

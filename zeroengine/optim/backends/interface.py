@@ -20,8 +20,8 @@ Take RMSprop as an example.
    `csrc/cuda/update.cu`. What `ze_update_args` lacks goes there; then raise the versions of the interfaces. An
    element's result may depend on nothing but that element's values, the arguments and its index, or the losses would
    differ between stages. All dtypes of gradients, moments, masters and averages come with the template.
-2. The binding. Add the rule to `RULES` (`ops/update.py`) and its formula in torch to `ops/_fallback.py`. The tests to
-   extend are in `tests/ops`: the formula in float64, and the same bits on each instruction set.
+2. The binding. Add the rule to `RULES` (`ops/update_arrays.py`) and its formula in torch to `ops/_fallback.py`. The
+   tests to extend are in `tests/ops`: the formula in float64, and the same bits on each instruction set.
 3. The choice. Add a `FusedRule` to `optim/fused_rules.py`: the names of the moments, which are those of the torch
    optimizer's state, so that checkpoints stay interchangeable, and the settings of a group.
 

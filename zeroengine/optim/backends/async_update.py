@@ -1,4 +1,4 @@
-"""Fused Adam that issues a step without waiting for its norm. Every state is on the device.
+"""The fused rules, issued without waiting for the norm. Every state is on the device.
 
 [Note: A step without waiting]
     squared norm, flags -> sum over ranks -> factor, overflow -> step counts, factors -> update, all-gather, by unit
@@ -15,16 +15,16 @@ the step's result is known. Counts that were set on the host are copied to the d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from zeroengine.errors import DivergenceError
-from zeroengine.ops import SegmentList, UpdateSegment, UpdateTable
+from zeroengine.ops import RULES, SegmentList, UpdateSegment, UpdateTable
 from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.backends.moment_state import MomentState
-from zeroengine.optim.fused_rules import settings_of
+from zeroengine.optim.fused_rules import refuse_new_momentum, settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -34,8 +34,8 @@ T = TypeVar("T")
 HAS_GRAD_OFFSET = len(GradientFactor._fields)
 
 
-class AsyncAdam:
-    """See ``UpdateBackend``. Gives the same bits as ``AdamUpdate``."""
+class AsyncUpdate:
+    """See ``UpdateBackend``. Gives the same bits as ``FusedUpdate``."""
 
     is_async: ClassVar[bool] = True
     exchange_bytes = 0
@@ -64,7 +64,11 @@ class AsyncAdam:
             # Something set step counts on the host, such as a checkpoint.
             self._table.steps.copy_(to_device(counts, self._device, torch.int64))
             self._device_counts = counts
-        self._table.set_groups([self._hyperparameters(group) for group in self._parts.base_optimizer.param_groups])
+        optimizer = self._parts.base_optimizer
+        groups = [settings_of(optimizer, group) for group in optimizer.param_groups]
+        if any(len(RULES[group["rule"]].signs) > len(self.state.names) for group in groups):
+            refuse_new_momentum(type(optimizer).__name__)
+        self._table.set_groups(groups)
         sums = self._parts.reduction.reduce_on_device(settings.label)
         factor = settings.factor(sums.squared_norm)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.
@@ -73,16 +77,7 @@ class AsyncAdam:
         self._table.prepare(factor, sums.has_grad)
         for shard in self._parts.shards:
             with self._parts.timer.span("update", shard.unit.name, "update"):
-                exp_avg, exp_avg_sq = self.state.moments[shard.index]
-                self._table.update(
-                    shard.index,
-                    shard.master,
-                    shard.gradient,
-                    exp_avg,
-                    exp_avg_sq,
-                    low_precision_param=shard.low_precision_param,
-                    reload_written=shard.may_be_written,
-                )
+                self._table.update(shard.index, self.state.arrays(shard), shard.may_be_written)
             # The all-gather of this unit may start now: it runs after this update and overlaps the next one.
             self._parts.publish_update(shard.unit)
 
@@ -129,9 +124,6 @@ class AsyncAdam:
 
     def _host_counts(self) -> list[int]:
         return [step for steps in self.state.steps.values() for step in steps]
-
-    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        return settings_of(self._parts.base_optimizer, group)
 
 
 def _segment_lists(
