@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroengine import ops
 
+RULES = ("adamw", "lion", "momentum_sgd", "adagrad")
 HYPER: dict[str, Any] = dict(step=10, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
@@ -20,7 +21,7 @@ HYPER: dict[str, Any] = dict(step=10, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, 
 
 def correctness(s: Setting) -> str:
     """Check against float64 on the same values, and against the CPU's kernels bit for bit."""
-    rows = [*adam_errors(s), norm_error(s), cast_error(s), overflow(s)]
+    rows = [*adam_errors(s), *rule_bits(s), norm_error(s), cast_error(s), overflow(s)]
     failed = [name for name, _, _, passed in rows if not passed]
     text = table(["check", "found", "allowed", ""], [[*row[:3], "passed" if row[3] else "**FAILED**"] for row in rows])
     if failed:
@@ -39,11 +40,12 @@ def adam_errors(s: Setting) -> Iterator[tuple[str, str, str, bool]]:
             cpu = [array(torch.float32), array(grad_dtype), array(moments), array(moments).square_()]
             gpu = [x.to(s.device, copy=True) for x in cpu]
             p, g, m, v = (x.double() for x in gpu)
-            copy = torch.empty(n, dtype=torch.bfloat16, device=s.device)
-            options = dict(HYPER, grad_scale=0.37, seed=3)
-            ops.adam_step(*gpu, low_precision_param=copy, **options)
-            ops.adam_step(*cpu, low_precision_param=(copy_cpu := torch.empty(n, dtype=torch.bfloat16)), **options)
-            same = [torch.equal(a.cpu(), b) for a, b in zip([*gpu, copy], [*cpu, copy_cpu], strict=True)]
+            for arrays in (cpu, gpu):
+                arrays.append(torch.empty(n, dtype=torch.bfloat16, device=arrays[0].device))
+                param, grad, exp_avg, exp_avg_sq, copy = arrays
+                fused = ops.UpdateArrays(param, grad, (exp_avg, exp_avg_sq), (), copy)
+                ops.update_step("adamw", fused, grad_scale=0.37, seed=3, **HYPER)
+            same = [torch.equal(a.cpu(), b) for a, b in zip(gpu, cpu, strict=True)]
             g = g * 0.37
             m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             rate = 1e-3 / (1 - 0.9**10) / ((v / (1 - 0.95**10)).sqrt() + 1e-8)
@@ -52,6 +54,27 @@ def adam_errors(s: Setting) -> Iterator[tuple[str, str, str, bool]]:
             name = f"Adam, {grad_dtype} gradient, {moments} moments".replace("torch.", "")
             yield f"{name}: relative error", f"{error:.1e}", "1e-06", error < 1e-6
             yield f"{name}: arrays with the CPU's bits", f"{sum(same)} of 5", "5 of 5", all(same)
+
+
+def rule_bits(s: Setting) -> Iterator[tuple[str, str, str, bool]]:
+    """Compare every rule with 8-bit moments and an average with the CPU, bit for bit."""
+    n, generator = 100_003, torch.Generator().manual_seed(0)
+    for rule in RULES:
+        signs = ops.RULES[rule].signs
+        cpu = ops.UpdateArrays(
+            torch.randn(n, generator=generator),
+            torch.randn(n, generator=generator).bfloat16(),
+            tuple(torch.zeros(n, dtype=torch.uint8) for _ in signs),
+            tuple(torch.zeros(-(-n // ops.MOMENT_BLOCK)) for _ in signs),
+            torch.zeros(n, dtype=torch.bfloat16),
+            torch.zeros(n, dtype=torch.bfloat16),
+        )
+        gpu = cpu.like([x.to(s.device, copy=True) for x in cpu.tensors()])
+        for step in (1, 2, 3):
+            for arrays in (cpu, gpu):
+                ops.update_step(rule, arrays, **HYPER | {"step": step}, average_weight=0.1, seed=step)
+        same = [torch.equal(a.cpu(), b) for a, b in zip(gpu.tensors(), cpu.tensors(), strict=True)]
+        yield f"{rule}, 8-bit moments: arrays with the CPU's bits", str(sum(same)), str(len(same)), all(same)
 
 
 def norm_error(s: Setting) -> tuple[str, str, str, bool]:
@@ -72,9 +95,10 @@ def cast_error(s: Setting) -> tuple[str, str, str, bool]:
 def overflow(s: Setting) -> tuple[str, str, str, bool]:
     arrays = [torch.rand(5000, device=s.device) for _ in range(4)]
     before = [x.clone() for x in arrays]
+    fused = ops.UpdateArrays(arrays[0], arrays[1], (arrays[2], arrays[3]))
     adam = adam_table(s, 5000, 1)
     adam.prepare(ops.gradient_factor(torch.tensor(math.inf, dtype=torch.float64, device=s.device)))
-    adam.update(0, *arrays)
+    adam.update(0, fused)
     changed = sum(int((x != y).sum()) for x, y in zip(arrays, before, strict=True)) + int(adam.steps.sum())
     return "an overflow: elements and counts changed", str(changed), "0", changed == 0
 
@@ -82,34 +106,48 @@ def overflow(s: Setting) -> tuple[str, str, str, bool]:
 # -- speed ----------------------------------------------------------------------------------------------------
 
 
-def adam_table(s: Setting, numel: int, segments: int) -> ops.AdamTable:
+def adam_table(s: Setting, numel: int, segments: int) -> ops.UpdateTable:
     cuts = [numel * i // segments for i in range(segments + 1)]
-    segment_list = [ops.AdamSegment(cuts[i], cuts[i + 1], i % 2, i) for i in range(segments)]
-    table = ops.AdamTable([ops.SegmentList(segment_list)], 2, segments, s.device)
-    table.set_groups([dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True)] * 2)
+    segment_list = [ops.UpdateSegment(cuts[i], cuts[i + 1], i % 2, i) for i in range(segments)]
+    table = ops.UpdateTable([ops.SegmentList(segment_list)], 2, segments, s.device)
+    table.set_groups([dict(rule="adamw", **{key: value for key, value in HYPER.items() if key != "step"})] * 2)
     return table
 
 
 class Arrays:
     """The arrays of a shard, with random values that repeated steps keep in range."""
 
-    def __init__(self, s: Setting, grad: torch.dtype, moments: torch.dtype, copy: bool) -> None:
-        self.param, self.exp_avg, self.exp_avg_sq = (
-            torch.rand(s.numel, device=s.device).to(dtype) for dtype in (torch.float32, moments, moments)
+    def __init__(
+        self,
+        s: Setting,
+        grad: torch.dtype,
+        moments: torch.dtype,
+        copy: bool,
+        rule: str = "adamw",
+        average: bool = False,
+    ) -> None:
+        def random(dtype: torch.dtype, numel: int = s.numel) -> Tensor:
+            return (torch.rand(numel, device=s.device) * (1 if dtype.is_floating_point else 100)).to(dtype)
+
+        signs, blocks = ops.RULES[rule].signs, -(-s.numel // ops.MOMENT_BLOCK)
+        self.rule = rule
+        self.fused = ops.UpdateArrays(
+            random(torch.float32),
+            torch.randn(s.numel, device=s.device).to(grad),
+            tuple(random(moments) for _ in signs),
+            tuple(random(torch.float32, blocks) for _ in signs if moments is torch.uint8),
+            random(torch.bfloat16) if copy else None,
+            random(torch.float32) if average else None,
         )
-        self.grad = torch.randn(s.numel, device=s.device).to(grad)
-        self.copy = torch.empty(s.numel, dtype=torch.bfloat16, device=s.device) if copy else None
 
     @property
     def bytes(self) -> int:
         """Return the bytes that a step must move."""
-        state = sum(x.nbytes for x in (self.param, self.exp_avg, self.exp_avg_sq))
-        return 2 * state + self.grad.nbytes + (0 if self.copy is None else self.copy.nbytes)
+        once = sum(x.nbytes for x in (self.fused.grad, self.fused.low_precision_param) if x is not None)
+        return 2 * sum(x.nbytes for x in self.fused.tensors()) - once
 
     def step(self) -> None:
-        ops.adam_step(
-            self.param, self.grad, self.exp_avg, self.exp_avg_sq, low_precision_param=self.copy, grad_scale=0.5, **HYPER
-        )
+        ops.update_step(self.rule, self.fused, grad_scale=0.5, average_weight=0.001, **HYPER)
 
 
 def copying(s: Setting) -> tuple[Callable[[], object], int]:
@@ -131,22 +169,27 @@ def bandwidths(s: Setting, cases: dict[str, tuple[Callable[[], object], int]]) -
 
 def adam(s: Setting) -> str:
     """Measure the fused update alone, by dtypes, and divided into segments."""
-    f32, bf16 = torch.float32, torch.bfloat16
+    f32, bf16, u8 = torch.float32, torch.bfloat16, torch.uint8
     cases: dict[str, tuple[Callable[[], object], int]] = {}
     for name, arguments in {
         "fp32": (f32, f32, False),
         "fp32, bf16 copy": (f32, f32, True),
         "bf16 gradient and copy": (bf16, f32, True),
+        "the same, 8-bit moments": (bf16, u8, True),
+        "the same, Lion": (bf16, u8, True, "lion"),
+        "momentum SGD, fp32": (f32, f32, False, "momentum_sgd"),
+        "Adagrad, fp32": (f32, f32, False, "adagrad"),
+        "fp32, moving average": (f32, f32, False, "adamw", True),
         "bf16 gradient, copy and moments": (bf16, bf16, True),
     }.items():
-        arrays = Arrays(s, *arguments)
+        arrays = Arrays(s, *arguments)  # type: ignore[arg-type]
         cases[name] = (arrays.step, arrays.bytes)
     segmented = adam_table(s, s.numel, 1000)
     factor = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64, device=s.device)
 
     def step_by_table() -> None:
         segmented.prepare(factor)
-        segmented.update(0, arrays.param, arrays.grad, arrays.exp_avg, arrays.exp_avg_sq, arrays.copy)
+        segmented.update(0, arrays.fused)
 
     cases["the last, in 1,000 segments"] = (step_by_table, arrays.bytes)
     return bandwidths(s, cases)
@@ -154,15 +197,16 @@ def adam(s: Setting) -> str:
 
 def torch_chain(a: Arrays, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[], object]:
     """Return the same step as separate passes around an optimizer that needs fp32 gradients."""
-    param = nn.Parameter(a.param.clone())
-    param.grad = a.grad.float()
+    param, grad, copy = nn.Parameter(a.fused.param.clone()), a.fused.grad, a.fused.low_precision_param
+    assert grad is not None and copy is not None
+    param.grad = grad.float()
     optimizer = make([param])
 
     def run() -> None:
-        assert param.grad is not None and a.copy is not None
-        param.grad.copy_(a.grad).mul_(0.5)
+        assert param.grad is not None
+        param.grad.copy_(grad).mul_(0.5)
         optimizer.step()
-        a.copy.copy_(param.detach())
+        copy.copy_(param.detach())
 
     return run
 

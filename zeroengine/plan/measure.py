@@ -169,13 +169,12 @@ def _meet(group: Group) -> None:
 def _update_rate(group: Group, device: torch.device) -> float:
     """Return the bytes per second of the norm and the fused update of Adam."""
     numel = UPDATE_NUMEL[device.type]
-    param, grad, exp_avg, exp_avg_sq = (torch.zeros(numel, device=device) for _ in range(4))
+    param, grad, *moments = (torch.zeros(numel, device=device) for _ in range(4))
+    arrays = ops.UpdateArrays(param, grad, tuple(moments))
 
     def update() -> None:
         ops.squared_norm(grad)
-        ops.update_step(
-            *(param, grad, exp_avg, exp_avg_sq), step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
-        )
+        ops.update_step("adamw", arrays, step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
     _meet(group)
     return UPDATE_BYTES * numel / median_seconds(update, device)
