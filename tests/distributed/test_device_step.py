@@ -20,6 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from zeroengine import ZeroEngineError
 from zeroengine.engine.initialize import make_engine
+from zeroengine.optim.lion import Lion
 
 NAN, INF = float("nan"), float("inf")
 
@@ -48,6 +49,21 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
 
 def with_l2(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=0.1, maximize=True)
+
+
+def with_lion(model: nn.Module) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def with_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Two rules, in segments of one buffer."""
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "momentum": 0.9, "nesterov": True}, {"params": params[1::2]}]
+    return torch.optim.SGD(groups, lr=1e-2, weight_decay=0.1)
+
+
+def with_adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.1)
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -89,6 +105,9 @@ CASES = {
     "accumulation": Case(BF16, micro_steps=2, schedule=in_turns),
     "moments in bf16": Case(BF16_MOMENTS),
     "bf16, moments in bf16": Case(BF16 | BF16_MOMENTS),
+    "Lion, moments in 8 bits": Case(BF16 | {"optimizer_state_dtype": "int8"}, with_lion, spoilt={2: INF}),
+    "SGD with and without momentum": Case(BF16_MOMENTS, with_momentum),
+    "Adagrad": Case(BF16, with_adagrad, micro_steps=2),
     "predivided": Case({"gradient_predivide_factor": 8.0}),
     "overflow": Case(spoilt={1: INF, 3: NAN}, schedule=in_turns),
     "overflow in bf16": Case(BF16, spoilt={0: NAN, 2: INF, 3: INF}, micro_steps=2),
@@ -125,7 +144,7 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
         for span in unit.layout.spans(rank, unit.degrees.optimizer):
             name, state = unit.layout.slots[span.param_index].name, engine.optimizer.state_of(states).of(states, span)
             found[f"master of {name}"] = states.master[span.shard_slice].clone()
-            found[f"moments of {name}"] = torch.stack([state.elements["exp_avg"], state.elements["exp_avg_sq"]])
+            found[f"moments of {name}"] = torch.stack([state.read(key).float() for key in state.elements])
             found[f"step of {name}"] = state.numbers["step"]
     found |= {f"value of {name}": value for name, value in engine.full_state_dict().items()}
     engine.close()
@@ -151,7 +170,7 @@ def compared(name: str, stages: tuple[int, ...]) -> list[tuple[int, list[str], i
 
 
 # The others differ from these in what is computed, not in what is waited for.
-SHORT = ("fp32", "bf16", "accumulation", "bf16, moments in bf16", "overflow", "overflow in fp16")
+SHORT = ("fp32", "bf16", "accumulation", "Lion, moments in 8 bits", "overflow", "overflow in fp16")
 
 
 @pytest.mark.parametrize(
