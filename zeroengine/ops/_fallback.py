@@ -128,8 +128,9 @@ def _run_operations(rule: str, param: Tensor, grad: Tensor, *moments: Tensor, ar
 def decode_moment(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
     """Run `zeroengine.ops.decode_moment` by torch. See "A dynamic code" in csrc/dynamic_code.h."""
     number = (codes.view(torch.int8) if is_signed else codes).float()
-    units = 8.0 ** torch.arange(-6.0 if is_signed else -7.0, 1, device=codes.device)
-    steps = 0.875 / 2 ** torch.arange(len(units), device=codes.device)
+    # Powers of tensors are not exact on every device.
+    units = torch.tensor([8.0**k for k in range(-6 if is_signed else -7, 1)], device=codes.device)
+    steps = 0.875 / torch.tensor([2.0**k for k in range(len(units))], device=codes.device)
     slopes, starts = units * steps, units * (steps - 0.75)
     slopes[0], starts[0] = units[0], 0
     magnitude = number.abs()
@@ -146,8 +147,8 @@ def encode_moment(
     blocks = pad(magnitude, (0, -values.numel() % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
     scales.copy_(blocks.amax(1).nan_to_num(limits.max, limits.max).clamp(limits.tiny, limits.max))
     fraction = magnitude * _spread(1 / scales, values.numel())
-    units = 8.0 ** torch.arange(6.0 if is_signed else 7.0, -1, -1, device=codes.device)
-    sizes = 2.0 ** torch.arange(len(units), device=codes.device)
+    units = torch.tensor([8.0**k for k in range(6 if is_signed else 7, -1, -1)], device=codes.device)
+    sizes = torch.tensor([2.0**k for k in range(len(units))], device=codes.device)
     ratios = torch.tensor([8.0, 6.0], device=codes.device) / 7
     slopes, starts = units * (ratios[0] * sizes), ratios[1] * sizes - 1
     slopes[0], starts[0] = units[0], 0
