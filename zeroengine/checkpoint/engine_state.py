@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.entries import OPTIMIZER, StateEntries, StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry, pieces_of_run
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
+from zeroengine.ops import MOMENT_BLOCK
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -154,6 +155,10 @@ class EngineTensors:
                     name = f"{OPTIMIZER}{slot.name}.{key}"
                     entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
                     entry.pieces += pieces_of_run(slot.shape, span.param_offset, value[: span.numel])
+                for key, value in state.scales.items():
+                    shape = (-(-slot.numel // MOMENT_BLOCK),)
+                    entry = entries.setdefault(f"{OPTIMIZER}{slot.name}.{key}{SCALES}", StateEntry(shape, value.dtype))
+                    entry.pieces += pieces_of_run(shape, span.param_offset // MOMENT_BLOCK, value)
                 # Every rank that has part of the parameter has its step. The rank with the first element saves it.
                 for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
                     # A state of a whole parameter may have any shape. At degree 1 the ranks share the saving alone.

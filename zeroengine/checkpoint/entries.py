@@ -4,6 +4,7 @@ Names are those that plain PyTorch gives a `{"model": ..., "optimizer": ...}` ch
 
     model.blocks.0.up.weight                       the fp32 master, or a frozen parameter or buffer as it is
     optimizer.state.blocks.0.up.weight.exp_avg     the optimizer's state
+    optimizer.state.blocks.0.up.weight.exp_avg.scales    of a moment of 8 bits, which is uint8: a value for each block
     optimizer.param_groups.0.lr                    its groups
 
 A parameter has the key of the model's state dict that holds it. Only zeroengine reads the parameters that no key holds,
@@ -24,6 +25,8 @@ from zeroengine.partition.boxes import Box, boxes_of_run
 
 MODEL, OPTIMIZER, UNSAVED = "model.", "optimizer.state.", "zeroengine.parameters."
 OUTER = "local_steps."
+# Ends the name of the scales of a moment of 8 bits, after the name of the moment.
+SCALES = ".scales"
 
 
 def momentum_name(parameter: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import OUTER, StateEntries, StateEntry, momentum_name
+from zeroengine.checkpoint.entries import OPTIMIZER, OUTER, SCALES, StateEntries, StateEntry, momentum_name
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.checkpoint.snapshot import stateful_name
 from zeroengine.errors import CheckpointError
+from zeroengine.ops import MOMENT_BLOCK
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.boxes import Box
@@ -204,25 +206,64 @@ def _plan_optimizer(
 ) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
     """Return the keys that the checkpoint has of each of this rank's spans."""
     saved = sorted({key for keys in names.state_keys.values() for key in keys})
+    # SGD without momentum keeps nothing but perhaps steps, and momentum may begin at any time.
+    is_stateless = manifest is not None and not {*saved} - {"step"}
     optimizer = tensors.optimizer
     known = [optimizer.state_of(shard).keys(shard) for shard in optimizer.shards]
     # Without known keys the name of the rule is the only sign of another optimizer.
-    by_another = manifest is not None and None in known and manifest.optimizer != optimizer.base_optimizer_name
-    if by_another or any(expected is not None and not expected <= set(saved) for expected in known):
-        rule = manifest.optimizer if manifest is not None else "another optimizer"
-        raise CheckpointError(
-            f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
-        )
+    has_no_sign = is_stateless or any(not expected for expected in known)
+    by_another = manifest is not None and has_no_sign and manifest.optimizer != optimizer.base_optimizer_name
+    lacks_state = any(expected is not None and not expected <= set(saved) for expected in known)
+    rule = manifest.optimizer if manifest is not None else "another optimizer"
+    another = CheckpointError(
+        f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
+        f"{optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
+    )
+    if by_another or (lacks_state and not is_stateless):
+        raise another
     planned = []
     for shard, expected in zip(optimizer.shards, known, strict=True):
         for span in optimizer.state_of(shard).spans(shard):
             name = shard.unit.layout.slots[span.param_index].name
             keys = names.state_keys.get(name, {})
+            if expected and keys.keys() == {"step"}:
+                keys = {}
+            # State that the rule does not keep is that of another one, such as Adam's for Lion.
+            if expected is not None and keys.keys() - expected - {"step"}:
+                raise another
             # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
             if expected is not None and keys and not expected <= set(keys):
                 raise CheckpointError(f"{path} lacks optimizer state of {name}")
             if any(not torch.can_cast(dtype, shard.master.dtype) for dtype, _ in keys.values()):
                 raise CheckpointError(f"{path} holds optimizer state of {name} in a dtype that no rule computes in")
+            for key in keys:
+                _check_blocks(names, name, key, path, is_moment=expected is not None)
             planned.append((shard, span, keys))
     return planned
+
+
+def _check_blocks(names: CheckpointNames, name: str, key: str, path: Path, *, is_moment: bool) -> None:
+    """Check that a state in bytes is a moment of 8 bits as zeroengine stores it.
+
+    Args:
+        names: What the checkpoint has.
+        name: The parameter.
+        key: The name of its state.
+        path: The checkpoint's directory.
+        is_moment: Whether the state is a moment. Optimizers of users may keep bytes that are none.
+
+    Raises:
+        CheckpointError: Its scales are missing, or do not fit.
+    """
+    stored = names.state_names[f"{OPTIMIZER}{name}.{key}"]
+    values, scales = names.metadata.tensors[stored], names.metadata.tensors.get(stored + SCALES)
+    if scales is None and (values.dtype != "uint8" or not is_moment):
+        return
+    blocks = (-(-math.prod(values.shape) // MOMENT_BLOCK),)
+    found = "without scales" if scales is None else f"with scales of {scales.dtype} and shape {scales.shape}"
+    if scales is None or (values.dtype, scales.dtype, scales.shape) != ("uint8", "float32", blocks):
+        raise CheckpointError(
+            f"{path}: the state {key} of {name} is {values.dtype} of shape {values.shape} {found}. A moment of 8 bits "
+            f"is uint8 of the parameter's shape, with scales of float32 and shape {blocks}: one for each "
+            f"{MOMENT_BLOCK} elements. Load with weights_only=True, or with optimizer=False."
+        )

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, UNSAVED, StateEntries
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, SCALES, UNSAVED, StateEntries
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.backends.interface import StateKeys
+from zeroengine.optim.fused_rules import MOMENTS
 
 # One message shows at most so many problems.
 MAX_PROBLEMS = 10
@@ -115,11 +116,11 @@ def split_state_name(stored: str) -> tuple[str, str] | None:
     if not separator or (before and not before.endswith(".")):
         return None
     # Parameter names contain dots, and so does the prefix. The key is what follows the last dot, and before it the name
-    # of the list that it is a place in.
+    # of the list that it is a place in, or of the moment whose scales it has.
     parameter, _, key = rest.rpartition(".")
-    if key.isdigit():
-        parameter, _, name = parameter.rpartition(".")
-        key = f"{name}.{key}"
+    outer, _, name = parameter.rpartition(".")
+    if key.isdigit() or (f".{key}" == SCALES and name in MOMENTS):
+        return outer, f"{name}.{key}"
     return parameter, key
 
 
@@ -137,6 +138,7 @@ class CheckpointNames:
         model: Which stored tensor belongs to each parameter and buffer.
         state_names: The stored name of the optimizer's state, by its name in `EngineTensors.optimizer_entries`.
         state_keys: By parameter, the dtype of each key of its state, and the shape of a state for the whole parameter.
+            A moment of 8 bits is float32 here, and its scales are no key.
     """
 
     def __init__(
@@ -177,11 +179,14 @@ class CheckpointNames:
             name = aliases.get(parameter, parameter)
             if name in shapes:
                 self.state_names[f"{OPTIMIZER}{name}.{key}"] = stored_name
+                if key.endswith(SCALES):
+                    continue
                 # A state of another shape, such as a number or a mean over rows, belongs to the whole parameter. A
                 # parameter without dimensions has state without dimensions, of which only the step is a number.
                 is_number = tensor.shape != shapes[name] or (key == "step" and not tensor.shape)
                 number_shape = tensor.shape if is_number else None
-                self.state_keys.setdefault(name, {})[key] = (torch_dtype(tensor.dtype), number_shape)
+                dtype = torch.float32 if stored_name + SCALES in metadata.tensors else torch_dtype(tensor.dtype)
+                self.state_keys.setdefault(name, {})[key] = (dtype, number_shape)
 
 
 def torch_dtype(name: str) -> torch.dtype:

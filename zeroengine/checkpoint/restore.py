@@ -23,10 +23,11 @@ import torch
 from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import OPTIMIZER, StateEntries
+from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.load_plan import LoadOptions, LoadPlan, make_plan
 from zeroengine.checkpoint.manifest import Manifest
+from zeroengine.checkpoint.moment_conversion import moments_to_convert
 from zeroengine.checkpoint.param_groups import apply_param_groups
 from zeroengine.checkpoint.snapshot import random_states, set_random_states
 from zeroengine.comm.group import Group
@@ -97,7 +98,8 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
                 _apply_objects(engine, manifest, plan, objects)
         try:
             with loading_errors(group):
-                _read_tensors(engine, path, plan, options)
+                num_steps = 0 if manifest is None else manifest.counters["global_steps"]
+                _read_tensors(engine, path, plan, options, num_steps)
             # All ranks have written their masters before any rank gathers parameters.
             with loading_errors(group):
                 engine.master_weights.publish()
@@ -116,7 +118,8 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
         counters = engine.counters if manifest is None else manifest.counters
         # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
         if manifest is None and options.optimizer:
-            counters = {"global_steps": _largest_step_count(tensors.optimizer)}
+            has_steps = any("step" in keys for keys in plan.names.state_keys.values())
+            counters = {"global_steps": _largest_step_count(tensors.optimizer) if has_steps else 0}
         prefix = plan.stateful_prefix
         stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
     client_state = objects.get(f"{ZEROENGINE_PREFIX}client_state")
@@ -161,8 +164,8 @@ def loading_errors(group: Group) -> Iterator[None]:
         yield
 
 
-def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: LoadOptions) -> None:
-    """Read this rank's boxes of all tensors."""
+def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: LoadOptions, num_steps: int) -> None:
+    """Read this rank's boxes of all tensors. Parameters without stored steps have been updated `num_steps` times."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
     optimizer, outer_step = engine.tensors.optimizer, engine.tensors.outer_step
     for shard, span, keys in plan.optimizer:
@@ -179,8 +182,12 @@ def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: Load
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, shape) in keys.items() if shape is not None}
+        shard_state = optimizer.state_of(shard)
+        if "step" not in numbers and shard_state.keys(shard) is not None:
+            # A parameter with moments has been updated, and a first step would be another rule.
+            numbers["step"] = torch.tensor(float(max(num_steps, 1)), device="cpu")
         if keys:
-            optimizer.state_of(shard).set_numbers(shard, span, numbers)
+            shard_state.set_numbers(shard, span, numbers)
 
 
 def _load_entries(
@@ -189,15 +196,23 @@ def _load_entries(
     """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
     state = engine.tensors.optimizer_entries(once=False) if options.reads_optimizer else {}
     # Entries without a stored name keep their values. A load that is not strict allows this.
-    stored_names = plan.names.state_names
-    entries = plan.entries | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
-    total = sum(entry.nbytes for entry in entries.values())
+    stored_names, metadata = plan.names.state_names, plan.names.metadata
+    present = {name: entry for name, entry in state.items() if name in stored_names}
+    converted = {n for n in present if (n + SCALES in state) != (stored_names[n] + SCALES in metadata.tensors)}
+    entries = plan.entries | {stored_names[n]: entry for n, entry in present.items() if n not in converted}
+    total = sum(entry.nbytes for entry in [*entries.values(), *(present[name] for name in converted)])
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
     action = f"{'checking' if check_only else 'loading'} {path.name}"
     with progress(action, total, engine.tensors.group.rank == 0) as report:
-        load_files(
-            path, plan.names.metadata, entries, (), evicting(report, engine.placement.evict), check_only=check_only
-        )
+        report = evicting(report, engine.placement.evict)
+        load_files(path, metadata, entries, (), report, check_only=check_only)
+        for shard in engine.tensors.optimizer.shards if converted else ():
+            moments = moments_to_convert(engine.tensors.optimizer.state_of(shard), shard, plan.names, converted)
+            buffers = {stored: entry for moment in moments for stored, entry in moment.buffers.items()}
+            load_files(path, metadata, buffers, (), ignore_progress, check_only=check_only)
+            for moment in moments if not check_only else ():
+                moment.write()
+                report(moment.nbytes)
     return state
 
 

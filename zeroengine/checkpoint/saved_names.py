@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, UNSAVED
+from zeroengine.checkpoint.name_mapping import split_state_name
 from zeroengine.runtime.state_dict_reads import ModelState
 
 
@@ -40,5 +41,5 @@ class SavedNames:
 
     def state_in_checkpoint(self, name: str) -> str:
         """Return the name that optimizer state, ``optimizer.state.<own name>.<key>``, has in a checkpoint."""
-        own, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+        own, key = split_state_name(name) or ("", "")
         return f"{OPTIMIZER}{self.first(own)}.{key}"

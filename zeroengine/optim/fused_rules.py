@@ -98,6 +98,8 @@ _RULES = {
     )
 }
 
+MOMENTS = frozenset(moment for rule in _RULES.values() for moment in rule.moments)
+
 
 def refuse_new_momentum(name: str) -> None:
     """Raise: a group of SGD has momentum now, and no group had any when the states were made."""

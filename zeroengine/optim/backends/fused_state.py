@@ -38,7 +38,9 @@ def fused_state(parts: BackendParts) -> FusedState:
         if (value := rule.initial_value(group))
         for param in group["params"]
     }
-    return FusedState(parts.shards, rule.moments, counts_steps=True, initial_values=initial_values)
+    return FusedState(
+        parts.shards, rule.moments, counts_steps=True, needs_steps=rule.keeps_step, initial_values=initial_values
+    )
 
 
 def run_over_state(parts: BackendParts, state: FusedState, act: Callable[[torch.optim.Optimizer], T]) -> T:
@@ -77,6 +79,7 @@ def run_over_state(parts: BackendParts, state: FusedState, act: Callable[[torch.
             # Most methods write in place. Others assign a new tensor.
             if values.scales or present[key].data_ptr() != value.data_ptr():
                 values.write(key, present[key].reshape(-1))
-        if "step" in present:
-            state.set_numbers(shard, span, {"step": torch.as_tensor(present["step"])})
+        # Where torch's optimizer keeps no step count, a parameter with a state has been updated.
+        step = present.get("step", values.numbers["step"].clamp(min=1))
+        state.set_numbers(shard, span, {"step": torch.as_tensor(step)})
     return result

@@ -41,6 +41,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -71,17 +72,25 @@ class SpanState(NamedTuple):
 
     def read(self, key: str) -> torch.Tensor:
         """Return the values of a state with a value for each element: a view, or a copy of what is in 8 bits."""
+        for tensor in self._tensors(key):
+            populate(tensor)
         if key not in self.scales:
             return self.elements[key]
         return ops.decode_moment(self.elements[key], self.scales[key], is_signed=is_signed(key))
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace the values of a state with a value for each element."""
+        for tensor in self._tensors(key):
+            populate(tensor, write=True)
         if key in self.scales:
             values = values.to(self.scales[key]).contiguous()
             ops.encode_moment(values, self.elements[key], self.scales[key], is_signed=is_signed(key))
         else:
             self.elements[key].copy_(values)
+
+    def _tensors(self, key: str) -> list[torch.Tensor]:
+        # They may be mapped from a file. See "SIGBUS" in ``disk/mapped_memory.py``.
+        return [tensors[key] for tensors in (self.elements, self.scales) if key in tensors]
 
 
 def is_signed(key: str) -> bool:
@@ -93,7 +102,7 @@ class ShardState(Protocol):
     """The state that an optimizer keeps of each span of its shards."""
 
     def keys(self, shard: OptimizerShard) -> frozenset[str] | None:
-        """Return the names of all states of a parameter that has any. None: the optimizer decides while it runs."""
+        """Return the names of the states that a parameter has if it has any. None: the optimizer decides as it runs."""
 
     def spans(self, shard: OptimizerShard) -> Iterable[ShardSpan]:
         """Return the spans whose states this rank keeps: those of its shard, or the parameters that it owns."""

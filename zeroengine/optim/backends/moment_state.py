@@ -22,6 +22,7 @@ class MomentState:
         shards: The shards.
         names: The names of the moments, as in the state of a torch optimizer.
         counts_steps: Whether each parameter has a step count.
+        needs_steps: Whether a checkpoint must have it. Torch optimizers whose rule does not depend on it save none.
         initial_values: By parameter, the values of its moments before the first step, where they are not 0.
 
     Attributes:
@@ -37,9 +38,11 @@ class MomentState:
         names: Sequence[str],
         *,
         counts_steps: bool,
+        needs_steps: bool = False,
         initial_values: Mapping[torch.Tensor, float] = MappingProxyType({}),
     ) -> None:
         self.names, self._counts_steps, self._initial_values = names, counts_steps, initial_values
+        self._needs_steps = needs_steps
         # Moments exist from the start, so that too little memory fails in ``initialize`` and not in the first step.
         self.moments: dict[int, list[torch.Tensor]] = {}
         self.scales: dict[int, list[torch.Tensor]] = {}
@@ -57,7 +60,7 @@ class MomentState:
 
     def keys(self, shard: OptimizerShard) -> frozenset[str]:
         """See ``ShardState``."""
-        return frozenset(self.names) | {"step"} if self._counts_steps else frozenset(self.names)
+        return frozenset(self.names) | {"step"} if self._needs_steps else frozenset(self.names)
 
     def spans(self, shard: OptimizerShard) -> Iterator[ShardSpan]:
         """See ``ShardState``."""

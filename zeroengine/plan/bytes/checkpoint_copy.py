@@ -31,11 +31,17 @@ def checkpoint_copy_bytes(
         dtype = unit.master_dtype if unit.optimizer_numel else unit.plan.dtype
         # The momentum of the outer step is saved, and the anchor is not.
         sizes_of_element = [dtype.itemsize, *outer_element_sizes(unit, config)[:1]]
+        numel, algorithm = -(-unit.layout.numel // num_ranks), unit.plan.algorithm
+        boxes = len(sizes_of_element) + 1
         if state.is_whole:
             # Owners save the state of their parameters.
             nbytes += state.nbytes
+        elif unit.optimizer_numel and algorithm.block > 1:
+            moments = algorithm.moment_bytes(numel)
+            nbytes, boxes = nbytes + sum(moments), boxes + len(moments)
         else:
             sizes_of_element += state.element_sizes
-        nbytes += -(-unit.layout.numel // num_ranks) * sum(sizes_of_element)
-        nbytes += len(unit.plan.params) * (len(sizes_of_element) + 1) * MAX_BOXES * COPY_ALIGNMENT
+            boxes += len(state.element_sizes)
+        nbytes += numel * sum(sizes_of_element)
+        nbytes += len(unit.plan.params) * boxes * MAX_BOXES * COPY_ALIGNMENT
     return nbytes
