@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.state_offloader import resident_bytes
@@ -155,14 +154,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return shapes
 
     def state_values(self, shard: OptimizerShard, param_index: int, key: str) -> list[tuple[ShardSpan, torch.Tensor]]:
-        """Return the values of the state ``key`` of a parameter, with the elements that they belong to."""
+        """Return the values of the state ``key`` of a parameter, with the elements that they belong to.
+
+        They are views of the state, except for numbers and for moments of 8 bits, which are copies.
+        """
         values = []
         for span, state in self._states_of_param(shard, param_index):
-            value = state.elements.get(key, state.numbers.get(key))
-            if value is not None:
-                # The state may be a mapped file, which this caller reads in place.
-                populate(value)
-                values.append((span, value))
+            if key in state.elements:
+                values.append((span, state.read(key)))
+            elif key in state.numbers:
+                values.append((span, state.numbers[key]))
         return values
 
     def set_state_values(self, shard: OptimizerShard, param_index: int, key: str, value: torch.Tensor) -> None:
@@ -173,14 +174,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         # The shard may hold no part of the parameter. Other ranks set theirs.
         for span, state in self._states_of_param(shard, param_index):
-            target = state.elements.get(key)
-            if target is None:
+            if key not in state.elements:
                 # A number such as a step count belongs to the parameter as a whole, and each rank with a part of it
                 # keeps a copy.
                 self.state_of(shard).set_numbers(shard, span, {key: value})
             else:
-                populate(target, write=True)
-                target.copy_(value.view(-1)[span.param_slice])
+                state.write(key, value.view(-1)[span.param_slice])
+                # A first step would ignore the momentum where torch's optimizer keeps no step count.
+                rule_state = self.state_of(shard)
+                if "step" not in (rule_state.keys(shard) or {"step"}) and not state.numbers.get("step", 1):
+                    rule_state.set_numbers(shard, span, {"step": torch.ones((), device="cpu")})
 
     def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[ShardSpan, SpanState]]:
         state = self.state_of(shard)

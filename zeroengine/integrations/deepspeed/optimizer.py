@@ -12,6 +12,7 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.parameter_access import full_gradient
 from zeroengine.integrations.deepspeed.leaf_modules import z3_leaf_module
 from zeroengine.optim.caller_optimizer import load_hyperparameters
+from zeroengine.partition.layout import ShardSpan
 
 
 class LocalStateOptimizer(torch.optim.Optimizer):
@@ -34,7 +35,7 @@ class LocalStateOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
-        """This rank's part of each state, by parameter. Parameters without an element on this rank are left out."""
+        """This rank's part of each state, by parameter. Moments of 8 bits are copies of their values."""
         optimizer = self._engine.optimizer
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for shard in optimizer.shards:
@@ -46,6 +47,10 @@ class LocalStateOptimizer(torch.optim.Optimizer):
                         key: parts[0][1] if shapes[key] is not None else torch.cat([value for _, value in parts])
                         for key, parts in values.items()
                     }
+                elif (state := optimizer.state_of(shard)).keys(shard) is not None:
+                    # As in DeepSpeed, a rank without elements of the parameter has states, which are empty here.
+                    empty = state.of(shard, ShardSpan(index, 0, 0, 0))
+                    states[param] = {key: empty.read(key) for key in empty.elements} | empty.numbers
         return states
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -263,7 +263,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Replace this rank's elements of the optimizer's state of that name."""
     located = LocatedParameter(param)
     optimizer, shard = located.engine.optimizer, located.trainable_shard()
-    _copy_parts(located, value, optimizer.state_values(shard, located.index, optim_state_key))
+    spans = [span for span, _ in optimizer.state_values(shard, located.index, optim_state_key)]
+    # Moments of 8 bits have no views of their values.
+    whole = located.zeros(located.slot.shape)
+    _copy_parts(located, value, [(span, whole.view(-1)[span.param_slice]) for span in spans])
+    if spans:
+        optimizer.set_state_values(shard, located.index, optim_state_key, whole)
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
