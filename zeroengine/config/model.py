@@ -346,8 +346,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Config:
-        # Each of these precisions decides by itself which dtype a module computes in.
-        if len(names := self._enabled()) > 1:
+        # Each of these precisions decides by itself which dtype a module computes in. Parameters without fp32 masters
+        # have 16 bits as in plain PyTorch, where autocast of that dtype computes some operations in fp32.
+        is_pure = self.has_low_masters and self.autocast_dtype in (None, self.low_precision)
+        if len(names := [name for name in self._enabled() if name != "torch_autocast" or not is_pure]) > 1:
             raise ValueError(
                 f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "
                 f'"{names[-1]}": {{"enabled": false}}'

@@ -61,9 +61,20 @@ def forced_cpu_optimizer() -> None:
         deepspeed.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
 
 
+def moments_of_cpu_adam() -> None:
+    deepspeed.init_distributed()
+    for keys, dtype in (({}, torch.bfloat16), ({"optimizer_state_dtype": "fp32"}, torch.float32)):
+        model = build()
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+        engine, view, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(1, **keys))
+        assert {state["exp_avg"].dtype for state in view.state.values()} == {dtype}
+        engine.destroy()
+
+
 def run_on_one_rank() -> None:
     contexts()
     forced_cpu_optimizer()
+    moments_of_cpu_adam()
 
 
 def test_calls_that_exclude_each_other_are_errors_of_deepspeeds_classes() -> None:

@@ -102,7 +102,10 @@ def initialize(
     loaded = load_settings(settings)
     _check_unmanaged(facts)
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_optimizer(facts, optimizer)
+        _check_optimizer(facts, loaded, optimizer)
+        names_dtype = "optimizer_state_dtype" in loaded.model_fields_set
+        if getattr(optimizer, "fp32_optimizer_states", True) is False and not names_dtype:
+            loaded = loaded.model_copy(update={"optimizer_state_dtype": "bf16"})
     mark_leaf_modules(model, facts.leaf_module)
     for section in (loaded.zero_optimization.offload_optimizer, loaded.zero_optimization.offload_param):
         if section.disk is not None:
@@ -170,21 +173,27 @@ def _check_unmanaged(facts: DeepSpeedConfig) -> None:
     )
 
 
-def _check_optimizer(facts: DeepSpeedConfig, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(facts: DeepSpeedConfig, config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that the configuration rules out by a key that it names.
 
     Without the keys ``"zero_force_ds_cpu_optimizer": true`` and ``"zero_allow_untested_optimizer": false`` every
     optimizer works that ``zeroengine.initialize`` takes, where DeepSpeed refuses some.
     """
-    forced = facts.zero_force_ds_cpu_optimizer is True and facts.zero_config.offload_optimizer.device != "none"
+    offloads = facts.zero_config.offload_optimizer.device != "none"
+    forced = facts.zero_force_ds_cpu_optimizer is True and offloads
     if forced and not isinstance(optimizer, CPU_OPTIMIZERS):
         raise ZeRORuntimeException(
             '"zero_force_ds_cpu_optimizer": true with offload_optimizer allows only the CPU optimizers of DeepSpeed, '
             f"found {type(optimizer).__name__}. Pass deepspeed.ops.adam.DeepSpeedCPUAdam, or write false: the update "
             "runs on the CPU either way"
         )
+    # DeepSpeed asserts the following, and scripts catch its class of error.
+    in_fp32 = offloads and getattr(optimizer, "fp32_optimizer_states", False)
+    assert not (in_fp32 and config.bf16.enabled and config.bf16.bf16_optimizer_states), (
+        '"bf16_optimizer_states": true with DeepSpeedCPUAdam, which asks for states in fp32: write '
+        "DeepSpeedCPUAdam(..., fp32_optimizer_states=False), or remove the key"
+    )
     refuses_untested = facts._param_dict.get("zero_allow_untested_optimizer") is False and facts.zero_enabled
-    # DeepSpeed asserts this, and scripts catch its class of error.
     assert not refuses_untested or type(optimizer) in TESTED_OPTIMIZERS, (
         f'"zero_allow_untested_optimizer": false refuses {type(optimizer).__name__}, which DeepSpeed did not test with '
         "ZeRO. Write true: every optimizer that looks at one parameter at a time works here"

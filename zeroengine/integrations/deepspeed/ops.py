@@ -65,7 +65,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         weight_decay: The weight decay.
         amsgrad: Must be False.
         adamw_mode: Whether weight decay is decoupled.
-        fp32_optimizer_states: Must be True: "optimizer_state_dtype" of the configuration is the dtype of the states.
+        fp32_optimizer_states: False: "optimizer_state_dtype" is "bf16" where the configuration does not name it.
     """
 
     def __init__(
@@ -80,11 +80,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        if not fp32_optimizer_states:
-            raise ZeroEngineError(
-                'DeepSpeedCPUAdam(fp32_optimizer_states=False): write "optimizer_state_dtype": "bf16" in the '
-                "configuration"
-            )
+        self.fp32_optimizer_states = fp32_optimizer_states
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 

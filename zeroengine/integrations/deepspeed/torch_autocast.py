@@ -1,6 +1,6 @@
 """``deepspeed.runtime.torch_autocast``: in which dtype parameters are communicated under torch.autocast.
 
-Here that is one dtype for all of them, ``communication_data_type``, so no parameter has a dtype of its own.
+Here that is the parameters' own dtype, which is that of autocast where they have no fp32 masters.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from collections.abc import Iterable
 
 import torch
 
+from zeroengine.integrations.parameter_engines import engines_of
+
 # The attribute in which DeepSpeed keeps the dtype of a parameter; zeroengine never sets it.
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def has_comm_dtype(param: torch.nn.Parameter) -> bool:
-    """Return whether a parameter has a dtype of its own for communication."""
-    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+    """Return whether a parameter is communicated in the dtype of autocast."""
+    in_autocast = any(engine.config.autocast_dtype is param.dtype for engine in engines_of([param]))
+    return in_autocast or hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
