@@ -28,6 +28,10 @@ def initialize(model: Any, optimizer: Any = None, stage: int = 1, **more: Any) -
     return zeroengine.initialize(model, optimizer, config(stage, **more))
 
 
+# As these libraries are not installed here.
+BnbAdamW8bit = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+TorchaoAdam4bit = type("Adam4bit", (torch.optim.Adam,), {"__module__": "torchao.optim.adam"})
+
 # -- wrong without another rank ------------------------------------------------------------------------
 
 
@@ -262,6 +266,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (
         lambda: (lambda model: initialize(model, torch.optim.LBFGS(model.parameters()), stage=0))(build()),
         r"LBFGS calls the model several times in a step, through a closure",
+    ),
+    "8 bits of bitsandbytes": (
+        lambda: (lambda model: initialize(model, BnbAdamW8bit(model.parameters())))(build()),
+        r'AdamW8bit of bitsandbytes quantizes .* Write "optimizer": {"type": "AdamW8bit"}',
+    ),
+    "4 bits of torchao": (
+        lambda: (lambda model: initialize(model, TorchaoAdam4bit(model.parameters())))(build()),
+        r'Adam4bit of torchao quantizes .* Write "optimizer": {"type": "Adam8bit"}',
     ),
     "an optimizer that couples parameters": (
         lambda: several(lambda model: Written(matrices(model), normalize_all)),

@@ -256,6 +256,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
             "optimizer such as AdamW."
         )
+    library = type(optimizer).__module__.partition(".")[0]
+    # Optimizers of bitsandbytes in 32 bits have the same classes.
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 8)
+    # Those of torchao are tensors of classes of its own, which no checkpoint holds.
+    if (library == "torchao" or (library == "bitsandbytes" and degrees.optimizer > 1)) and bits == 8:
+        kind = next((kind for kind in ("AdamW", "Adam", "Lion") if kind in name), "AdamW")
+        raise ZeroEngineError(
+            f"{name} of {library} quantizes its states in blocks of each rank's part, so that another number of ranks "
+            f'would be another optimizer. Write "optimizer": {{"type": "{kind}8bit"}} in the configuration, or pass '
+            'AdamW, Adam, Lion, SGD or Adagrad with "optimizer_state_dtype": "int8": blocks are then counted in each '
+            "parameter."
+        )
     if "SparseAdam" in names:
         raise ZeroEngineError(
             f"{name} takes sparse gradients alone, and the engine reduces dense ones, also of "

@@ -20,6 +20,7 @@ METHODS: dict[type, dict[str, str]] = {
         "_move_model_to_device": "self, model, device",
         "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
         "create_optimizer": "self, model",
+        "get_optimizer_cls_and_kwargs": "args, model",
         "create_scheduler": "self, num_training_steps, optimizer",
         "_has_mixed_mesh_grads": "self, model",
         "call_model_init": "self, trial",
@@ -73,7 +74,7 @@ FIELDS = (
     "deepspeed fsdp fp16_full_eval bf16_full_eval n_gpu per_device_train_batch_size gradient_accumulation_steps "
     "world_size bf16 fp16 learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
     "predict_with_generate save_on_each_node push_to_hub hub_revision eval_use_gather_object "
-    "get_warmup_steps should_save"
+    "get_warmup_steps should_save optim"
 )
 
 

@@ -26,7 +26,12 @@ from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
 from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
-from zeroengine.integrations.transformers.settings import load_settings, with_manual_accumulation, with_number_of_steps
+from zeroengine.integrations.transformers.settings import (
+    load_settings,
+    own_optimizer,
+    with_manual_accumulation,
+    with_number_of_steps,
+)
 from zeroengine.optim.factory import build_configured
 
 # The names that the trainer gives to the files of its schedule and its optimizer.
@@ -139,6 +144,12 @@ class ZeroTrainerMixin(Trainer):
             )
         created: torch.optim.Optimizer = self.optimizer
         return created
+
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """Return the class of `args.optim` and its arguments: those of 8 bits need neither bitsandbytes nor torchao."""
+        found: tuple[Any, Any] = own_optimizer(args) or super().get_optimizer_cls_and_kwargs(args, model)
+        return found
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the trainer's own schedule, or a stand-in if the configuration names one, which the engine steps."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.lion import Lion
 
 FRAMEWORK = "TrainingArguments"
+# The optimizers of bitsandbytes and torchao that AdamW and Lion stand for here, with the bits of their moments.
+OPTIMIZER_NAME = re.compile("(?:paged_)?(adamw|lion)(?:_bnb|_torch)?_(8|32)bit")
 MANUAL = "manual"
 
 
@@ -27,8 +33,10 @@ def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: 
     """
     check_arguments(args)
     settings = load(config, argument="zero_config")
+    name = OPTIMIZER_NAME.fullmatch(args.optim)
+    moments = {"optimizer_state_dtype": "int8"} if name is not None and name[2] == "8" else {}
     return settings.fill_auto(
-        {**_batch_sizes(settings, args), **_precision(settings, args), **_optimizer(args)}
+        {**_batch_sizes(settings, args), **_precision(settings, args), **_optimizer(args), **moments}
         | {"gradient_clipping": args.max_grad_norm, "scheduler.params.warmup_max_lr": args.learning_rate},
         framework=FRAMEWORK,
     )
@@ -79,6 +87,17 @@ def check_arguments(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs, and the trainer would copy the model to each. Start one process per "
             f"GPU: zero-launch --nproc-per-node {args.n_gpu} script.py"
         )
+
+
+def own_optimizer(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the class and arguments that stand for an optimizer of another library; None for all other ones.
+
+    The dtype of its moments is a key of the configuration.
+    """
+    if (name := OPTIMIZER_NAME.fullmatch(args.optim)) is None:
+        return None
+    shared = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    return (Lion, shared) if name[1] == "lion" else (torch.optim.AdamW, shared | {"eps": args.adam_epsilon})
 
 
 def _batch_sizes(settings: Config, args: Any) -> dict[str, Any]:
