@@ -102,7 +102,10 @@ class ShardState(Protocol):
     """The state that an optimizer keeps of each span of its shards."""
 
     def keys(self, shard: OptimizerShard) -> frozenset[str] | None:
-        """Return the names of the states that a parameter has if it has any. None: the optimizer decides as it runs."""
+        """Return the names of the states that a checkpoint must have of a parameter if it has any.
+
+        None: the optimizer decides while it runs.
+        """
 
     def spans(self, shard: OptimizerShard) -> Iterable[ShardSpan]:
         """Return the spans whose states this rank keeps: those of its shard, or the parameters that it owns."""
