@@ -47,7 +47,7 @@ def test_the_tables_in_the_docs_are_current() -> None:
 
 
 def test_there_is_a_ready_file_for_each_stage_and_for_muon() -> None:
-    assert READY == [CONFIGS / "low-memory.json", CONFIGS / "muon.json", *STAGES]
+    assert READY == [*(CONFIGS / f"{name}.json" for name in ("ema", "low-memory", "muon")), *STAGES]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)

@@ -53,11 +53,19 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "more": BF16}),
 ]
 IN_BF16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+EMA = {"ema": {"decay": 0.999}}
 EIGHT_BITS = {"optimizer_state_dtype": "int8"}
-# Moments of 8 bits, and parameters without masters.
+# Moments of 8 bits, parameters without masters, and averages.
 FORMATS: list[tuple[int, dict[str, Any]]] = [
     (0, {"more": EIGHT_BITS}),
-    (3, {"more": EIGHT_BITS | BF16, "zero": {"offload_optimizer": DISK, "offload_param": DISK}}),
+    (2, {"more": EMA | BF16}),
+    (
+        3,
+        {
+            "more": EIGHT_BITS | BF16 | {"ema": {"decay": 0.9, "dtype": "bf16"}},
+            "zero": {"offload_optimizer": DISK, "offload_param": DISK},
+        },
+    ),
     (2, {"more": EIGHT_BITS, "optimizer": SGD, "zero": {"offload_optimizer": DISK}}),
     (3, {"more": EIGHT_BITS | IN_BF16, "optimizer": {"type": "Lion", "params": {}}, "micro_steps": 2}),
     (1, {"more": IN_BF16, "micro_steps": 2}),
@@ -176,6 +184,7 @@ def test_the_copy_of_a_checkpoint_is_predicted(
         "optimizer": optimizer,
         "checkpoint": {"async_save": True},
         "check_grad_overflow": False,
+        **EMA,
     }
     with torch.device("meta"):
         predicted = predict(TinyLM(), config, RankTopology(1, "cpu", "single"))

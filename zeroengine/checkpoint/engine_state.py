@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,16 +127,27 @@ class EngineTensors:
             values, degree = unit.shard, unit.degrees.parameters
             if unit in shards:
                 values, degree = shards[unit].master, unit.degrees.optimizer
-            # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
-            for slot in unit.layout.slots:
-                entries[slot.name] = StateEntry(slot.shape, values.dtype)
-            for span in self._spans(unit, degree, once):
-                slot = unit.layout.slots[span.param_index]
-                run = values[span.shard_offset :][: span.numel]
-                entries[slot.name].pieces += pieces_of_run(slot.shape, span.param_offset, run)
+            _add_unit(entries, unit, values, self._spans(unit, degree, once))
         for name, buffer in self._persistent_buffers():
             entries[name] = self._whole_entry(buffer.detach(), once)
         return entries
+
+    def average_entries(self, *, once: bool) -> StateEntries:
+        """Return the moving average of each parameter, if averages are kept, by the parameter's own name."""
+        entries: StateEntries = {}
+        for shard in self.optimizer.shards:
+            if shard.average is not None:
+                _add_unit(
+                    entries, shard.unit, shard.average, self._spans(shard.unit, shard.unit.degrees.optimizer, once)
+                )
+        return entries
+
+    def restart_averages(self, names: Collection[str]) -> None:
+        """Let the averages of parameters, by their own names, restart from the masters."""
+        for shard in self.optimizer.shards:
+            for span in shard.spans():
+                if shard.unit.layout.slots[span.param_index].name in names:
+                    shard.restart_average(span.shard_slice)
 
     def _whole_entry(self, tensor: torch.Tensor, once: bool) -> StateEntry:
         # Every rank holds such a tensor in full, so one rank saves it. On a load every rank reads it.
@@ -215,6 +226,17 @@ class EngineTensors:
                 if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
                     yielded.add(id(buffer))
                     yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _add_unit(entries: StateEntries, unit: Unit, values: torch.Tensor, spans: Iterable[ShardSpan]) -> None:
+    """Add the parameters of a unit, of whose shard ``values`` are."""
+    # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
+    for slot in unit.layout.slots:
+        entries[slot.name] = StateEntry(slot.shape, values.dtype)
+    for span in spans:
+        slot = unit.layout.slots[span.param_index]
+        run = values[span.shard_offset :][: span.numel]
+        entries[slot.name].pieces += pieces_of_run(slot.shape, span.param_offset, run)
 
 
 @dataclass(frozen=True)

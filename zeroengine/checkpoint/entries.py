@@ -8,10 +8,12 @@ Names are those that plain PyTorch gives a `{"model": ..., "optimizer": ...}` ch
     optimizer.param_groups.0.lr                    its groups
 
 A parameter has the key of the model's state dict that holds it. Only zeroengine reads the parameters that no key holds,
-because a hook drops them or saves what it computed from them, and the momentum of the outer step of `local_steps`:
+because a hook drops them or saves what it computed from them, the momentum of the outer step of `local_steps`, and the
+moving averages of `ema`:
 
     zeroengine.parameters.blocks.0.up.weight
     local_steps.blocks.0.up.weight.momentum
+    ema.blocks.0.up.weight
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from zeroengine.partition.boxes import Box, boxes_of_run
 
 MODEL, OPTIMIZER, UNSAVED = "model.", "optimizer.state.", "zeroengine.parameters."
 OUTER = "local_steps."
+AVERAGE = "ema."
 # Ends the name of the scales of a moment of 8 bits, after the name of the moment.
 SCALES = ".scales"
 

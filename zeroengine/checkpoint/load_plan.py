@@ -12,7 +12,16 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import OPTIMIZER, OUTER, SCALES, StateEntries, StateEntry, momentum_name
+from zeroengine.checkpoint.entries import (
+    AVERAGE,
+    OPTIMIZER,
+    OUTER,
+    SCALES,
+    UNSAVED,
+    StateEntries,
+    StateEntry,
+    momentum_name,
+)
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
@@ -68,6 +77,7 @@ class LoadPlan:
         same_world: Whether the checkpoint was saved on as many ranks.
         group_keys: The hyperparameters to take over; None takes all.
         saved_names: The keys of the model's state dict.
+        restarted: The parameters whose moving average restarts from the loaded weights.
     """
 
     names: CheckpointNames
@@ -78,6 +88,7 @@ class LoadPlan:
     same_world: bool
     group_keys: Collection[str] | None
     saved_names: SavedNames
+    restarted: Collection[str]
 
 
 def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
@@ -141,9 +152,11 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
     entries |= {name: _own_memory(metadata.tensors[name]) for name in computed if name in metadata.tensors}
     if options.reads_optimizer:
         entries |= _plan_outer(tensors, names, path)
+    averages, restarted = _plan_averages(tensors, names, path, weights_only=options.weights_only)
+    entries |= averages
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
-    return LoadPlan(names, entries, spans, objects, stateful_prefix, same_world, group_keys, saved_names)
+    return LoadPlan(names, entries, spans, objects, stateful_prefix, same_world, group_keys, saved_names, restarted)
 
 
 def _own_memory(tensor: StoredTensor) -> StateEntry:
@@ -165,6 +178,36 @@ def _plan_outer(tensors: EngineTensors, names: CheckpointNames, path: Path) -> S
             path,
         )
     return outer
+
+
+def _plan_averages(
+    tensors: EngineTensors, names: CheckpointNames, path: Path, *, weights_only: bool
+) -> tuple[StateEntries, list[str]]:
+    """Return the moving averages to read, by their names in the checkpoint, and the parameters whose average restarts.
+
+    Args:
+        tensors: The engine's tensors.
+        names: What the checkpoint has.
+        path: The checkpoint's directory.
+        weights_only: Whether all averages restart from the weights.
+    """
+    own, stored, prefix = tensors.average_entries(once=False), names.metadata.tensors, names.model.prefix
+    present = {
+        name: AVERAGE + of_model.removeprefix(prefix).removeprefix(UNSAVED)
+        for name, of_model in names.model.stored_names.items()
+        if name in own
+    }
+    read = {name: at for name, at in present.items() if at in stored and not weights_only}
+    restarted = [name for name in present if name not in read]
+    if tensors.group.rank == 0 and restarted and not weights_only:
+        shown = listed(restarted, NUM_SHOWN)
+        log.warning("%s has no moving average (ema) of %s: it restarts from the loaded weights", path, shown)
+    if tensors.group.rank == 0 and not own and not weights_only and any(name.startswith(AVERAGE) for name in stored):
+        log.warning(
+            '%s has moving averages of the weights, which are not loaded: they belong to "ema" in the configuration',
+            path,
+        )
+    return {at: own[name] for name, at in read.items()}, restarted
 
 
 def _without_left_out(

@@ -103,6 +103,7 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
             # All ranks have written their masters before any rank gathers parameters.
             with loading_errors(group):
                 engine.master_weights.publish()
+                tensors.restart_averages(plan.restarted)
             with loading_errors(group):
                 _load_by_own_code(tensors, path, plan, objects, is_whole=manifest is None or not manifest.left_out)
         # The small state is put back, but the tensors cannot be. The class of the error says so.

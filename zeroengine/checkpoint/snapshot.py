@@ -15,7 +15,7 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
-from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, momentum_name
+from zeroengine.checkpoint.entries import AVERAGE, MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.storages import storages_of
 from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
@@ -122,11 +122,16 @@ def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Sn
     state, outer = tensors.optimizer_entries(once=True), tensors.outer_entries(once=True)
     entries |= {names.state_in_checkpoint(name): entry for name, entry in state.items()}
     entries |= {momentum_name(names.first(own)): entry for own, entry in outer.items()}
+    averages = tensors.average_entries(once=True)
+    entries |= {AVERAGE + names.first(own): entry for own, entry in averages.items()}
     if frozen:
         entries |= {MODEL + key: entry for key, entry in tensors.computed_entries(names, once=True).items()}
     # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
     # models.
     aliases = {MODEL + key: MODEL + keys[0] for keys in names.keys.values() for key in keys[1:]}
+    aliases |= {
+        AVERAGE + key: AVERAGE + keys[0] for own, keys in names.keys.items() if own in averages for key in keys[1:]
+    }
     return Snapshot(entries, objects, aliases, about)
 
 

@@ -56,6 +56,7 @@ def export(argv: list[str] | None = None) -> int:
     add("--shard-size", metavar="SIZE", default="5GB", help="of a file at most: 5GB (default), 500MB, 2GiB, ...")
     add("--force", action="store_true", help="replace the weights in OUT; other files there stay")
     add("--no-verify", action="store_true", help="do not compare checksums")
+    add("--ema", action="store_true", help="write the moving averages of the weights")
     add("--prefix", metavar="TEXT", help="what stands before parameter names in DIR (default: found out)")
     options = parser.parse_args(argv)
     # Wrong values are refused before torch is imported, which takes seconds.
@@ -82,6 +83,7 @@ def export(argv: list[str] | None = None) -> int:
         force=options.force,
         verify=not options.no_verify,
         prefix=options.prefix,
+        ema=options.ema,
     )
     print(
         f"{options.out}: {_count_tensors(done.tensors, done.tied)} of {done.source.name} in "

@@ -4,6 +4,7 @@
 - `model.py`: the whole configuration, and the models of the smaller sections.
 - `zero.py`, `degrees.py`, `offload.py`: the models of what is partitioned, over how many ranks, and where it lives.
 - `local_steps.py`: the model of replicas that are averaged now and then.
+- `ema.py`: the model of the moving average of the weights.
 - `precision.py`, `optimizers.py`, `schedulers.py`, `monitor.py`, `sinks.py`: the models of those sections.
 - `fields.py`: types of fields, and `"auto"`.
 - `batch.py`: the batch sizes, of which two give the third.

@@ -31,6 +31,7 @@ ZEROENGINE_ONLY = {
     "checkpoint.async_save",
     "checkpoint.keep",
     "comm",
+    "ema",
     "keep_fp32_modules",
     "local_steps",
     "monitor",

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch, sinks
 from zeroengine.config.degrees import DegreesSection
+from zeroengine.config.ema import Ema
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
 from zeroengine.config.local_steps import LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
@@ -97,6 +98,8 @@ class Config(Section):
     local_steps: LocalStepsField = None
     """Replicas that take steps of their own and are averaged after some of them. null: every step is one of all
     ranks."""
+    ema: Annotated[Ema | None, NULL] = None
+    """A moving average of the weights, for evaluation and export. null: none is kept."""
     bf16: BF16 = BF16()
     """bfloat16 mixed precision."""
     fp16: FP16 = FP16()
@@ -358,6 +361,11 @@ class Config(Section):
             raise ValueError(batch.manual_with_train(self.train_batch_size))
         if self.local_steps is not None and self.scales_loss:
             raise ValueError(SCALED_REPLICAS)
+        if self.local_steps is not None and self.ema is not None:
+            raise ValueError(
+                "local_steps and ema do not go together, because replicas would have different averages between "
+                'rounds; write "ema": null, or "local_steps": null'
+            )
         named = {name: dtype for name, dtype in self._state_dtypes().items() if dtype is not None}
         if len(set(named.values())) > 1:
             raise ValueError(f"{' and '.join(named)} name different dtypes of moments; write one of them")

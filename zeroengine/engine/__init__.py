@@ -13,6 +13,7 @@
 - ``restoration``: makes the model ordinary again when an engine ends or ``initialize`` fails.
 - ``ending``: replaces the parts of an engine that has ended.
 - ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
+- ``average_weights``: lets the model compute with the moving averages of its weights.
 - ``memory``: reports the bytes that each state holds, and explains out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.
 - ``dataloader``: a data loader whose position is part of checkpoints.

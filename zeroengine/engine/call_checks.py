@@ -64,7 +64,8 @@ def check_outside_of_backward(call: str) -> None:
 
 
 def check_outside_of_gathered(gatherer: Gatherer, call: str) -> None:
-    """Check that no parameters are gathered by ``zeroengine.gathered``."""
+    """Check that no parameters are gathered by ``zeroengine.gathered``, and that they have their weights."""
+    gatherer.check_has_weights(call)
     if gatherer.num_pins:
         raise ZeroEngineError(
             f"{call} inside `with zeroengine.gathered(...)`, whose end writes the gathered values back: leave the "

@@ -17,6 +17,7 @@ from zeroengine.checkpoint.snapshot import take_snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.average_weights import check_keeps_averages
 from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
@@ -149,6 +150,7 @@ class EngineCheckpoints:
         # All checks run on every rank before anything moves. If one rank refuses, all raise and nothing has changed.
         with parts.ranks.group.collective_errors("to save a checkpoint"):
             parts.loop.state_offloader.check_resident("save_checkpoint()")
+            parts.passes.gatherer.check_has_weights("save_checkpoint()")
             parts.partition.placement.check_intact()
             parts.loop.foreign_parameters.check()
             if parts.loop.accumulation.has_gradients and not inside_step:
@@ -169,6 +171,7 @@ class EngineCheckpoints:
         arguments: dict[str, object] = {"tag": tag, **vars(options)}
         with parts.ranks.group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             parts.loop.state_offloader.check_resident("load_checkpoint()")
+            parts.passes.gatherer.check_has_weights("load_checkpoint()")
             parts.loop.foreign_parameters.check()
             folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(folder)
@@ -262,19 +265,23 @@ class EngineCheckpoints:
         shard_size: str | int,
         names: str | Iterable[str] | None,
         trainable_only: bool,
+        ema: bool,
     ) -> None:
         """Write safetensors. See ``Engine.save_weights``."""
         # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
         from zeroengine.weights.live_weights import save
 
         with self._parts.ranks.group.collective_errors("to save weights"):
+            self._parts.passes.gatherer.check_has_weights("save_weights()")
+            if ema:
+                check_keeps_averages(self._parts, "save_weights(ema=True)")
             self._parts.loop.foreign_parameters.check()
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         with self._parts.reports.timer.span("checkpoint"):
             self._parts.states.master_weights.settle()
             self.rounds.end_round()
-            save(self.tensors, directory, dtype, shard_size, names, trainable_only)
+            save(self.tensors, directory, dtype, shard_size, names, trainable_only, ema)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""

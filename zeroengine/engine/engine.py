@@ -14,6 +14,7 @@ import torch
 from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
@@ -142,6 +143,7 @@ class Engine:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
         """
         call_checks.check_loss(loss)
+        self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.loop.state_offloader.check_resident("backward()")
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
@@ -380,6 +382,22 @@ class Engine:
         """
         self._steps.round_masters()
 
+    @contextlib.contextmanager
+    def average_weights(self) -> Iterator[None]:
+        """Let the model compute with the moving averages of the weights (``ema``) inside the ``with``.
+
+        Forwards, ``gathered`` and ``full_state_dict`` find the averages there, and what is written into parameters is
+        dropped at the end. Nothing is gathered for it. Parameters without master weights, as in fp32, are kept beside
+        their averages meanwhile. Buffers, such as the statistics of BatchNorm, are those of the model. Enter and leave
+        it on every rank, between steps or micro-steps.
+
+        Raises:
+            ZeroEngineError: On every rank: no averages are kept, states are offloaded, or this is inside of
+                ``gathered``, a forward or a backward. Inside: a backward, a step, a save or a load.
+        """
+        with average_weights(self._parts, "average_weights()"):
+            yield
+
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""
         self.module.train(mode)
@@ -602,6 +620,7 @@ class Engine:
         *,
         names: str | Iterable[str] | None = None,
         trainable_only: bool = False,
+        ema: bool = False,
     ) -> None:
         """Write parameters and buffers as safetensors with an index, which Hugging Face loads, as zero-export does.
 
@@ -617,13 +636,14 @@ class Engine:
             names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
                 write. None writes all.
             trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
+            ema: Whether to write the moving averages of the parameters that are trained, in place of their weights.
 
         Raises:
             ZeroEngineError: On every rank, where one of ``names`` matches nothing.
             CheckpointError: On every rank; what was in ``directory`` is as it was.
             DivergenceError: On every rank, where they pass different arguments.
         """
-        self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only)
+        self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only, ema)
 
     @messages.ends_in_callers_code
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:

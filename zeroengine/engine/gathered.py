@@ -15,6 +15,7 @@ from torch import nn
 from zeroengine.comm.group import check_same
 from zeroengine.deferred_init.temporary_values import temporary_values
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.average_weights import average_weights
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.partition.cut import plain_name
@@ -134,7 +135,9 @@ def owner_of(param: nn.Parameter) -> ParameterOwner | None:
 
 @explains_arguments
 @contextlib.contextmanager
-def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+def gathered(
+    module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, ema: bool = False
+) -> Iterator[None]:
     """Gather whole parameters inside the ``with``, at every stage, and keep what is written to them.
 
     Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, all ranks take
@@ -146,10 +149,12 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
     Args:
         module_or_params: A module (all parameters below it), one parameter, or several.
+        ema: Whether parameters have the moving averages of the weights inside, which cannot be written. See
+            ``Engine.average_weights``.
 
     Raises:
         ZeroEngineError: The parameters belong to different engines, or some to one and others to none, or to an engine
-            that is gone; or they were given another shape inside.
+            that is gone; or they were given another shape inside, or averages were written, or none are kept.
     """
     if isinstance(module_or_params, nn.Parameter):
         params = [module_or_params]
@@ -161,6 +166,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         yield
         return
     if not any(OWNER_ATTRIBUTE in param.__dict__ or is_released_parameter(param) for param in params):
+        if ema:
+            raise ZeroEngineError("gathered(ema=True) before initialize(): an engine keeps the moving averages")
         with temporary_values(params):
             yield
         return
@@ -172,6 +179,10 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             "some of these belong to none, or to different engines, or their engine is gone"
         )
     units, gatherer = owner.units_of(params), owner.parts.passes.gatherer
+    if ema and not gatherer.has_averages:
+        with average_weights(owner.parts, "gathered(ema=True)"), gathered(params):
+            yield
+        return
     # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
@@ -192,8 +203,9 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         refusals = [name for unit in units for name in unit.full_buffer.readopt_data()]
         after = [_contents(unit) for unit in units]
         changed = [now != then for now, then in zip(after, before, strict=True)]
-        for index, writer in enumerate(owner.first_writers(changed)):
-            if writer >= 0:
+        writers = owner.first_writers(changed)
+        for index, writer in enumerate(writers):
+            if writer >= 0 and not gatherer.has_averages:
                 # Few units are written, so the ranks exchange flags of parameters for those alone.
                 flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
                 owner.apply_writes(units[index], owner.first_writers(flags))
@@ -201,6 +213,10 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
                 # A rank may have written the values that were there, which is no difference to the others.
                 units[index].forget_writes(())
             gatherer.unpin(units[index])
+    if gatherer.has_averages and max(writers, default=-1) >= 0:
+        raise ZeroEngineError(
+            "gathered(): a moving average of the weights was written, which is dropped: averages follow the weights"
+        )
     # This error comes last, after every rank has taken part in the collectives above.
     if refusals:
         raise ZeroEngineError(

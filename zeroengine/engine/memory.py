@@ -31,7 +31,7 @@ class Memory:
             parameters at parameter degree 1.
         gradients: The summed gradients that are kept between backwards.
         master: The fp32 master weights, if the compute dtype is lower.
-        optimizer: The moments, and what the outer step of ``local_steps`` keeps.
+        optimizer: The moments, the moving averages of the weights, and what the outer step of ``local_steps`` keeps.
         buckets: The buffers that gradients are reduced from.
         gathered: The full buffers of units that are released between uses, and are gathered now.
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.

@@ -147,7 +147,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     """
     located = LocatedParameter(param)
     with located.same_call("full_master", bool(located.unit.writes.values)) as is_written_by_rank:
-        pass
+        located.parts.passes.gatherer.check_has_weights("full_master()")
     shard, gatherer = located.shard, located.parts.passes.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
@@ -179,6 +179,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     located = LocatedParameter(param)
     unit, gatherer = located.unit, located.parts.passes.gatherer
     with located.same_call("set_full_master"):
+        located.parts.passes.gatherer.check_has_weights("set_full_master()")
         value = located.checked_copy(value)
     located.parts.ranks.group.broadcast(value)
     gatherer.pin(unit)

@@ -347,7 +347,7 @@ def build_states(
     with ranks.group.collective_errors("to initialize"):
         # As with units, a shard is in the list as soon as it holds a master.
         shards.extend(
-            OptimizerShard(index, unit_grads, store)
+            OptimizerShard(index, unit_grads, store, config.ema)
             for index, (unit_grads, store) in enumerate(zip(gradients, placement.optimizer_stores, strict=True))
         )
         reduction = StepReduction(shards, passes.reducer, ranks.transport, passes.outside_writes, timer)

@@ -97,7 +97,8 @@ class StepRunner:
         try:
             # A step of assigned gradients alone had no backward that awaited the step before it.
             self.await_result()
-            settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit))
+            number = self.num_updates + self.num_skipped + 1
+            settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit), number)
             # The schedule and the scaler change these values once the step has ended, a tensor in place.
             rates, loss_scale = [group["lr"] for group in optimizer.param_groups], scaler.scale
             rates = copy.deepcopy(rates) if self._reports.timer.enabled else rates
@@ -108,8 +109,7 @@ class StepRunner:
             reducer.end_step()
             raise
         self._passes.gatherer.end_update()
-        number, loss = self.num_updates + self.num_skipped + 1, self._reports.take_loss()
-        self.issued_step = IssuedStep(number, rates, loss_scale, loss, result, self._skips)
+        self.issued_step = IssuedStep(number, rates, loss_scale, self._reports.take_loss(), result, self._skips)
         schedule = self._states.lr_schedule
         # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
         is_async = optimizer.backend.is_async and not self._config.scales_loss and schedule.is_reversible

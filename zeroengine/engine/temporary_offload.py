@@ -23,6 +23,7 @@ def offload(
     # The path is not compared, because each rank may have its own disk.
     arguments = {"include": None if include is None else sorted(include), "device": device}
     with group.collective_errors("to offload states", arguments) as every_rank:
+        parts.passes.gatherer.check_has_weights("offload_states()")
         path = parts.loop.state_offloader.check_request(include, device, nvme_path, configured_path)
     check_same("offload_states()", every_rank)
     # A plain backward that has not been ended still has reduces to launch.

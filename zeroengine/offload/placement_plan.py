@@ -180,7 +180,7 @@ def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
 
 
 def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, piece_numel: int, grad_numel: int | None) -> int:
-    """Return the bytes that a unit's master weights, moments and gradients take in a store.
+    """Return the bytes that a unit's master weights, moments, averages and gradients take in a store.
 
     Args:
         plan: The unit.
@@ -192,6 +192,7 @@ def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, piece_num
     # Each state is padded separately, because each begins at a block of the file.
     nbytes = sum(map(padded_nbytes, plan.algorithm.moment_bytes(numel)))
     nbytes += plan.has_master * padded_nbytes(numel * torch.float32.itemsize)
+    nbytes += 0 if config.ema is None else padded_nbytes(numel * config.ema.torch_dtype.itemsize)
     if config.local_steps is not None and config.local_steps.nesterov is not None:
         nbytes += 2 * padded_nbytes(piece_numel * torch.float32.itemsize)
     if grad_numel is not None:
@@ -209,4 +210,5 @@ def _moved_element_bytes(
     block = plan.algorithm.block
     state_bytes = math.ceil(sum(plan.algorithm.moment_bytes(block)) / block)
     state_bytes += plan.has_master * torch.float32.itemsize
+    state_bytes += 0 if config.ema is None else config.ema.torch_dtype.itemsize
     return max(nbytes + optimizer_on_disk * state_bytes, 1)

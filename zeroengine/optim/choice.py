@@ -55,6 +55,12 @@ def choose_backend(
     trainable = [pair for pair in zip(plans, placement.parameter_shards, strict=True) if pair[0].trainable]
     on_device = all(store is None for store in (*placement.optimizer_stores, *(stored for _, stored in trainable)))
     members, rules = members_of(optimizer), rules_of(optimizer, plans, degree)
+    if config.ema is not None and not _has_fused_dtypes(plans):
+        dtypes = sorted({str(plan.dtype) for plan, _ in trainable if plan.dtype not in FLOATS.values()})
+        raise ZeroEngineError(
+            f"ema: averages are of parameters in fp32, bf16 and fp16, and this model has some in {', '.join(dtypes)}; "
+            'convert them, such as by model.float(), or write "ema": null'
+        )
     if rules == [FusedUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncUpdate

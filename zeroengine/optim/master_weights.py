@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.placement import Placement
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
@@ -38,6 +44,7 @@ class MasterWeights:
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values into the model.
         """
+        self.gatherer.check_has_weights("this call")
         # The order matters. Gathers and copies that are under way write parameters, so they end first. Then ranks
         # compare what the user wrote, so that masters take over only values that all ranks share. Eviction comes last,
         # for it gives back what reloading the masters brought into memory.
@@ -47,26 +54,54 @@ class MasterWeights:
         self.optimizer.reload_masters()
         self.placement.evict()
 
-    def publish(self) -> None:
-        """Let all ranks compute with master weights that were written by something else than a step."""
+    def publish(self, values: Callable[[OptimizerShard], torch.Tensor] = attrgetter("master")) -> None:
+        """Let all ranks compute with values that something else than a step wrote.
+
+        Args:
+            values: Returns the values of a shard: the master weights, or what stands for them in an evaluation.
+        """
         # A load may have written masters through copies that are still under way.
         self.placement.finish_copies()
         for shard in self.optimizer.shards:
-            if shard.unit.has_master:
+            source = values(shard)
+            if source is not shard.param:
                 # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
                 # the process.
-                populate(shard.master)
+                populate(source)
                 populate(shard.param, write=True)
-                shard.param.copy_(shard.master)
+                shard.param.copy_(source)
             # The order of units is the same on every rank, as the all-gather of updated units requires.
             self.gatherer.publish_update(shard.unit)
             # At most one unit is in memory at a time where states live on a disk.
-            self.placement.evict(shard.param, shard.master)
+            self.placement.evict(shard.param, source)
         # These values were written on purpose and on every rank, so they are no divergence.
         self.outside_writes.reset_baseline()
         self.gatherer.quiesce()
         # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
         self.transport.fence()
+
+    @contextlib.contextmanager
+    def averages(self) -> Iterator[None]:
+        """Let the model compute with the moving averages inside. What is written into it there is dropped."""
+        self.settle()
+        # Parameters that are their own masters have their values nowhere else.
+        kept: dict[int, torch.Tensor] = {}
+        for shard in self.optimizer.shards:
+            if not shard.unit.has_master:
+                populate(shard.param)
+                kept[shard.index] = shard.param.clone()
+                self.placement.evict(shard.param)
+        self.gatherer.has_averages = True
+        try:
+            # Ranks may still read parameters in place.
+            self.transport.fence()
+            self.publish(attrgetter("average"))
+            yield
+        finally:
+            self.gatherer.quiesce()
+            self.transport.fence()
+            self.publish(lambda shard: kept.get(shard.index, shard.master))
+            self.gatherer.has_averages = False
 
     def round(self) -> None:
         """Let masters take the rounded values that the model computes with."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from zeroengine import ops
+from zeroengine.config.ema import Ema
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.partition.layout import ShardSpan
@@ -20,11 +21,14 @@ class OptimizerShard:
         index: The unit's index among the trainable units.
         unit_grads: The unit's gradients.
         store: The store of masters and optimizer state. None: they are on the device.
+        ema: The section of the moving average; None: there is no average.
 
     Attributes:
         param: The parameters that the model computes with.
         master: The fp32 masters. The same tensor as ``param`` where parameters are fp32 already (or wider).
         gradient: The summed gradients.
+        average: The moving average of the masters, which begins with their values; None if there is none.
+        average_weight: The weight of a step's masters in it.
         offset: The index of the shard's first element within the unit's flat buffer.
         low_precision_param: The bf16 or fp16 parameters that an update writes with the master; None if the master is
             the parameter.
@@ -34,7 +38,9 @@ class OptimizerShard:
             See "Values written into the model" in ``runtime/outside_writes.py``.
     """
 
-    def __init__(self, index: int, unit_grads: UnitGradients, store: OffloadStore | None = None) -> None:
+    def __init__(
+        self, index: int, unit_grads: UnitGradients, store: OffloadStore | None = None, ema: Ema | None = None
+    ) -> None:
         unit = unit_grads.unit
         degree = unit.degrees.optimizer
         self.index, self.store, self.unit_grads, self.unit = index, store, unit_grads, unit
@@ -43,6 +49,9 @@ class OptimizerShard:
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
         self.master = self._take_master() if unit.has_master else self.param
         self.low_precision_param = self.param if unit.has_master else None
+        self.average = None if ema is None else self.empty(ema.torch_dtype)
+        self.average_weight = 0.0 if ema is None else 1 - ema.decay
+        self.restart_average()
         self.medium: Medium | None = None if store is None else store.medium
         self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
         self.may_be_written = unit.has_master and not unit.is_releasable
@@ -59,10 +68,27 @@ class OptimizerShard:
         # Writing a mapped file whose disk fails would end the process by a signal; `populate` raises instead.
         populate(master, write=True)
         master.copy_(self.param if initial_master is None else initial_master)
-        if self.store is not None:
-            # All masters together may exceed memory, and this one is not read before the update.
-            self.store.evict(master)
+        # All masters together may exceed memory, and this one is not read before the update.
+        self.evict(master)
         return master
+
+    def restart_average(self, elements: slice = slice(None)) -> None:
+        """Let the average, if there is one, begin again with the masters.
+
+        Args:
+            elements: Those of the shard that it concerns.
+        """
+        if self.average is not None:
+            average, master = self.average[elements], self.master[elements]
+            populate(master)
+            populate(average, write=True)
+            average.copy_(master)
+            self.evict(average, master)
+
+    def evict(self, *tensors: torch.Tensor) -> None:
+        """Free the memory that using masters, moments or averages in place took, if they are in a store."""
+        if self.store is not None:
+            self.store.evict(*tensors)
 
     def empty(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         """Return memory for values of elements: zeros in the store, or uninitialized memory on the device.

@@ -190,15 +190,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ((span, state.of(shard, span)) for span in state.spans(shard) if span.param_index == param_index)
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
-        """Return the bytes of masters and optimizer state on this rank in one medium; None: device memory."""
+        """Return the bytes of masters, optimizer state and averages on this rank in one medium; None: device memory."""
         shards = [shard for shard in self.shards if shard.medium == medium]
-        state = (tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard))
+        state = [tensor for shard in shards for tensor in self._state_tensors(shard)]
         # A master that is the parameter shard takes no memory of its own.
         masters = (shard.master for shard in shards if shard.unit.has_master)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the masters and the optimizer state that are on the device."""
+        """Return the masters, the optimizer state and the averages that are on the device."""
         shards = [shard for shard in self.shards if shard.store is None]
         masters = [shard.master for shard in shards if shard.unit.has_master]
-        return masters + [tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard)]
+        return masters + [tensor for shard in shards for tensor in self._state_tensors(shard)]
+
+    def _state_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        return self.backend.state_of(shard).tensors(shard) + ([] if shard.average is None else [shard.average])

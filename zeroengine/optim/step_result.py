@@ -36,12 +36,14 @@ class StepSettings:
         limit: The largest norm of the gradient; 0 for no clipping.
         skip: Whether a gradient that is not finite updates nothing.
         label: Names the norm's collective. Ranks with different labels get an error.
+        number: The number of the step, counted from 1, skipped ones included.
     """
 
     divisor: float
     limit: float
     skip: bool
     label: str
+    number: int = 1
 
     def factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
         """Return the three values of ``GradientFactor``, in float64 on the device of ``squared_norm``."""

@@ -283,7 +283,9 @@ class Backward:
 
     def _begin(self) -> None:
         wants_gradients = any(param.requires_grad for param in self._params)
-        # The listener may refuse before anything changes its state.
+        # Both may refuse before anything changes its state.
+        if wants_gradients:
+            self._gatherer.check_has_weights("a backward")
         self.listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:

@@ -23,6 +23,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
+from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.deferred_frees import DeferredFrees
@@ -49,6 +50,7 @@ class Gatherer:
         live_numel: Elements of releasable units that are gathered now.
         deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
         unhooked_uses: The units that were gathered for a use without a hook. They are released when the pass ends.
+        has_averages: Whether parameters have the moving averages of the weights, for an evaluation.
         gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
@@ -66,6 +68,7 @@ class Gatherer:
         self._gather_for_use, self._is_in_use, self._abandon_forward = gather_for_use, is_in_use, abandon_forward
         self._pins_of: dict[Unit, int] = dict.fromkeys(units, 0)
         self.num_pins = self.live_numel = 0
+        self.has_averages = False
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
@@ -139,6 +142,18 @@ class Gatherer:
         for unit in units:
             self.release(unit)
         self.deferred_frees.retry()
+
+    def check_has_weights(self, call: str) -> None:
+        """Check that parameters have their weights, and not averages.
+
+        Raises:
+            ZeroEngineError: They have averages.
+        """
+        if self.has_averages:
+            raise ZeroEngineError(
+                f"{call} inside `with engine.average_weights()` or `gathered(..., ema=True)`, where the model has the "
+                "moving averages and not its weights: leave the `with` first"
+            )
 
     # -- single units -----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from zeroengine.checkpoint.dcp_metadata import (
     read_metadata,
 )
 from zeroengine.checkpoint.directory import CheckpointFolder, tag_of
-from zeroengine.checkpoint.entries import MODEL
+from zeroengine.checkpoint.entries import AVERAGE, MODEL
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest, find_damage
@@ -76,6 +76,7 @@ def export(
     force: bool = False,
     verify: bool = True,
     prefix: str | None = None,
+    ema: bool = False,
 ) -> ExportResult:
     """Write a checkpoint's parameters and buffers to the folder `out`, which then appears as a whole.
 
@@ -90,6 +91,7 @@ def export(
         force: Replace the weights in `out`.
         verify: Check the checksum of every file that is read.
         prefix: What stands before parameter names in the checkpoint; found out where None.
+        ema: Write the moving averages in place of the masters that have one.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged, or `out` exists already.
@@ -112,6 +114,8 @@ def export(
             _check_file(path, METADATA, manifest, verify=True)
         metadata = read_metadata(path)
         names = _weight_names(metadata.tensors, manifest, prefix, path)
+        if ema:
+            names = _with_averages(names, metadata.tensors, path)
         tensors, tied = metadata.tensors, find_tied_names(metadata.tensors, names)
         others = [name.removeprefix(MODEL) for name in metadata.objects if name.startswith(MODEL)]
         if manifest is not None and others:
@@ -215,6 +219,22 @@ def _weight_names(
     if not names:
         raise CheckpointError(f"{path} holds no weights: no name in it begins with {prefix!r}")
     return names
+
+
+def _with_averages(names: Mapping[str, str], stored: Collection[str], path: Path) -> dict[str, str]:
+    """Return the names with the moving averages in place of the parameters that have one.
+
+    Raises:
+        CheckpointError: None has.
+    """
+    chosen = {
+        average if (average := AVERAGE + at.removeprefix(MODEL)) in stored else at: name for at, name in names.items()
+    }
+    if chosen == names:
+        raise CheckpointError(
+            f'{path} holds no moving averages: "ema" in the configuration keeps them. Leave --ema (ema=True) out.'
+        )
+    return chosen
 
 
 def _find_prefix(names: Collection[str]) -> str:

@@ -100,6 +100,7 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
             raise errors[0]
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
     master_weights.publish()
+    tensors.restart_averages(match.stored_names)
     with group.collective_errors("to load weights"):
         tensors.load_by_own_code(names, matched.computed, source.where)
         if errors:

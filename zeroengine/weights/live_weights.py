@@ -42,6 +42,7 @@ def save(
     shard_size: str | int,
     names: str | Iterable[str] | None = None,
     trainable_only: bool = False,
+    ema: bool = False,
 ) -> None:
     """Write the weights as `zero-export` does. A collective: every rank writes the boxes that it owns.
 
@@ -52,13 +53,14 @@ def save(
         shard_size: The bytes of values in a file at most, such as "5GB".
         names: The names to write, or patterns of names; None writes all.
         trainable_only: Whether to leave out buffers and frozen parameters.
+        ema: Whether to write the moving averages in place of the masters.
 
     Raises:
         CheckpointError: On every rank; what was in `directory` is as it was.
         DivergenceError: On every rank; they pass different arguments.
     """
     group, call = tensors.group, "save_weights()"
-    arguments: dict[str, object] = {"trainable_only": trainable_only}
+    arguments: dict[str, object] = {"trainable_only": trainable_only, "ema": ema}
     with group.collective_errors("to save weights", arguments) as all_arguments:
         dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
@@ -71,7 +73,7 @@ def save(
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         # Each element is written by exactly one rank, although several may hold it.
-        entries, own_tied = _chosen_entries(tensors, saved_names, chosen)
+        entries, own_tied = _chosen_entries(tensors, saved_names, chosen, ema)
         own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
         plan = plan_for_files(tensors.module, own_specs)
         stored_names = {own_name: name for name, own_name in plan.old_names.items()}
@@ -109,10 +111,10 @@ def save(
 
 
 def _chosen_entries(
-    tensors: EngineTensors, names: SavedNames, chosen: Collection[str]
+    tensors: EngineTensors, names: SavedNames, chosen: Collection[str], ema: bool
 ) -> tuple[StateEntries, dict[str, str]]:
     """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
-    stored = tensors.model_entries(once=True)
+    stored = tensors.model_entries(once=True) | (tensors.average_entries(once=True) if ema else {})
     entries: StateEntries = {}
     tied: dict[str, str] = {}
     for own, keys in names.keys.items():

@@ -65,7 +65,8 @@ class AsyncUpdate:
             self._table.steps.copy_(to_device(counts, self._device, torch.int64))
             self._device_counts = counts
         optimizer = self._parts.base_optimizer
-        groups = [settings_of(optimizer, group) for group in optimizer.param_groups]
+        average = {"average_weight": self._parts.shards[0].average_weight}
+        groups = [settings_of(optimizer, group) | average for group in optimizer.param_groups]
         if any(len(RULES[group["rule"]].signs) > len(self.state.names) for group in groups):
             refuse_new_momentum(type(optimizer).__name__)
         self._table.set_groups(groups)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.backends.average_update import AverageUpdate
+from zeroengine.optim.backends.fused_update import FusedUpdate
 from zeroengine.optim.backends.interface import BackendParts, ShardState, UpdateRule
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -31,7 +34,7 @@ class BlockingUpdate:
     is_async: ClassVar[bool] = False
 
     def __init__(self, parts: BackendParts, rules: Sequence[type[UpdateRule]]) -> None:
-        self._parts = parts
+        self._parts, self._averages = parts, AverageUpdate(parts)
         self.rules: list[UpdateRule] = []
         self._rule_of: dict[int, UpdateRule] = {}
         for member, rule_type in zip(members_of(parts.base_optimizer), rules, strict=True):
@@ -49,13 +52,16 @@ class BlockingUpdate:
 
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
-        return self._parts.reduction.step_on_host(settings, self._update)
+        return self._parts.reduction.step_on_host(settings, partial(self._update, settings.number))
 
-    def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+    def _update(self, number: int, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         # The rules look at the groups of the members, which take them over here.
         members_of(self._parts.base_optimizer)
         for rule in self.rules:
             rule.update(factor, has_grad)
+        # A fused rule has updated the averages of the parameters that have a gradient.
+        fused = [index for index, rule in self._rule_of.items() if isinstance(rule, FusedUpdate)]
+        self._averages.update(number, has_grad, fused)
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateBackend``."""

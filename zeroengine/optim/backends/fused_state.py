@@ -25,7 +25,7 @@ class FusedState(MomentState):
     def arrays(self, shard: OptimizerShard) -> UpdateArrays:
         """Return what an update of a shard reads and writes."""
         moments, scales = tuple(self.moments[shard.index]), tuple(self.scales[shard.index])
-        return UpdateArrays(shard.master, shard.gradient, moments, scales, shard.low_precision_param)
+        return UpdateArrays(shard.master, shard.gradient, moments, scales, shard.low_precision_param, shard.average)
 
 
 def fused_state(parts: BackendParts) -> FusedState:

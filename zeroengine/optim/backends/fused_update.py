@@ -176,6 +176,7 @@ class FusedUpdate:
                 **settings | {"lr": float(settings["lr"])},
                 step=step,
                 grad_scale=factor,
+                average_weight=shard.average_weight,
                 reload_written=shard.may_be_written,
                 # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is
                 # the same at every stage and in chunks of any size.

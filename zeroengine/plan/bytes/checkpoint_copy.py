@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroengine.config import Config
 from zeroengine.plan.bytes.optimizer_bytes import UnitState
 from zeroengine.plan.bytes.outer_bytes import outer_element_sizes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes
 
 # Counted in bytes: a multiple of every dtype's size, as a view of another dtype requires.
 COPY_ALIGNMENT = 64
@@ -18,7 +18,7 @@ MAX_BOXES = 9
 def checkpoint_copy_bytes(
     units: Sequence[UnitBytes], config: Config, num_ranks: int, states: Sequence[UnitState]
 ) -> int:
-    """Return the most bytes of a rank's copy of masters, optimizer state and frozen parameters, without buffers.
+    """Return the most bytes of a rank's copy of masters, optimizer state, averages and frozen parameters, not buffers.
 
     Args:
         units: The units.
@@ -31,6 +31,8 @@ def checkpoint_copy_bytes(
         dtype = unit.master_dtype if unit.optimizer_numel else unit.plan.dtype
         # The momentum of the outer step is saved, and the anchor is not.
         sizes_of_element = [dtype.itemsize, *outer_element_sizes(unit, config)[:1]]
+        if unit.optimizer_numel and config.ema is not None:
+            sizes_of_element.append(average_bytes(config))
         numel, algorithm = -(-unit.layout.numel // num_ranks), unit.plan.algorithm
         boxes = len(sizes_of_element) + 1
         if state.is_whole:

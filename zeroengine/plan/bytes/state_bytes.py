@@ -40,7 +40,7 @@ from zeroengine.plan.bytes.outer_bytes import exchange_bytes, outer_element_size
 from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
 from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
 from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes, units_of_plans, value_bytes
+from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes, units_of_plans, value_bytes
 from zeroengine.runtime.prefetch_order import PrefetchLimits
 
 STATES = ("parameters", "gradients", "master", "optimizer")
@@ -193,7 +193,7 @@ def predict_states(
             if unit.plan.has_master:
                 ledger[location, "master"] += unit.optimizer_numel * unit.master_dtype.itemsize
             outer = sum(outer_element_sizes(unit, config)) * piece_numel(unit, topology.world_size)
-            ledger[location, "optimizer"] += state.nbytes + outer
+            ledger[location, "optimizer"] += state.nbytes + outer + unit.optimizer_numel * average_bytes(config)
 
     flows = [_flow(unit, topology.world_size) for unit in units if unit.gradients is not None]
     accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1

@@ -90,6 +90,11 @@ class UnitBytes:
         return plan.has_master and any(p.dtype is not plan.dtype for _, p in plan.params)
 
 
+def average_bytes(config: Config) -> int:
+    """Return the bytes of an element of the moving average of the weights; 0 if there is none."""
+    return 0 if config.ema is None else config.ema.torch_dtype.itemsize
+
+
 def value_bytes(plan: UnitPlan, device: str) -> int:
     """Return the bytes of the values that the caller's parameters have in the memory of a kind of device."""
     return sum(param.nbytes for _, param in plan.params if param.device.type == device)
