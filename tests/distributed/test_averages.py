@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,10 @@ def evaluate(stage: int, more: dict[str, Any], disk: str) -> None:
             with zeroengine.gathered(engine.module.norm):
                 engine.module.norm.weight.fill_(7.0)
         raise KeyError
+    if stage == 0:
+        with pytest.raises(ZeroEngineError, match="1 parameters were written inside"), torch.no_grad():
+            with engine.average_weights():
+                engine.module.norm.weight.add_(1.0)
     assert_equal(weights, values(engine, ema=False))
     assert_equal(averages, values(engine, ema=True))
     # Training goes on as if there had been no evaluation.
@@ -160,6 +165,27 @@ def evaluate(stage: int, more: dict[str, Any], disk: str) -> None:
     train(engine, range(4, 5))
     assert_equal(values(engine, ema=False), values(other, ema=False))
     assert_equal(values(engine, ema=True), values(other, ema=True))
+
+
+def losses_of_a_slow_rank() -> list[float]:
+    rank = start()
+    engine = make(3, **EMA)
+    train(engine, range(3))
+    delays = [0.0]
+    for module in engine.module.modules():
+        if not list(module.children()):
+            module.register_forward_pre_hook(lambda *_: time.sleep(delays[-1] * rank))
+    losses = []
+    for delay in (0.0, 0.05):
+        delays.append(delay)
+        with torch.no_grad(), engine.average_weights():
+            losses.append(engine(*batch(9, rank)).item())
+    return losses
+
+
+def test_a_rank_that_evaluates_slowly_computes_with_averages_to_the_end() -> None:
+    for quick, slow in run_ranks(2, losses_of_a_slow_rank):
+        assert quick == slow
 
 
 def check_evaluation(more: dict[str, Any], disk: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
@@ -22,8 +23,9 @@ def check_keeps_averages(parts: EngineParts, call: str) -> None:
         )
 
 
-def average_weights(parts: EngineParts, call: str) -> AbstractContextManager[None]:
-    """Return a context in which the model computes with the averages. A collective, as are its begin and its end.
+@contextmanager
+def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
+    """Let the model compute with the averages inside the ``with``. Its begin and its end are collectives.
 
     Args:
         parts: The parts of the engine.
@@ -46,4 +48,19 @@ def average_weights(parts: EngineParts, call: str) -> AbstractContextManager[Non
     check_same(call, calls)
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()
-    return parts.states.master_weights.averages()
+    # A released unit has writes in ``gathered`` alone, which checks them.
+    whole = [param for unit in parts.partition.units if not unit.is_releasable for param in unit.params]
+    with parts.states.master_weights.averages():
+        versions = [param._version for param in whole]
+        try:
+            yield
+        finally:
+            written = [param for param, version in zip(whole, versions, strict=True) if param._version != version]
+            # A peer may still compute with the parameters in this rank's memory, so no rank restores its own before all
+            # have come here. After an error inside, too, since the other ranks wait.
+            parts.ranks.group.all_gather_object(None, f"at the end of {call}")
+    if written:
+        raise ZeroEngineError(
+            f"{call}: {len(written)} parameters were written inside, such as by load_state_dict(), which is lost: "
+            "averages follow the weights. Write into the weights, before it or after it."
+        )

@@ -386,14 +386,15 @@ class Engine:
     def average_weights(self) -> Iterator[None]:
         """Let the model compute with the moving averages of the weights (``ema``) inside the ``with``.
 
-        Forwards, ``gathered`` and ``full_state_dict`` find the averages there, and what is written into parameters is
-        dropped at the end. Nothing is gathered for it. Parameters without master weights, as in fp32, are kept beside
-        their averages meanwhile. Buffers, such as the statistics of BatchNorm, are those of the model. Enter and leave
-        it on every rank, between steps or micro-steps.
+        Forwards, ``gathered`` and ``full_state_dict`` find the averages there. Nothing is gathered for it. Parameters
+        without master weights change places with averages of their dtype where they are partitioned, and are copied
+        otherwise. Buffers, such as the statistics of BatchNorm, are those of the model. Enter and leave it on every
+        rank, between steps or micro-steps. All ranks wait for one another at the end.
 
         Raises:
             ZeroEngineError: On every rank: no averages are kept, states are offloaded, or this is inside of
-                ``gathered``, a forward or a backward. Inside: a backward, a step, a save or a load.
+                ``gathered``, a forward or a backward. Inside: a backward, a step, a save or a load. At the end: a
+                parameter was written inside; it has its weights again.
         """
         with average_weights(self._parts, "average_weights()"):
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -82,12 +82,15 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def averages(self) -> Iterator[None]:
-        """Let the model compute with the moving averages inside. What is written into it there is dropped."""
+        """Let the model compute with the moving averages inside. Leave it when all ranks have ended their forwards."""
         self.settle()
-        # Parameters that are their own masters have their values nowhere else.
+        # Parameters that are their own masters have their values nowhere else. They change places with averages of
+        # their dtype, unless the user can write them, and are copied otherwise.
+        own = [(shard, _average(shard)) for shard in self.optimizer.shards if not shard.unit.has_master]
+        swapped = [s for s, average in own if s.unit.is_releasable and average.dtype is s.param.dtype]
         kept: dict[int, torch.Tensor] = {}
-        for shard in self.optimizer.shards:
-            if not shard.unit.has_master:
+        for shard, _ in own:
+            if shard not in swapped:
                 populate(shard.param)
                 kept[shard.index] = shard.param.clone()
                 self.placement.evict(shard.param)
@@ -95,13 +98,26 @@ class MasterWeights:
         try:
             # Ranks may still read parameters in place.
             self.transport.fence()
-            self.publish(attrgetter("average"))
+            self._swap(swapped)
+            self.publish(lambda shard: shard.param if shard in swapped else _average(shard))
             yield
         finally:
             self.gatherer.quiesce()
             self.transport.fence()
+            self._swap(swapped)
             self.publish(lambda shard: kept.get(shard.index, shard.master))
             self.gatherer.has_averages = False
+
+    def _swap(self, shards: Sequence[OptimizerShard]) -> None:
+        """Exchange parameters and averages."""
+        for shard in shards:
+            param, average = shard.param, _average(shard)
+            for state in (param, average):
+                populate(state, write=True)
+            values = average.clone()
+            average.copy_(param)
+            param.copy_(values)
+            self.placement.evict(param, average)
 
     def round(self) -> None:
         """Let masters take the rounded values that the model computes with."""
@@ -112,3 +128,8 @@ class MasterWeights:
                 populate(shard.master, write=True)
                 shard.master.copy_(shard.param)
                 self.placement.evict(shard.param, shard.master)
+
+
+def _average(shard: OptimizerShard) -> torch.Tensor:
+    assert shard.average is not None
+    return shard.average

@@ -213,12 +213,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's elements of the master weights, 1-D; None for a frozen parameter."""
-    return _local(param, lambda located, shard: shard.master)
+    return _local(param, _master)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's elements of the master weights. The next update starts from them."""
-    _set_local(param, value, lambda located, shard: shard.master)
+    _set_local(param, value, _master)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -269,6 +269,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     _copy_parts(located, value, [(span, whole.view(-1)[span.param_slice]) for span in spans])
     if spans:
         optimizer.set_state_values(shard, located.index, optim_state_key, whole)
+
+
+def _master(located: LocatedParameter, shard: Any) -> torch.Tensor:
+    located.parts.passes.gatherer.check_has_weights("the fp32 values of a rank")
+    master: torch.Tensor = shard.master
+    return master
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
