@@ -371,6 +371,12 @@ class Config(Section):
             raise ValueError(f"{' and '.join(named)} name different dtypes of moments; write one of them")
         return self
 
+    def without_optimizer(self) -> Config:
+        """Return the configuration for an optimizer that was made of its section, whose type may name a state dtype."""
+        named = next(filter(None, self._state_dtypes().values()), None)
+        states = {} if named is None else {"optimizer_state_dtype": named}
+        return self.model_copy(update={"optimizer": None, **states})
+
     def _state_dtypes(self) -> dict[str, str | None]:
         """Return the dtype of moments that each key names."""
         kind = "" if self.optimizer is None else self.optimizer.type

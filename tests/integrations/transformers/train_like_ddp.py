@@ -48,14 +48,20 @@ def logged(trainer: Trainer) -> dict[str, list[float]]:
     return {key: [entry[key] for entry in steps] for key in ("loss", "grad_norm", "learning_rate")}
 
 
-def check_optimizers_of_other_libraries(stage: int) -> None:
-    """Names of optimizers of bitsandbytes and torchao train with AdamW and Lion here, without these libraries."""
-    for name, kind, dtype in (
-        ("adamw_8bit", "AdamW", torch.uint8),
-        ("paged_lion_8bit", "Lion", torch.uint8),
-        ("paged_adamw_32bit", "AdamW", torch.float32),
+def check_optimizers_of_few_bits(stage: int) -> None:
+    """Names of optimizers of bitsandbytes and torchao train with AdamW and Lion here, without these libraries.
+
+    A section of the configuration has the bits of its type.
+    """
+    section = {"optimizer": {"type": "Lion8bit", "params": dict.fromkeys(("lr", "betas", "weight_decay"), "auto")}}
+    for name, keys, kind, dtype in (
+        ("adamw_8bit", {}, "AdamW", torch.uint8),
+        ("paged_lion_8bit", {}, "Lion", torch.uint8),
+        ("paged_adamw_32bit", {}, "AdamW", torch.float32),
+        ("adamw_torch", section, "Lion", torch.uint8),
     ):
-        arguments, config = training_arguments(optim=name, max_steps=1), {"zero_optimization": {"stage": stage}}
+        arguments = training_arguments(optim=name, max_steps=1)
+        config = {"zero_optimization": {"stage": stage}, **keys}
         trainer = ZeroTrainer(tiny_llama(), arguments, train_dataset=Tokens(28), zero_config=config)
         trainer.train()
         assert (trainer.engine.optimizer.base_optimizer_name, trainer.engine.config.state_dtype) == (kind, dtype), name
@@ -80,7 +86,7 @@ def main() -> None:
             assert weights.keys() == expected.keys()
             differences = (torch.max(torch.abs(weights[name] - expected[name])) for name in weights)
             found[case][f"stage {stage}"]["weights"] = float(max(differences))
-    check_optimizers_of_other_libraries(int(sys.argv[1]))
+    check_optimizers_of_few_bits(int(sys.argv[1]))
     report(found)
 
 

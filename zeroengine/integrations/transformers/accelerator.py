@@ -84,7 +84,7 @@ class TrainerAccelerator(ZeroAccelerator):
 
     def _config_of_engine(self, values: Mapping[str, Any]) -> Config:
         # The trainer has made the optimizer of the configuration.
-        return self.zero_config.model_copy(update={"optimizer": None})
+        return self.zero_config.without_optimizer()
 
     def _check_has_no_optimizer(self, model: nn.Module) -> None:
         """Release an engine of another trainer, or of an earlier optimizer of this one."""
