@@ -269,11 +269,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "8 bits of bitsandbytes": (
         lambda: (lambda model: initialize(model, BnbAdamW8bit(model.parameters())))(build()),
-        r'AdamW8bit of bitsandbytes quantizes .* Write "optimizer": {"type": "AdamW8bit"}',
+        r'AdamW8bit quantizes .* Write "optimizer": {"type": "AdamW"} and "optimizer_state_dtype": "int8"',
     ),
     "4 bits of torchao": (
         lambda: (lambda model: initialize(model, TorchaoAdam4bit(model.parameters())))(build()),
-        r'Adam4bit of torchao quantizes .* Write "optimizer": {"type": "Adam8bit"}',
+        r'Adam4bit quantizes .*"type": "Adam", "params": {"adam_w_mode": false}.*"optimizer_state_dtype": "int8"',
     ),
     "an optimizer that couples parameters": (
         lambda: several(lambda model: Written(matrices(model), normalize_all)),

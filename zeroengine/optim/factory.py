@@ -256,17 +256,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
             "optimizer such as AdamW."
         )
-    library = type(optimizer).__module__.partition(".")[0]
+    libraries = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
     # Optimizers of bitsandbytes in 32 bits have the same classes.
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 8)
     # Those of torchao are tensors of classes of its own, which no checkpoint holds.
-    if (library == "torchao" or (library == "bitsandbytes" and degrees.optimizer > 1)) and bits == 8:
-        kind = next((kind for kind in ("AdamW", "Adam", "Lion") if kind in name), "AdamW")
+    if ("torchao" in libraries or ("bitsandbytes" in libraries and degrees.optimizer > 1)) and bits == 8:
+        kind = next((kind for kind in ("AdamW", "Adam", "Lion", "SGD", "Adagrad") if kind in name), "AdamW")
+        # torchao's Adam has L2 decay, and that of a configuration decouples it unless it says otherwise.
+        decay = ', "params": {"adam_w_mode": false}' if "torchao" in libraries and kind == "Adam" else ""
         raise ZeroEngineError(
-            f"{name} of {library} quantizes its states in blocks of each rank's part, so that another number of ranks "
-            f'would be another optimizer. Write "optimizer": {{"type": "{kind}8bit"}} in the configuration, or pass '
-            'AdamW, Adam, Lion, SGD or Adagrad with "optimizer_state_dtype": "int8": blocks are then counted in each '
-            "parameter."
+            f"{name} quantizes its states in blocks of each rank's part, so that another number of ranks would be "
+            f'another optimizer. Write "optimizer": {{"type": "{kind}"{decay}}} and "optimizer_state_dtype": "int8" in '
+            f"the configuration, or pass torch's optimizer with the latter: blocks are then counted in each parameter."
         )
     if "SparseAdam" in names:
         raise ZeroEngineError(
