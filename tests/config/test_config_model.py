@@ -175,12 +175,15 @@ def test_resolving_keeps_the_notices() -> None:
         {"units": ["a", "b.*"], "train_batch_size": 6},
         {"optimizer": {"type": "torch.optim.RAdam", "params": {"betas": (0.9, 0.99), "lr": "auto"}}},
         {"optimizer": {"type": "Lion"}, "fp16": {"enabled": "auto"}, "keep_fp32_modules": ["LayerNorm"]},
+        {"optimizer": {"type": "Lion8bit"}},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     ],
 )
 def test_what_to_dict_gives_load_takes_back(tree: dict[str, object]) -> None:
     config = load(tree)
     again = load(json.loads(json.dumps(config.to_dict())))
     assert again.to_dict() == config.to_dict()
+    assert again.state_dtype is config.state_dtype
 
 
 def test_the_description_has_every_value() -> None:

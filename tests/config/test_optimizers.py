@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from zeroengine.config import load
-from zeroengine.errors import ConfigError
+from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.optim.factory import build_optimizer
 from zeroengine.optim.lion import Lion
 
 
@@ -66,6 +67,7 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ),
         ({"type": "OneBitAdam"}, "It is not available: it compresses its communication, which changes results"),
         ({"type": 3}, r"optimizer.type: found 3 \(an integer\); write one of"),
+        ({"type": "SGD8bit"}, 'type: found "SGD8bit" .*; write one of Adam, Adam8bit'),
         ({"type": "my-package.Adam"}, "the import path of a class such as torch.optim.RAdam"),
         ({"type": "torch.optim.RAdam", "parms": {}}, "Did you mean optimizer.params"),
         ({"type": "torch.optim.RAdam", "params": [1]}, r"optimizer.params: found \[1\] \(a list\); write an object"),
@@ -88,3 +90,9 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
 def test_a_wrong_optimizer(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load({"optimizer": section})
+
+
+def test_a_class_of_another_package_is_not_taken_for_the_types_of_eight_bits() -> None:
+    assert load({"optimizer": {"type": "somewhere.AdamW8bit"}}).state_dtype is torch.float32
+    with pytest.raises(ZeroEngineError, match=r'"torch\.optim\.AdamW8bit" cannot be imported'):
+        build_optimizer("torch.optim.AdamW8bit", [torch.nn.Parameter(torch.zeros(1))], {})

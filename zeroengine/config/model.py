@@ -17,7 +17,7 @@ from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, Non
 from zeroengine.config.local_steps import LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio
-from zeroengine.config.optimizers import EIGHT_BITS, OptimizerConfig
+from zeroengine.config.optimizers import EIGHT_BIT_TYPES, OptimizerConfig
 from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
 from zeroengine.config.source import ConfigSource, walk
@@ -86,7 +86,7 @@ class Config(Section):
     """Samples per micro-step and rank. A rank is a GPU or, on CPU, a process. 1 if the other sizes do not decide."""
     gradient_accumulation_steps: Annotated[BatchSize | Literal["manual"], AUTO] = UNRESOLVED
     """Micro-steps per step. 1 if the other sizes do not decide. "manual": a step has as many backwards as the loop runs
-    before it; their gradients are summed in fp32, and only the mean over ranks is taken."""
+    before it; their gradients are summed, and only the mean over ranks is taken."""
     gradient_clipping: Annotated[NonNegative, AUTO] = 0.0
     """Largest global norm of the gradient. 0: no clipping."""
     optimizer: OptimizerConfig | None = None
@@ -113,10 +113,11 @@ class Config(Section):
     """Dtype that gradients are reduced in. "auto": the compute dtype, or that of accumulated unsharded gradients."""
     data_types: DataTypes = DataTypes()
     """Dtypes beside those of parameters and computation."""
-    optimizer_state_dtype: Annotated[Literal["fp32", "bf16", "int8"], AUTO] = "fp32"
+    optimizer_state_dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, AUTO] = None
     """Dtype of the moments of Adam, AdamW, Lion, SGD and Adagrad, rounded stochastically if it is not fp32. bf16 saves
     4 of Adam's 8 bytes a parameter. int8 keeps 8 bits for each element and a scale for each block of 256, and saves 6
-    of them, where a parameter has 4,096 elements or more and is no embedding."""
+    of them, where a parameter has 4,096 elements or more and is no embedding. null: what the optimizer's type or
+    bf16_optimizer_states says, else fp32."""
     check_grad_overflow: Annotated[bool, AUTO] = True
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     check_parameter_writes: Annotated[bool, AUTO] = False
@@ -185,8 +186,7 @@ class Config(Section):
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of the moments of parameters that are not too small for it: fp32, bf16, or uint8 for 8 bits."""
-        name = next(filter(None, self._state_dtypes().values()), self.optimizer_state_dtype)
-        return STATE_DTYPES[name]
+        return STATE_DTYPES[next(filter(None, self._state_dtypes().values()), "fp32")]
 
     @property
     def has_low_masters(self) -> bool:
@@ -379,11 +379,10 @@ class Config(Section):
 
     def _state_dtypes(self) -> dict[str, str | None]:
         """Return the dtype of moments that each key names."""
-        kind = "" if self.optimizer is None else self.optimizer.type
-        is_written = "optimizer_state_dtype" in self.model_fields_set
+        has_eight_bits = self.optimizer is not None and self.optimizer.type in EIGHT_BIT_TYPES
         return {
-            "optimizer_state_dtype": self.optimizer_state_dtype if is_written else None,
-            "optimizer.type": "int8" if kind.endswith(EIGHT_BITS) else None,
+            "optimizer_state_dtype": self.optimizer_state_dtype,
+            "optimizer.type": "int8" if has_eight_bits else None,
             "bf16.bf16_optimizer_states": "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else None,
         }
 

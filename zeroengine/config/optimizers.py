@@ -17,8 +17,8 @@ from zeroengine.config.fields import AUTO, MAX_FLOAT, Betas, CheckedBy, Decay, N
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 IMPORTED_TAG = "import path"
-# The end of a type whose moments have 8 bits.
-EIGHT_BITS = "8bit"
+# The types whose moments have 8 bits, and the type that each of them is otherwise.
+EIGHT_BIT_TYPES = {"Adam8bit": "Adam", "AdamW8bit": "AdamW", "Lion8bit": "Lion"}
 
 
 class AdamWParams(Section):
@@ -251,7 +251,7 @@ def is_import_path(kind: Any) -> bool:
 def _discriminate(value: Any) -> str | None:
     # The value may be a dict from a file or a section that was checked before.
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return IMPORTED_TAG if is_import_path(kind) else None if kind is None else str(kind).removesuffix(EIGHT_BITS)
+    return IMPORTED_TAG if is_import_path(kind) else None if kind is None else EIGHT_BIT_TYPES.get(str(kind), str(kind))
 
 
 OptimizerConfig = Annotated[

@@ -78,6 +78,7 @@ class DataTypes(Section):
     """Dtypes beside those of parameters and computation."""
 
     grad_accum_dtype: Annotated[FloatName | None, AUTO] = None
-    """Dtype that gradients accumulate in. "auto": the compute dtype if gradient_accumulation_steps is 1, else fp32."""
+    """Dtype that gradients accumulate in. "auto": the compute dtype if gradient_accumulation_steps is 1 or there are no
+    fp32 masters, else fp32."""
     buffer_dtype: Annotated[FloatName | None, AUTO] = None
     """Dtype that floating-point buffers of the model are cast to. null: buffers keep their dtypes."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeroengine.config import Config
-from zeroengine.config.optimizers import EIGHT_BITS
+from zeroengine.config.optimizers import EIGHT_BIT_TYPES
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import add_param_group, has_own_step_hooks
 from zeroengine.optim.elementwise import looks_at_one_parameter
@@ -104,14 +104,14 @@ def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict
     """Return an optimizer of a type of the configuration.
 
     Args:
-        kind: The type: a name of ``torch.optim`` or "Lion", perhaps with "8bit", or an import path.
+        kind: The type: a name of ``torch.optim``, "Lion", one of ``EIGHT_BIT_TYPES``, or an import path.
         params: The parameters.
         hyperparameters: The keyword arguments of the class.
 
     Raises:
         ZeroEngineError: There is no such class, or it refuses the arguments.
     """
-    kind = kind.removesuffix(EIGHT_BITS)
+    kind = EIGHT_BIT_TYPES.get(kind, kind)
     # A name with a dot is an import path. Lion is not part of torch.
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # See ``add_param_group``.
