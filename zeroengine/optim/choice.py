@@ -61,6 +61,11 @@ def choose_backend(
             f"ema: averages are of parameters in fp32, bf16 and fp16, and this model has some in {', '.join(dtypes)}; "
             'convert them, such as by model.float(), or write "ema": null'
         )
+    if config.state_dtype is torch.uint8 and config.local_steps is not None:
+        raise ZeroEngineError(
+            'optimizer_state_dtype "int8": replicas of "local_steps" average moments, which moments of 8 bits would '
+            'round each time; write "bf16"'
+        )
     if rules == [FusedUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncUpdate
@@ -75,11 +80,6 @@ def choose_backend(
             raise ZeroEngineError(
                 f"bf16_master_weights_and_grads and fp16_master_weights_and_grads: {FUSED} update parameters without "
                 f"fp32 masters, not {name}; remove the key"
-            )
-        if config.state_dtype is torch.uint8 and config.local_steps is not None:
-            raise ZeroEngineError(
-                'optimizer_state_dtype "int8": replicas of "local_steps" average moments, which moments of 8 bits '
-                'would round each time; write "bf16"'
             )
         # A GPU updates no parameter shard that is elsewhere by a rule that is not fused: the pipeline does.
         by_pipeline = rule in OFFLOADABLE and _has_fused_dtypes(plans) and placement.pipeline is not None
