@@ -98,17 +98,16 @@ class MomentState:
     def _fill(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """Give the moments of a span the values that they have before the first step."""
         value = self._initial_values.get(shard.unit.params[span.param_index], 0.0)
+        scales = self.scales[shard.index]
+        # The largest number of 8 bits stands for the scale itself.
+        fill = value if not scales or not value else 255
         # ``steps`` may not exist yet.
         for moment in self.moments[shard.index]:
             populate(moment[span.shard_slice], write=True)
-            moment[span.shard_slice].fill_(value)
-        if value and self.scales[shard.index]:
-            start, stop = span.shard_offset, span.shard_offset + span.numel
-            block = shard.unit.algorithm.block
-            # The largest number stands for the scale itself.
-            for moment, scale in zip(self.moments[shard.index], self.scales[shard.index], strict=True):
-                moment[start:stop].fill_(255)
-                scale[start // block : -(-stop // block)].fill_(value)
+            moment[span.shard_slice].fill_(fill)
+        start, stop, block = span.shard_offset, span.shard_offset + span.numel, shard.unit.algorithm.block
+        for scale in scales if value else ():
+            scale[start // block : -(-stop // block)].fill_(value)
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
