@@ -14,11 +14,13 @@ from torch import nn
 import zeroengine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
+from zeroengine.engine.initialize import make_engine
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 LION = {"type": "Lion", "params": {"lr": 0.001, "weight_decay": 0.1}}
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}}
-ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 0.1}}
+# The value does not fit a byte.
+ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 256.0}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 IN_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -158,24 +160,36 @@ def refusals() -> dict[str, str]:
         "replicas": {"optimizer": {**ADAMW, "type": "AdamW8bit"}, "local_steps": {"steps": 2, "replica_ranks": 1}},
         "two": {"optimizer": {**ADAMW, "type": "AdamW8bit"}, "optimizer_state_dtype": "bf16"},
     }.items():
-        try:
-            zeroengine.initialize(ExactGradients(), config=settings)
-            messages[name] = "no error"
-        except zeroengine.ZeroEngineError as error:
-            messages[name] = str(error)
+        for async_step in (False, True):
+            try:
+                make_engine(ExactGradients(), None, settings, async_step=async_step)
+                messages[f"{name} {async_step}"] = "no error"
+            except zeroengine.ZeroEngineError as error:
+                messages[f"{name} {async_step}"] = str(error)
     model = ExactGradients().double()
     try:
         zeroengine.initialize(model, config={"optimizer": ADAMW, "optimizer_state_dtype": "int8"})
     except zeroengine.ZeroEngineError as error:
         messages["fp64"] = str(error)
+    for cls, key, value in ((torch.optim.SGD, "momentum", 0.9), (torch.optim.Adam, "amsgrad", True)):
+        for async_step in (False, True):
+            model = ExactGradients()
+            engine = make_engine(model, cls(model.parameters(), lr=0.1), {}, async_step=async_step)
+            engine.backward(engine(torch.ones(1, 97), torch.ones(1, 73)))
+            before, engine.optimizer.param_groups[0][key] = engine.full_state_dict(), value
+            with pytest.raises(zeroengine.ZeroEngineError, match=f"has {key} = {value} now"):
+                engine.step()
+            assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+            engine.close()
     return messages
 
 
 def test_formats_that_a_rule_or_dtype_does_not_serve_are_refused() -> None:
     for messages in run_ranks(2, refusals):
-        assert "keep moments in bf16 and int8, not RAdam" in messages["RAdam"]
-        assert "update parameters without fp32 masters, not RAdam" in messages["RAdam, bf16 masters"]
-        assert "not Muon" in messages["Muon"]
-        assert 'write "bf16"' in messages["replicas"]
-        assert "name different dtypes of moments" in messages["two"]
+        for async_step in (False, True):
+            assert "keep moments in bf16 and int8, not RAdam" in messages[f"RAdam {async_step}"]
+            assert "update parameters without fp32 masters, not RAdam" in messages[f"RAdam, bf16 masters {async_step}"]
+            assert "not Muon" in messages[f"Muon {async_step}"]
+            assert 'write "bf16"' in messages[f"replicas {async_step}"]
+            assert "name different dtypes of moments" in messages[f"two {async_step}"]
         assert "of parameters in fp32, bf16 and fp16" in messages["fp64"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +46,33 @@ def fused_rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
     return _RULES.get(step)
 
 
-def settings_of(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
-    """Return what ``FusedRule.settings`` does, with what all rules share. See ``ops.update_step``.
+def class_rule_of(optimizer: torch.optim.Optimizer) -> FusedRule:
+    """Return the rule of the class of ``optimizer``, of which ``fused_rule_of`` was not None, whatever its groups."""
+    return _RULES[inspect.unwrap(type(optimizer).step)]
+
+
+def settings_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return of each group what ``FusedRule.settings`` does, with what all rules share. See ``ops.update_step``.
 
     Args:
-        optimizer: The optimizer, which a fused rule updates.
-        group: One of its groups. A learning rate that is a tensor stays one.
+        optimizer: The optimizer, which a fused rule updates. A learning rate that is a tensor stays one.
+        names: The moments that are kept.
+
+    Raises:
+        ZeroEngineError: A group has a setting that needs a state that is not kept.
     """
-    rule = _RULES[inspect.unwrap(type(optimizer).step)]
-    shared = {"lr": group["lr"], "weight_decay": float(group["weight_decay"])}
-    return {**shared, "maximize": bool(group.get("maximize", False)), **rule.settings(optimizer, group)}
+    rule, settings = class_rule_of(optimizer), []
+    for group in optimizer.param_groups:
+        if group.get("amsgrad") or (group.get("momentum") and not names):
+            key = "amsgrad" if group.get("amsgrad") else "momentum"
+            raise ZeroEngineError(
+                f"{type(optimizer).__name__}: a group has {key} = {group[key]} now, which no group had at "
+                f"initialize(), so the state for it is not kept. Pass an optimizer that has {key} from the first step."
+            )
+        shared = {"lr": group["lr"], "weight_decay": float(group["weight_decay"])}
+        shared["maximize"] = bool(group.get("maximize", False))
+        settings.append({**shared, **rule.settings(optimizer, group)})
+    return settings
 
 
 def _adam(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
@@ -99,11 +116,3 @@ _RULES = {
 }
 
 MOMENTS = frozenset(moment for rule in _RULES.values() for moment in rule.moments)
-
-
-def refuse_new_momentum(name: str) -> None:
-    """Raise: a group of SGD has momentum now, and no group had any when the states were made."""
-    raise ZeroEngineError(
-        f"{name}: momentum was 0 in every group at initialize(), so no momentum is kept. Pass an optimizer with the "
-        "momentum that the first steps are to have, above 0."
-    )

@@ -20,11 +20,11 @@ from typing import ClassVar, TypeVar
 import torch
 
 from zeroengine.errors import DivergenceError
-from zeroengine.ops import RULES, SegmentList, UpdateSegment, UpdateTable
+from zeroengine.ops import SegmentList, UpdateSegment, UpdateTable
 from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.backends.moment_state import MomentState
-from zeroengine.optim.fused_rules import refuse_new_momentum, settings_of
+from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -64,12 +64,9 @@ class AsyncUpdate:
             # Something set step counts on the host, such as a checkpoint.
             self._table.steps.copy_(to_device(counts, self._device, torch.int64))
             self._device_counts = counts
-        optimizer = self._parts.base_optimizer
         average = {"average_weight": self._parts.shards[0].average_weight}
-        groups = [settings_of(optimizer, group) | average for group in optimizer.param_groups]
-        if any(len(RULES[group["rule"]].signs) > len(self.state.names) for group in groups):
-            refuse_new_momentum(type(optimizer).__name__)
-        self._table.set_groups(groups)
+        groups = settings_of(self._parts.base_optimizer, self.state.names)
+        self._table.set_groups([group | average for group in groups])
         sums = self._parts.reduction.reduce_on_device(settings.label)
         factor = settings.factor(sums.squared_norm)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.

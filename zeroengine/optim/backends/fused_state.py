@@ -13,7 +13,7 @@ from zeroengine.ops import UpdateArrays
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.backends.over_shards import OptimizerOverShards
-from zeroengine.optim.fused_rules import fused_rule_of
+from zeroengine.optim.fused_rules import class_rule_of, fused_rule_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 
 T = TypeVar("T")
@@ -50,8 +50,7 @@ def run_over_state(parts: BackendParts, state: FusedState, act: Callable[[torch.
         ZeroEngineError: ``act`` gave a parameter another state than a fused rule keeps.
     """
     over_shards = OptimizerOverShards(parts)
-    states, rule = over_shards.optimizer.state, fused_rule_of(parts.base_optimizer)
-    assert rule is not None
+    states, keeps_step = over_shards.optimizer.state, class_rule_of(parts.base_optimizer).keeps_step
     for shard, span, param in over_shards:
         values = state.of(shard, span)
         # A read of a mapped file whose disk fails would end the process; this raises.
@@ -60,9 +59,9 @@ def run_over_state(parts: BackendParts, state: FusedState, act: Callable[[torch.
         # torch's optimizers have no state before the first step of a parameter.
         if values.numbers["step"]:
             elements = {key: values.read(key).view_as(param) for key in values.elements}
-            states[param] = {**(values.numbers if rule.keeps_step else {}), **elements}
+            states[param] = {**(values.numbers if keeps_step else {}), **elements}
     result = over_shards.run(act)
-    known = {*rule.moments, "step"}
+    known = {*state.names, "step"}
     for shard, span, param in over_shards:
         present = states.get(param, {})
         if unknown := sorted(present.keys() - known):

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.ops import UpdateArrays
 from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
-from zeroengine.optim.fused_rules import refuse_new_momentum, settings_of
+from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.utils.work import Work
 
 T = TypeVar("T")
+# Of each param group the arguments of ``ops.update_step`` that do not vary by parameter.
+Groups = Sequence[Mapping[str, Any]]
 # The lists of segments that are cached for each shard: one for each set of parameters that had a gradient. Without a
 # limit, a model whose branches keep varying would fill the memory.
 MAX_CACHED_LISTS = 16
@@ -59,6 +61,9 @@ class FusedUpdate:
 
     def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         """See ``UpdateRule``."""
+        # Settings that cannot be are found before anything changes.
+        settings = settings_of(self._parts.base_optimizer, self.state.names)
+        groups = [{**group, "lr": float(group["lr"]), "grad_scale": factor} for group in settings]
         # Updated parameter shards on their way from the device to their store, and shards for the pipeline.
         writebacks: deque[tuple[OffloadStore, Work]] = deque()
         offloaded = []
@@ -71,12 +76,12 @@ class FusedUpdate:
             steps_behind = tuple(last_step - step for step in steps)
             segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
             if shard.on_device:
-                self._update_on_device(shard, segments, factor, self.state.arrays(shard))
+                self._update_on_device(shard, segments, groups, self.state.arrays(shard))
                 self._parts.publish_update(shard.unit)
             elif (store := shard.store_if_only_param_offloaded) is not None:
                 # An update that fails half way leaves the shard without its old values.
                 with poison_on_error(store):
-                    writeback = self._update_with_offloaded_param(shard, store, segments, factor, all(flags))
+                    writeback = self._update_with_offloaded_param(shard, store, segments, groups, all(flags))
                 writebacks.append((store, writeback))
                 if len(writebacks) >= MAX_WRITEBACKS:
                     self._wait_for_first(writebacks)
@@ -89,17 +94,22 @@ class FusedUpdate:
         if offloaded:
             assert self._parts.pipeline is not None
             self._parts.pipeline.run(
-                task for shard, segments in offloaded for task in self._tasks(shard, segments, factor)
+                task for shard, segments in offloaded for task in self._tasks(shard, segments, groups)
             )
 
     def _update_on_device(
-        self, shard: OptimizerShard, segments: Sequence[Segment], factor: float, arrays: UpdateArrays
+        self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups, arrays: UpdateArrays
     ) -> None:
         with self._parts.timer.span("update", shard.unit.name, "update"):
-            self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *arrays.tensors())
+            self._run_kernel(shard, segments, groups, 0, shard.param.numel(), *arrays.tensors())
 
     def _update_with_offloaded_param(
-        self, shard: OptimizerShard, store: OffloadStore, segments: Sequence[Segment], factor: float, all_elements: bool
+        self,
+        shard: OptimizerShard,
+        store: OffloadStore,
+        segments: Sequence[Segment],
+        groups: Groups,
+        all_elements: bool,
     ) -> Work:
         """Update a shard of which only the parameters are offloaded, and start to write them back.
 
@@ -117,10 +127,10 @@ class FusedUpdate:
                 store.read(param, on_device).wait_stream()
         arrays = self.state.arrays(shard)
         moved = [on_device if tensor is param else tensor for tensor in arrays.tensors()]
-        self._update_on_device(shard, segments, factor, arrays.like(moved))
+        self._update_on_device(shard, segments, groups, arrays.like(moved))
         return store.write(on_device, param)
 
-    def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[PipelineTask]:
+    def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups) -> Iterator[PipelineTask]:
         """Return the update of an offloaded shard in chunks that fit a buffer, then a task that ends the shard."""
         assert self._parts.pipeline is not None
         arrays = self.state.arrays(shard)
@@ -140,7 +150,7 @@ class FusedUpdate:
                 )
                 for tensor, part in zip(arrays.tensors(), arrays.part(start, stop).tensors(), strict=True)
             ]
-            yield PipelineTask(operands, partial(self._run_kernel, shard, inside, factor, start, stop))
+            yield PipelineTask(operands, partial(self._run_kernel, shard, inside, groups, start, stop))
         # This task runs in the order of the units, because it may launch a collective.
         yield PipelineTask((), partial(self._finish_offloaded, shard))
 
@@ -154,7 +164,7 @@ class FusedUpdate:
         self,
         shard: OptimizerShard,
         segments: Sequence[Segment],
-        factor: float,
+        groups: Groups,
         start: int,
         stop: int,
         *tensors: torch.Tensor,
@@ -162,20 +172,14 @@ class FusedUpdate:
         """Update elements ``start`` to ``stop`` of a shard, which are those of ``tensors``, ordered as its arrays."""
         last_step = max(self.state.steps[shard.index], default=0)
         arrays = self.state.arrays(shard).like(tensors)
-        optimizer = self._parts.base_optimizer
         for segment in segments:
-            step = last_step - segment.steps_behind
-            settings = settings_of(optimizer, optimizer.param_groups[segment.group])
+            step, settings = last_step - segment.steps_behind, groups[segment.group]
             first, last = max(segment.start, start), min(segment.stop, stop)
             part = arrays.part(first - start, last - start)
-            num_moments = len(ops.RULES[settings["rule"]].signs)
-            if num_moments > len(part.moments):
-                refuse_new_momentum(type(optimizer).__name__)
             ops.update_step(
-                arrays=part._replace(moments=part.moments[:num_moments], scales=part.scales[:num_moments]),
-                **settings | {"lr": float(settings["lr"])},
+                arrays=part.of_rule(settings["rule"]),
+                **settings,
                 step=step,
-                grad_scale=factor,
                 average_weight=shard.average_weight,
                 reload_written=shard.may_be_written,
                 # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is
