@@ -44,7 +44,7 @@ class OffloadOptimizer(_Offload):
     buffer_count: Annotated[int, Between(3, MAX_BUFFERS), AUTO] = 4
     """Buffers between disk and update: one is being updated, one written, and the others are read ahead."""
     buffer_size: Annotated[int, Between(1, 1 << 32), AUTO] = 1 << 21
-    """Elements of the optimizer's shard in one buffer."""
+    """Elements of the optimizer's shard in one buffer; with moments of 8 bits a multiple of 262,144."""
 
 
 class OffloadParam(_Offload):

@@ -54,7 +54,7 @@ def run_over_state(parts: BackendParts, state: FusedState, act: Callable[[torch.
     for shard, span, param in over_shards:
         values = state.of(shard, span)
         # A read of a mapped file whose disk fails would end the process; this raises.
-        for tensor in (param, *values.elements.values()):
+        for tensor in (param, *values.elements.values(), *values.scales.values()):
             populate(tensor, write=True)
         # torch's optimizers have no state before the first step of a parameter.
         if values.numbers["step"]:

@@ -107,7 +107,9 @@ class MomentState:
             moment[span.shard_slice].fill_(fill)
         start, stop, block = span.shard_offset, span.shard_offset + span.numel, shard.unit.algorithm.block
         for scale in scales if value else ():
-            scale[start // block : -(-stop // block)].fill_(value)
+            blocks = scale[start // block : -(-stop // block)]
+            populate(blocks, write=True)
+            blocks.fill_(value)
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
