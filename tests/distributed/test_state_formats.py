@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,10 @@ def refusals() -> dict[str, str]:
     messages = {}
     for name, settings in {
         "RAdam": {"optimizer": {"type": "torch.optim.RAdam"}, "optimizer_state_dtype": "int8"},
+        "AMSGrad": {
+            "optimizer": {"type": "torch.optim.Adam", "params": {"amsgrad": True}},
+            "optimizer_state_dtype": "int8",
+        },
         "RAdam, bf16 masters": {"optimizer": {"type": "torch.optim.RAdam"}, "bf16": IN_BF16},
         "Muon": {"optimizer": {"type": "Muon"}, "optimizer_state_dtype": "int8"},
         "replicas": {"optimizer": {**ADAMW, "type": "AdamW8bit"}, "local_steps": {"steps": 2, "replica_ranks": 1}},
@@ -188,8 +193,9 @@ def test_formats_that_a_rule_or_dtype_does_not_serve_are_refused() -> None:
     for messages in run_ranks(2, refusals):
         for async_step in (False, True):
             assert "keep moments in bf16 and int8, not RAdam" in messages[f"RAdam {async_step}"]
+            assert "not Adam with amsgrad" in messages[f"AMSGrad {async_step}"]
             assert "update parameters without fp32 masters, not RAdam" in messages[f"RAdam, bf16 masters {async_step}"]
             assert "not Muon" in messages[f"Muon {async_step}"]
             assert 'write "bf16"' in messages[f"replicas {async_step}"]
             assert "name different dtypes of moments" in messages[f"two {async_step}"]
-        assert "of parameters in fp32, bf16 and fp16" in messages["fp64"]
+        assert re.search("of parameters in fp32, bf16 and fp16 .* not AdamW of other dtypes", messages["fp64"])

@@ -70,7 +70,7 @@ def choose_backend(
         if ops.cuda_library(device) is not None if async_step is None else async_step:
             return AsyncUpdate
     for member, rule in zip(members, rules, strict=True):
-        name = type(member).__name__
+        name = _name_beside_fused(member, plans)
         if rule is not FusedUpdate and config.state_dtype is not torch.float32:
             raise ZeroEngineError(
                 f"optimizer_state_dtype (also bf16_optimizer_states): {FUSED} of parameters in fp32, bf16 and fp16 "
@@ -111,6 +111,16 @@ def rules_of(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan], degree
     """
     known = _has_fused_dtypes(plans)
     return [rule_of(member, has_fused_dtypes=known, degree=degree) for member in members_of(optimizer)]
+
+
+def _name_beside_fused(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan]) -> str:
+    """Return the class of an optimizer, and what makes it another one than the fused one of that name."""
+    name = type(optimizer).__name__
+    if name not in FUSED:
+        return name
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        return f"{name} with amsgrad"
+    return f"{name} of {type(optimizer).__module__}" if _has_fused_dtypes(plans) else f"{name} of other dtypes"
 
 
 def _has_fused_dtypes(plans: Sequence[UnitPlan]) -> bool:
