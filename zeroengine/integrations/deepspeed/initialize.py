@@ -103,7 +103,7 @@ def initialize(
     _check_unmanaged(facts)
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_optimizer(facts, loaded, optimizer)
-        names_dtype = "optimizer_state_dtype" in loaded.model_fields_set
+        names_dtype = loaded.optimizer_state_dtype is not None
         if getattr(optimizer, "fp32_optimizer_states", True) is False and not names_dtype:
             loaded = loaded.model_copy(update={"optimizer_state_dtype": "bf16"})
     mark_leaf_modules(model, facts.leaf_module)
