@@ -163,6 +163,7 @@ def refusals() -> dict[str, str]:
         "RAdam, bf16 masters": {"optimizer": {"type": "torch.optim.RAdam"}, "bf16": IN_BF16},
         "Muon": {"optimizer": {"type": "Muon"}, "optimizer_state_dtype": "int8"},
         "replicas": {"optimizer": {**ADAMW, "type": "AdamW8bit"}, "local_steps": {"steps": 2, "replica_ranks": 1}},
+        "replicas in bf16": {"optimizer": ADAMW, "bf16": IN_BF16, "local_steps": {"steps": 2, "replica_ranks": 1}},
         "two": {"optimizer": {**ADAMW, "type": "AdamW8bit"}, "optimizer_state_dtype": "bf16"},
     }.items():
         for async_step in (False, True):
@@ -196,6 +197,7 @@ def test_formats_that_a_rule_or_dtype_does_not_serve_are_refused() -> None:
             assert "not Adam with amsgrad" in messages[f"AMSGrad {async_step}"]
             assert "update parameters without fp32 masters, not RAdam" in messages[f"RAdam, bf16 masters {async_step}"]
             assert "not Muon" in messages[f"Muon {async_step}"]
-            assert 'write "bf16"' in messages[f"replicas {async_step}"]
+            assert "moments of 8 bits would round" in messages[f"replicas {async_step}"]
+            assert "parameters without fp32 masters would round" in messages[f"replicas in bf16 {async_step}"]
             assert "name different dtypes of moments" in messages[f"two {async_step}"]
         assert re.search("of parameters in fp32, bf16 and fp16 .* not AdamW of other dtypes", messages["fp64"])

@@ -61,10 +61,12 @@ def choose_backend(
             f"ema: averages are of parameters in fp32, bf16 and fp16, and this model has some in {', '.join(dtypes)}; "
             'convert them, such as by model.float(), or write "ema": null'
         )
-    if config.state_dtype is torch.uint8 and config.local_steps is not None:
+    coarse = ["moments of 8 bits"] if config.state_dtype is torch.uint8 else []
+    coarse += ["parameters without fp32 masters"] if config.has_low_masters else []
+    if coarse and config.local_steps is not None:
         raise ZeroEngineError(
-            'optimizer_state_dtype "int8": replicas of "local_steps" average moments, which moments of 8 bits would '
-            'round each time; write "bf16"'
+            f"local_steps: replicas are averaged, and {' and '.join(coarse)} would round each mean to nearest, which "
+            'loses small changes; leave these formats out ("optimizer_state_dtype": "bf16" is possible)'
         )
     if rules == [FusedUpdate] and trainable and on_device:
         if ops.cuda_library(device) is not None if async_step is None else async_step:
