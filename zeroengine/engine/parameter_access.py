@@ -147,7 +147,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     """
     located = LocatedParameter(param)
     with located.same_call("full_master", bool(located.unit.writes.values)) as is_written_by_rank:
-        located.parts.passes.gatherer.check_has_weights("full_master()")
+        located.check_has_weights("full_master()")
     shard, gatherer = located.shard, located.parts.passes.gatherer
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
@@ -179,7 +179,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     located = LocatedParameter(param)
     unit, gatherer = located.unit, located.parts.passes.gatherer
     with located.same_call("set_full_master"):
-        located.parts.passes.gatherer.check_has_weights("set_full_master()")
+        located.check_has_weights("set_full_master()")
         value = located.checked_copy(value)
     located.parts.ranks.group.broadcast(value)
     gatherer.pin(unit)
@@ -289,6 +289,10 @@ class LocatedParameter:
         if self.shard is None:
             raise ZeroEngineError(f"parameter {self.slot.name} is frozen: it has no gradient and no optimizer state")
         return self.shard
+
+    def check_has_weights(self, call: str) -> None:
+        """Check that the model computes with its weights. See ``Gatherer.check_has_weights``."""
+        self.parts.passes.gatherer.check_has_weights(call)
 
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return zeros on the device, in the dtype in which values are exchanged: floating-point ones at least fp32."""

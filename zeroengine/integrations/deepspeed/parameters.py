@@ -272,7 +272,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 def _master(located: LocatedParameter, shard: Any) -> torch.Tensor:
-    located.parts.passes.gatherer.check_has_weights("the fp32 values of a rank")
+    located.check_has_weights("the fp32 values of a rank")
     master: torch.Tensor = shard.master
     return master
 
