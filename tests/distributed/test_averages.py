@@ -87,8 +87,8 @@ def trained(cases: list[tuple[int, dict[str, Any]]], disk: str) -> list[Values]:
 
 
 FAMILIES: list[list[tuple[int, dict[str, Any]]]] = [
-    [*((stage, EMA) for stage in (0, 1, 3)), (2, EMA | {"disk": ""}), (3, EMA | {"disk": ""})],
-    [(0, LOW), (2, LOW), (3, LOW | {"disk": ""})],
+    [(0, EMA), (2, EMA | {"disk": ""}), (3, EMA | {"disk": ""})],
+    [(0, LOW), (3, LOW | {"disk": ""})],
     [(0, EMA | MUON), (3, EMA | MUON | {"disk": ""})],
     [(0, EMA | AMSGRAD), (3, EMA | AMSGRAD)],
     [(0, LOW | ADAFACTOR), (3, LOW | ADAFACTOR)],
