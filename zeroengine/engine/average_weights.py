@@ -49,13 +49,13 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()
     # A released unit has writes in ``gathered`` alone, which checks them.
-    whole = [param for unit in parts.partition.units if not unit.is_releasable for param in unit.params]
+    writable = [param for unit in parts.partition.units if not unit.is_releasable for param in unit.params]
     with parts.states.master_weights.averages():
-        versions = [param._version for param in whole]
+        versions = [param._version for param in writable]
         try:
             yield
         finally:
-            written = [param for param, version in zip(whole, versions, strict=True) if param._version != version]
+            written = [param for param, version in zip(writable, versions, strict=True) if param._version != version]
             # A peer may still compute with the parameters in this rank's memory, so no rank restores its own before all
             # have come here. After an error inside, too, since the other ranks wait.
             parts.ranks.group.all_gather_object(None, f"at the end of {call}")

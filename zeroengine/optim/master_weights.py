@@ -88,11 +88,11 @@ class MasterWeights:
         # their dtype, unless the user can write them, and are copied otherwise.
         own = [(shard, _average(shard)) for shard in self.optimizer.shards if not shard.unit.has_master]
         swapped = [s for s, average in own if s.unit.is_releasable and average.dtype is s.param.dtype]
-        kept: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         for shard, _ in own:
             if shard not in swapped:
                 populate(shard.param)
-                kept[shard.index] = shard.param.clone()
+                copies[shard.index] = shard.param.clone()
                 self.placement.evict(shard.param)
         self.gatherer.has_averages = True
         try:
@@ -105,7 +105,7 @@ class MasterWeights:
             self.gatherer.quiesce()
             self.transport.fence()
             self._swap(swapped)
-            self.publish(lambda shard: kept.get(shard.index, shard.master))
+            self.publish(lambda shard: copies.get(shard.index, shard.master))
             self.gatherer.has_averages = False
 
     def _swap(self, shards: Sequence[OptimizerShard]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -52,3 +52,20 @@ def segments_of(
             spans = list(run)
             segments.append(Segment(spans[0].shard_offset, spans[-1].shard_offset + spans[-1].numel, group, behind))
     return segments
+
+
+def chunks_of(segments: Sequence[Segment], numel: int, size: int) -> Iterator[tuple[int, int, list[Segment]]]:
+    """Yield the chunks of a shard that have a part of a segment.
+
+    Args:
+        segments: The segments of the shard.
+        numel: The elements of the shard.
+        size: The most elements of a chunk.
+
+    Yields:
+        The first element of a chunk, its end, and the segments that have a part of it. A segment may lie in several.
+    """
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
+        if inside := [segment for segment in segments if segment.start < stop and start < segment.stop]:
+            yield start, stop, inside

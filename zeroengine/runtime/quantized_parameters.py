@@ -67,12 +67,12 @@ def split_quantized_parameters(model: nn.Module, undo: ExitStack | None = None) 
         ZeroEngineError: A quantized parameter is trainable, has no quantized values yet, or keeps its values in other
             attributes than this module knows. Nothing has changed.
     """
-    found: dict[nn.Parameter, tuple[nn.Module, list[_Place]]] = {}
+    places_of_param: dict[nn.Parameter, tuple[nn.Module, list[_Place]]] = {}
     for prefix, module in model.named_modules():
         for key, param in module._parameters.items():
-            if param is not None and param not in found and not is_quantized(param) and library_of(param):
-                found[param] = module, _places_of(plain_name(f"{prefix}.{key}".lstrip(".")), module, param)
-    for param, (module, places) in found.items():
+            if param is not None and param not in places_of_param and not is_quantized(param) and library_of(param):
+                places_of_param[param] = module, _places_of(plain_name(f"{prefix}.{key}".lstrip(".")), module, param)
+    for param, (module, places) in places_of_param.items():
         _split(module, param, places, undo or ExitStack())
     for module in model.modules():
         if getattr(module, _REPACKS, False):

@@ -265,10 +265,10 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     optimizer, shard = located.engine.optimizer, located.trainable_shard()
     spans = [span for span, _ in optimizer.state_values(shard, located.index, optim_state_key)]
     # Moments of 8 bits have no views of their values.
-    whole = located.zeros(located.slot.shape)
-    _copy_parts(located, value, [(span, whole.view(-1)[span.param_slice]) for span in spans])
+    values = located.zeros(located.slot.shape)
+    _copy_parts(located, value, [(span, values.view(-1)[span.param_slice]) for span in spans])
     if spans:
-        optimizer.set_state_values(shard, located.index, optim_state_key, whole)
+        optimizer.set_state_values(shard, located.index, optim_state_key, values)
 
 
 def _master(located: LocatedParameter, shard: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.segments import Segment, segments_of
+from zeroengine.optim.segments import Segment, chunks_of, segments_of
 
 
 class AverageUpdate:
@@ -67,17 +67,15 @@ class AverageUpdate:
     ) -> list[PipelineTask]:
         """Return the update of an offloaded shard in chunks that fit a buffer."""
         assert self._parts.pipeline is not None
-        tasks, size, numel = [], self._parts.pipeline.chunk_numel, shard.param.numel()
-        for start in range(0, numel, size):
-            stop = min(start + size, numel)
-            if inside := [segment for segment in segments if segment.start < stop and start < segment.stop]:
-                # The chunk is written back as a whole. A master is written where its parameter may have been.
-                written = (arrays.average, arrays.param if shard.may_be_written else None)
-                operands = [
-                    Operand(part, writes=any(tensor is state for state in written))
-                    for tensor, part in zip(arrays.tensors(), arrays.part(start, stop).tensors(), strict=True)
-                ]
-                tasks.append(PipelineTask(operands, partial(self._run, shard, inside, number, arrays, start)))
+        tasks = []
+        for start, stop, inside in chunks_of(segments, shard.param.numel(), self._parts.pipeline.chunk_numel):
+            # The chunk is written back as a whole. A master is written where its parameter may have been.
+            written = (arrays.average, arrays.param if shard.may_be_written else None)
+            operands = [
+                Operand(part, writes=any(tensor is state for state in written))
+                for tensor, part in zip(arrays.tensors(), arrays.part(start, stop).tensors(), strict=True)
+            ]
+            tasks.append(PipelineTask(operands, partial(self._run, shard, inside, number, arrays, start)))
         return tasks
 
     def _run(

@@ -24,7 +24,7 @@ from zeroengine.optim.backends.fused_state import fused_state, run_over_state
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.segments import Segment, segments_of
+from zeroengine.optim.segments import Segment, chunks_of, segments_of
 from zeroengine.utils.work import Work
 
 T = TypeVar("T")
@@ -134,13 +134,7 @@ class FusedUpdate:
         """Return the update of an offloaded shard in chunks that fit a buffer, then a task that ends the shard."""
         assert self._parts.pipeline is not None
         arrays = self.state.arrays(shard)
-        numel, chunk_numel = shard.param.numel(), self._parts.pipeline.chunk_numel
-        for start in range(0, numel, chunk_numel):
-            stop = min(start + chunk_numel, numel)
-            # Chunks have a fixed length, so a segment may lie in several of them.
-            inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
-            if not inside:
-                continue
+        for start, stop, inside in chunks_of(segments, shard.param.numel(), self._parts.pipeline.chunk_numel):
             # The chunk is written back as a whole, so elements that no segment covers must be read first.
             all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
             reads_param = not all_written or shard.may_be_written

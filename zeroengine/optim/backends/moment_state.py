@@ -101,7 +101,6 @@ class MomentState:
         scales = self.scales[shard.index]
         # The largest number of 8 bits stands for the scale itself.
         fill = value if not scales or not value else 255
-        # ``steps`` may not exist yet.
         for moment in self.moments[shard.index]:
             populate(moment[span.shard_slice], write=True)
             moment[span.shard_slice].fill_(fill)
