@@ -116,3 +116,9 @@ def poison_on_error(*stores: StateStore) -> Iterator[None]:
 def padded_nbytes(nbytes: int) -> int:
     """Return the bytes that a state of ``nbytes`` bytes takes in a file: whole blocks, at least one."""
     return round_up_to_block(max(nbytes, 1))
+
+
+def device_memory_for(store: OffloadStore, state: torch.Tensor) -> torch.Tensor:
+    """Return new memory on the device that a state of ``store``, which has streams, can be read into."""
+    assert store.copies is not None
+    return store.copies.device_memory(padded_nbytes(state.nbytes))[: state.nbytes].view(state.dtype)

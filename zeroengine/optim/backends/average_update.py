@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.interfaces import padded_nbytes
+from zeroengine.offload.interfaces import device_memory_for
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -50,9 +50,7 @@ class AverageUpdate:
                 self._run(shard, segments, number, arrays, 0, *arrays.tensors())
             elif (store := shard.store_if_only_param_offloaded) is not None:
                 if not unit.has_master:
-                    assert store.copies is not None
-                    nbytes = shard.master.nbytes
-                    on_device = store.copies.device_memory(padded_nbytes(nbytes))[:nbytes].view(shard.master.dtype)
+                    on_device = device_memory_for(store, shard.master)
                     store.read(shard.master, on_device).wait_stream()
                     arrays = arrays._replace(param=on_device)
                 self._run(shard, segments, number, arrays, 0, *arrays.tensors())

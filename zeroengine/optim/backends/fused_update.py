@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
+from zeroengine.offload.interfaces import OffloadStore, device_memory_for, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.ops import UpdateArrays
 from zeroengine.optim.backends.fused_state import fused_state, run_over_state
@@ -117,8 +117,7 @@ class FusedUpdate:
             all_elements: Whether every parameter has a gradient.
         """
         param = shard.param
-        assert store.copies is not None
-        on_device = store.copies.device_memory(padded_nbytes(param.nbytes))[: param.nbytes].view(param.dtype)
+        on_device = device_memory_for(store, param)
         if shard.unit.has_master and all_elements:
             # The update writes every parameter, so only the padding between them has to be set.
             on_device.zero_()
