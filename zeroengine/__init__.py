@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zeroengine.optim.mixed_optimizer import MixedOptimizer
     from zeroengine.optim.muon import Muon
     from zeroengine.plan.api import plan
+    from zeroengine.weights.changes import WeightsToken
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
     _MODULES = {
         "zeroengine.deferred_init.meta_init": ["meta_init"],
@@ -58,6 +59,7 @@ else:  # Names are imported when they are first used, so the commands that need 
         ],
         "zeroengine.optim.mixed_optimizer": ["MixedOptimizer"],
         "zeroengine.optim.muon": ["Muon"],
+        "zeroengine.weights.changes": ["WeightsToken"],
     }
     _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -264,6 +264,8 @@ class EngineCheckpoints:
         dtype: str | torch.dtype | None,
         shard_size: str | int,
         names: str | Iterable[str] | None,
+        merge: str | None,
+        *,
         trainable_only: bool,
         ema: bool,
     ) -> None:
@@ -281,7 +283,7 @@ class EngineCheckpoints:
         with self._parts.reports.timer.span("checkpoint"):
             self._parts.states.master_weights.settle()
             self.rounds.end_round()
-            save(self.tensors, directory, dtype, shard_size, names, trainable_only, ema)
+            save(self.tensors, directory, dtype, shard_size, names, merge, trainable_only=trainable_only, ema=ema)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""

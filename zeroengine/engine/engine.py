@@ -17,7 +17,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
+from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
+    from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.live_loads import LoadResult, Weights
+    from zeroengine.weights.stream import WeightStream
 
 
 class Engine:
@@ -468,7 +470,12 @@ class Engine:
 
     @messages.ends_in_callers_code
     def full_state_dict(
-        self, *, names: str | Iterable[str] | None = None, trainable_only: bool = False, rank0_only: bool = False
+        self,
+        *,
+        names: str | Iterable[str] | None = None,
+        merge: Literal["peft"] | None = None,
+        trainable_only: bool = False,
+        rank0_only: bool = False,
     ) -> dict[str, Any]:
         """Return ``model.state_dict()`` as it would be without partitioning, on the CPU. Call it on every rank.
 
@@ -479,6 +486,7 @@ class Engine:
         Args:
             names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the values to return, the same on
                 every rank. None returns all.
+            merge: "peft" returns the values of the base model of a peft model, with the active adapters merged.
             trainable_only: Whether to return parameters alone, and not those that were frozen at ``initialize``.
             rank0_only: Whether the other ranks return an empty dict. Then they hold only one unit at a time.
 
@@ -487,7 +495,59 @@ class Engine:
                 ``names`` matches nothing.
             DivergenceError: On every rank, if the ranks ask for different names.
         """
-        return collect_state_dict(self._parts, names, trainable_only, rank0_only)
+        from zeroengine.engine.weight_stream import collect_state_dict
+
+        flags = {"trainable_only": trainable_only, "rank0_only": rank0_only}
+        return collect_state_dict(self._parts, self._checkpoints.tensors, names, merge, **flags)
+
+    @messages.ends_in_callers_code
+    def stream_weights(
+        self,
+        dtype: str | torch.dtype | None = None,
+        bucket_bytes: int | str = "256MiB",
+        names: str | Iterable[str] | None = None,
+        ranks: Literal["all"] | int = "all",
+        device: str | torch.device | None = None,
+        *,
+        since: WeightsToken | None = None,
+        merge: Literal["peft"] | None = None,
+        buffers: bool = False,
+        layout: Literal["model", "files"] = "model",
+    ) -> WeightStream:
+        """Return an iterator over whole tensors, for a sampling engine, an evaluation or an export.
+
+            with engine.stream_weights(ranks=0) as stream:
+                for name, values in stream:      # on every rank; values come on rank 0 alone
+                    send(name, values)
+
+        The tensors come unit by unit, each once, in buckets of bounded size. A rank holds two buckets and one unit at
+        most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of rows
+        (``WeightPiece``). A bucket that something refers to is not used again. Call it on every rank, between steps or
+        micro-steps, and take the whole stream; until then other calls are refused.
+
+        Args:
+            dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None: the one of the model.
+            bucket_bytes: The largest size of a bucket in bytes, or a text such as ``256MiB``.
+            names: Names, or patterns such as ``"*.mlp.*"`` (as of ``fnmatch``), of the tensors to yield. None: all.
+            ranks: "all", or the only rank that gets values. The others take part in the same loop, which yields nothing.
+            device: Where the tensors are: "cpu", or None for the engine's device.
+            since: The ``token`` of an earlier stream, or ``WeightsToken()``. Tensors that have not changed since are left
+                out, and ``stream.token`` is for the next stream. Each shard is read once more for that.
+            merge: "peft" yields the tensors of the base model of a peft model, with the active adapters merged.
+            buffers: Whether the persistent buffers, and tensors that hooks of the state dict compute, are yielded as well.
+            layout: "files" yields the tensors of a transformers model with the names and the layout of its files, which
+                inference engines load, such as each expert of a mixture by itself.
+
+        Raises:
+            ZeroEngineError: On every rank: an argument is wrong, or ``since`` is the token of another engine, or this is
+                called inside ``gathered``, a forward, a backward or another stream. In the loop: another rank has left
+                the stream, with its reason.
+            DivergenceError: On every rank: they pass different arguments.
+        """
+        from zeroengine.engine.weight_stream import StreamArguments, open_stream
+
+        arguments = StreamArguments(dtype, bucket_bytes, names, ranks, device, since, merge, buffers, layout)
+        return open_stream(self._parts, self._checkpoints.tensors, arguments)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -620,6 +680,7 @@ class Engine:
         shard_size: str | int = "5GB",
         *,
         names: str | Iterable[str] | None = None,
+        merge: Literal["peft"] | None = None,
         trainable_only: bool = False,
         ema: bool = False,
     ) -> None:
@@ -636,6 +697,7 @@ class Engine:
             shard_size: The largest size of a file's values in bytes, or a text such as ``5GB``.
             names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
                 write. None writes all.
+            merge: "peft" writes the base model of a peft model with the active adapters merged, which load without peft.
             trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
             ema: Whether to write the moving averages of the parameters that are trained, in place of their weights.
 
@@ -644,7 +706,9 @@ class Engine:
             CheckpointError: On every rank; what was in ``directory`` is as it was.
             DivergenceError: On every rank, where they pass different arguments.
         """
-        self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only, ema)
+        self._checkpoints.save_weights(
+            directory, dtype, shard_size, names, merge, trainable_only=trainable_only, ema=ema
+        )
 
     @messages.ends_in_callers_code
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:

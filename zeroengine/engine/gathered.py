@@ -12,21 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.comm.group import check_same
 from zeroengine.deferred_init.temporary_values import temporary_values
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
-from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
-from zeroengine.runtime.quantized_parameters import map_wrapper
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
-from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
-from zeroengine.utils.tensor_tree import map_tensors
 
 log = logging.getLogger("zeroengine")
 
@@ -179,6 +173,7 @@ def gathered(
             "some of these belong to none, or to different engines, or their engine is gone"
         )
     units, gatherer = owner.units_of(params), owner.parts.passes.gatherer
+    gatherer.check_no_stream("gathered()")
     if ema and not gatherer.has_averages:
         with average_weights(owner.parts, "gathered(ema=True)"), gathered(params):
             yield
@@ -232,47 +227,3 @@ def _contents(unit: Unit) -> list[object]:
         (checksum(view.view(-1)), param._version if slot.name in unit.originals.unset else 0)
         for param, view, slot in zip(unit.params, unit.full_buffer.views, unit.layout.slots, strict=True)
     ]
-
-
-def collect_state_dict(
-    parts: EngineParts, names: str | Iterable[str] | None, trainable_only: bool, rank0_only: bool
-) -> dict[str, Any]:
-    """Return copies of the values of a state dict. See ``Engine.full_state_dict``. A collective."""
-    call = "full_state_dict()"
-    arguments: dict[str, object] = {"trainable_only": trainable_only}
-    with parts.ranks.group.collective_errors("to collect the state dict", arguments) as all_arguments:
-        # A foreign parameter would silently be missing from the result.
-        parts.loop.foreign_parameters.check()
-        arguments["names"] = patterns = sorted_patterns(names, call)
-        state = read_model_state(parts.setup.model, parts.partition.units, parts.passes.gatherer)
-        chosen = choose_names(state, parts.partition.units, patterns, trainable_only=trainable_only, call=call)
-    # Ranks that ask for other names would gather other units.
-    check_same(call, all_arguments)
-    returns_values = parts.ranks.group.rank == 0 or not rank0_only
-    wanted = {key: value for key, value in state.values.items() if plain_name(key) in chosen}
-    tensors = {value for value in wanted.values() if isinstance(value, torch.Tensor)}
-    copies: dict[Any, torch.Tensor] = {}
-    # One unit after another, so that a rank that returns nothing never holds more than one.
-    for unit in parts.partition.units:
-        params = [param for param in unit.params if param in tensors]
-        if params:
-            parts.passes.gatherer.pin(unit)
-            if returns_values:
-                copies |= {param: param.detach().to("cpu", copy=True) for param in params}
-            parts.passes.gatherer.unpin(unit)
-    if not returns_values:
-        return {}
-    # A tensor that no unit holds is a buffer, or was computed.
-    for tensor in tensors - copies.keys():
-        copies[tensor] = tensor.detach().to("cpu", copy=True)
-    # Values other than tensors are copies of theirs already.
-    result = {
-        key: copies[value] if isinstance(value, torch.Tensor) else map_tensors(torch.Tensor.cpu, value)
-        for key, value in wanted.items()
-    }
-    for key, wrapper in state.wrappers.items():
-        storages = storages_of(wrapper)
-        if all(key + suffix in result for suffix, _ in storages):
-            by_id = {id(storage): result.pop(key + suffix) for suffix, storage in storages}
-            result[key] = map_wrapper(wrapper, lambda tensor, by_id=by_id: by_id[id(tensor)])  # type: ignore[misc]
-    return state.like(result)

@@ -243,6 +243,7 @@ class LocatedParameter:
         """
         call = f"{call} of {self.slot.name}"
         facts: list[Any] = []
+        self.parts.passes.gatherer.check_no_stream(call)
         with self.parts.ranks.group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
             yield facts
         # Ranks with different calls would exchange tensors of different shapes, and hang or mix up values.

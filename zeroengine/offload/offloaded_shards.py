@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.interfaces import Ranks, Transport
+from zeroengine.comm.interfaces import Ranks, Slices, Transport
 from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
@@ -94,23 +94,34 @@ class OffloadedShards:
         # With one rank the shard is the whole full buffer, and is read straight into it.
         if self.is_read_directly:
             return self.store.read(shard, full)
+        # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
+        with self._on_read_stream():
+            buffer, values = self._read(shard, label)
+            if quantized is not None:
+                # The stream of the next read has packed these values, so the buffer is free for it.
+                buffer.gather = None
+                return quantized.all_gather(full, values, label, ranks)
+            buffer.gather = self._transport.gather.all_gather(full, values, label, ranks)
+        return buffer.gather
+
+    def all_to_all(self, received: torch.Tensor, shard: torch.Tensor, part: slice, label: str, slices: Slices) -> Work:
+        """Read a shard, and start to exchange a part of it. As ``Channel.all_to_all`` with ``shard[part]``."""
+        # The current stream orders this behind earlier uses of ``received``.
+        buffer, values = self._read(shard, label)
+        buffer.gather = self._transport.gather.all_to_all(received, values[part], label, slices)
+        return buffer.gather
+
+    def _read(self, shard: torch.Tensor, label: str) -> tuple[_SendBuffer, torch.Tensor]:
+        """Return the memory that a shard was read into, and its values there, for the current stream."""
         prefetched = self._prefetched.pop(shard.data_ptr(), None)
         buffer, read = prefetched if prefetched is not None else self._start_read(shard)
-        arrived = buffer.memory[: shard.nbytes].view(shard.dtype)
-        # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
-        with self._timer.span("offload", label), self._on_read_stream():
+        with self._timer.span("offload", label):
             try:
                 read.wait_stream()
             finally:
                 # A failed read must free the buffer, too.
                 buffer.busy = False
-        with self._on_read_stream():
-            if quantized is not None:
-                # The stream of the next read has packed these values, so the buffer is free for it.
-                buffer.gather = None
-                return quantized.all_gather(full, arrived, label, ranks)
-            buffer.gather = self._transport.gather.all_gather(full, arrived, label, ranks)
-        return buffer.gather
+        return buffer, buffer.memory[: shard.nbytes].view(shard.dtype)
 
     def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:
         """Drop prefetched values of one shard, or of all, because the shard is going to change.

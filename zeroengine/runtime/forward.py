@@ -122,6 +122,7 @@ class Forward:
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
         if not self._traversal.follow_backward():
             if not self.num_model_forwards:
+                self.gatherer.check_no_stream("a forward")
                 # The units of a backward that raised are released before this forward gathers any.
                 self.backward.enter_forward()
                 self.gatherer.deferred_frees.retry()

@@ -51,6 +51,7 @@ class Gatherer:
         deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
         unhooked_uses: The units that were gathered for a use without a hook. They are released when the pass ends.
         has_averages: Whether parameters have the moving averages of the weights, for an evaluation.
+        refuse_calls: Ends the stream of the weights that is open and raises, if one is, with the name of a call.
         gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
@@ -69,6 +70,7 @@ class Gatherer:
         self._pins_of: dict[Unit, int] = dict.fromkeys(units, 0)
         self.num_pins = self.live_numel = 0
         self.has_averages = False
+        self.refuse_calls: Callable[[str], None] | None = None
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
@@ -144,16 +146,26 @@ class Gatherer:
         self.deferred_frees.retry()
 
     def check_has_weights(self, call: str) -> None:
-        """Check that parameters have their weights, and not averages.
+        """Check that parameters have their weights, and not averages, and that no stream of them is open.
 
         Raises:
-            ZeroEngineError: They have averages.
+            ZeroEngineError: They have averages, or a stream is open, which this ends.
         """
+        self.check_no_stream(call)
         if self.has_averages:
             raise ZeroEngineError(
                 f"{call} inside `with engine.average_weights()` or `gathered(..., ema=True)`, where the model has the "
                 "moving averages and not its weights: leave the `with` first"
             )
+
+    def check_no_stream(self, call: str) -> None:
+        """Check that no stream of the weights is open.
+
+        Raises:
+            ZeroEngineError: One is, which this ends.
+        """
+        if self.refuse_calls is not None:
+            self.refuse_calls(call)
 
     # -- single units -----------------------------------------------------------------------------
 

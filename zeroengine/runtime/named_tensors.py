@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
-from zeroengine.runtime.state_dict_reads import ModelState
-from zeroengine.runtime.unit import Unit
 
 # The names that a message suggests.
 NUM_SHOWN = 3
@@ -35,13 +33,12 @@ def sorted_patterns(names: str | Iterable[str] | None, call: str) -> list[str] |
 
 
 def choose_names(
-    state: ModelState, units: Sequence[Unit], patterns: list[str] | None, *, trainable_only: bool, call: str
+    is_trainable: Mapping[str, bool], patterns: list[str] | None, *, trainable_only: bool, call: str
 ) -> set[str]:
-    """Return the names of the values of a state dict that are asked for, as ``plain_name`` gives them.
+    """Return the names that are asked for.
 
     Args:
-        state: What ``model.state_dict()`` holds.
-        units: The units of the model.
+        is_trainable: For each name, as ``plain_name`` gives it, whether the parameter is trained.
         patterns: Qualified names, or patterns of ``fnmatch``. None takes all.
         trainable_only: Whether to take parameters alone, and not those that were frozen at ``initialize``.
         call: The public method, for messages.
@@ -49,15 +46,7 @@ def choose_names(
     Raises:
         ZeroEngineError: A pattern matches nothing, or there is no trainable parameter.
     """
-    all_names = {plain_name(key): state.tensors.get(key) for key in state.values}
-    trainable = {param for unit in units if unit.trainable for param in unit.params}
-    trainable_names = {state.slot_names[param] for param in trainable}
-    candidates = {
-        name
-        for name, tensor in all_names.items()
-        # What a hook computed under the name of a parameter counts as that parameter.
-        if not trainable_only or (name in trainable_names if tensor is None else tensor in trainable)
-    }
+    candidates = {name for name, trainable in is_trainable.items() if trainable or not trainable_only}
     if not candidates:
         raise ZeroEngineError(f"{call}: trainable_only=True leaves nothing, for every parameter of the model is frozen")
     if patterns is None:
@@ -66,7 +55,7 @@ def choose_names(
     for pattern in map(plain_name, patterns):
         # A name may contain characters that mean something in a pattern.
         matches = {pattern} & candidates or set(fnmatch.filter(candidates, pattern))
-        if not matches and (pattern in all_names or fnmatch.filter(all_names, pattern)):
+        if not matches and (pattern in is_trainable or fnmatch.filter(is_trainable, pattern)):
             raise ZeroEngineError(
                 f"{call}: {pattern!r} matches only frozen parameters or buffers, which trainable_only=True leaves out"
             )

@@ -36,7 +36,7 @@ from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import progress
 from zeroengine.weights.chunked_reads import LocatedPiece, locate, read_pieces
-from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, plan_files
+from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, cast_spec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
 log = logging.getLogger("zeroengine")
@@ -128,11 +128,11 @@ def export(
         # Tied names refer to the same bytes, which are written once.
         stored_names = [stored for stored in names if stored not in tied]
         specs = {
-            names[stored]: TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype))
+            names[stored]: cast_spec(TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype)), dtype_name)
             for stored in stored_names
         }
         # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.
-        layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, dtype_name, max_bytes)
+        layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, max_bytes)
         files = _files_to_read(path, metadata, stored_names, manifest, verify=verify)
         _write(files, names, layout, output, f"exporting {path.name}", verify=verify)
     return ExportResult(output.path, path, len(layout.sizes), len(specs), len(tied), layout.nbytes)

@@ -60,9 +60,19 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """The size of the tensor's values in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+
+def cast_spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
+    """Return the spec of a tensor that is cast to torch's dtype of that name, if it is a floating one and a name is given."""
+    return TensorSpec(spec.shape, getattr(torch, dtype)) if dtype and spec.dtype.is_floating_point else spec
 
 
 @dataclass(frozen=True)
@@ -96,23 +106,17 @@ class FileLayout:
         return sum(self.sizes.values())
 
 
-def plan_files(
-    tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], dtype: str | None, shard_size: int
-) -> FileLayout:
+def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size: int) -> FileLayout:
     """Distribute tensors over files, in their names' order.
 
     Args:
         tensors: The tensors by name.
         tied: Further names, and the names that they stand for; recorded in the metadata and not written.
-        dtype: torch's name for the dtype that floating tensors are cast to; None keeps each tensor's own.
         shard_size: The bytes of values in a file at most. A larger tensor has a file to itself.
 
     Raises:
         CheckpointError: Safetensors has no dtype of a tensor.
     """
-    if dtype is not None:
-        cast: torch.dtype = getattr(torch, dtype)
-        tensors = {n: TensorSpec(s.shape, cast) if s.dtype.is_floating_point else s for n, s in tensors.items()}
     for name, spec in tensors.items():
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} is {spec.dtype}, which safetensors files cannot hold")

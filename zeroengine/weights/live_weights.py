@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,19 +13,19 @@ import torch
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.entries import StateEntries, StateEntry
 from zeroengine.checkpoint.failures import as_checkpoint_errors
-from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
-from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
+from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.listed import listed
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
+from zeroengine.weights.conversion import TensorConversion
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
-from zeroengine.weights.transformers_conversion import TensorGroup, plan_for_files
+from zeroengine.weights.selection import Converted, Selection, SelectionOptions, StoredValue, select, values_of
 
 log = logging.getLogger("zeroengine")
 
@@ -41,6 +41,8 @@ def save(
     dtype: Any,
     shard_size: str | int,
     names: str | Iterable[str] | None = None,
+    merge: str | None = None,
+    *,
     trainable_only: bool = False,
     ema: bool = False,
 ) -> None:
@@ -52,6 +54,7 @@ def save(
         dtype: The dtype that floating tensors are cast to; None keeps each tensor's own.
         shard_size: The bytes of values in a file at most, such as "5GB".
         names: The names to write, or patterns of names; None writes all.
+        merge: "peft" writes the base model with the adapters merged.
         trainable_only: Whether to leave out buffers and frozen parameters.
         ema: Whether to write the moving averages in place of the masters.
 
@@ -60,25 +63,34 @@ def save(
         DivergenceError: On every rank; they pass different arguments.
     """
     group, call = tensors.group, "save_weights()"
-    arguments: dict[str, object] = {"trainable_only": trainable_only, "ema": ema}
+    arguments: dict[str, object] = {"ema": ema}
     with group.collective_errors("to save weights", arguments) as all_arguments:
-        dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
+        max_bytes = parse_byte_size(shard_size, "shard size", CheckpointError)
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
-        arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
-        arguments["names"] = patterns = sorted_patterns(names, call)
+        options = SelectionOptions(
+            sorted_patterns(names, call), trainable_only, merge=merge, as_files=True, dtype=parse_dtype(dtype)
+        )
+        arguments |= vars(options) | {"directory": os.path.abspath(path), "shard_size": max_bytes}
         saved_names = tensors.saved_names()
-        chosen = choose_names(saved_names.state, tensors.units, patterns, trainable_only=trainable_only, call=call)
+        # Each element is written by exactly one rank, although several may hold it.
+        entries = tensors.model_entries(once=True) | (tensors.average_entries(once=True) if ema else {})
+        entries |= tensors.computed_entries(saved_names, once=True)
+
+        def spec_of(stored: StoredValue) -> TensorSpec:
+            return TensorSpec(entries[stored.own_name].shape, entries[stored.own_name].dtype)
+
+        selection = select(tensors, saved_names, options, spec_of, call)
     # Ranks with other arguments would compute other positions and overwrite each other's values.
     check_same(call, all_arguments)
+    if selection.others and group.rank == 0:
+        log.warning(
+            "safetensors hold tensors alone, so save_weights() leaves out %s: full_state_dict() and save_checkpoint() "
+            "keep such values",
+            listed(list(selection.others), NUM_SHOWN),
+        )
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
-        # Each element is written by exactly one rank, although several may hold it.
-        entries, own_tied = _chosen_entries(tensors, saved_names, chosen, ema)
-        own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
-        plan = plan_for_files(tensors.module, own_specs)
-        stored_names = {own_name: name for name, own_name in plan.old_names.items()}
-        tied = {plan.rename(alias): stored_names[name] for alias, name in own_tied.items() if name in stored_names}
-        layout = plan_files(plan.new_specs(own_specs), tied, dtype_name, max_bytes)
+        layout = plan_files({tensor.name: tensor.spec for tensor in selection.tensors}, selection.tied, max_bytes)
         writer = SafetensorsWriter(output.writing, layout)
         problem = f"{output.path} was not written"
     try:
@@ -89,16 +101,18 @@ def save(
                 output.begin(layout.nbytes)
                 writer.create()
         # The block above ends on all ranks before any of them opens a file that rank 0 makes.
-        total = sum(entry.nbytes for entry in entries.values())
+        read = {value.own_name for tensor in selection.tensors for value in values_of(tensor.source, selection.stored)}
+        total = sum(entries[name].nbytes for name in read)
         with group.collective_errors("to save weights"), as_checkpoint_errors(problem):
             # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
             # node's writes on every file system.
             with writer.synced(), progress("saving", total, group.rank == 0) as report:
                 # An error of one rank is raised after the exchanges in the first call, so that no rank waits in one.
-                _write_groups(tensors, writer, entries, plan.groups, report)
-                for name, own_name in plan.old_names.items():
-                    for box, tensor in entries[own_name].pieces:
-                        _write_box(writer, name, box, tensor, report)
+                _write_converted(tensors, writer, entries, selection, report)
+                for tensor in selection.tensors:
+                    if not isinstance(tensor.source, Converted):
+                        for box, values in entries[tensor.source.own_name].pieces:
+                            _write_box(writer, tensor.name, box, values, report)
         with group.collective_errors("to save weights"), as_checkpoint_errors(problem):
             if group.rank == 0:
                 output.commit()
@@ -110,29 +124,6 @@ def save(
         raise
 
 
-def _chosen_entries(
-    tensors: EngineTensors, names: SavedNames, chosen: Collection[str], ema: bool
-) -> tuple[StateEntries, dict[str, str]]:
-    """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
-    stored = tensors.model_entries(once=True) | (tensors.average_entries(once=True) if ema else {})
-    entries: StateEntries = {}
-    tied: dict[str, str] = {}
-    for own, keys in names.keys.items():
-        if wanted := [key for key in keys if key in chosen]:
-            entries[wanted[0]] = stored[own]
-            tied |= dict.fromkeys(wanted[1:], wanted[0])
-    computed = tensors.computed_entries(names, once=True)
-    entries |= {key: entry for key, entry in computed.items() if key in chosen}
-    others = [key for key in names.computed if key in chosen and key not in computed]
-    if others and tensors.group.rank == 0:
-        log.warning(
-            "safetensors hold tensors alone, so save_weights() leaves out %s: full_state_dict() and save_checkpoint() "
-            "keep such values",
-            listed(others, NUM_SHOWN),
-        )
-    return entries, tied
-
-
 def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Tensor, report: Report) -> None:
     for i, chunk in enumerate(values.reshape(-1).split(CHUNK)):
         # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
@@ -141,34 +132,35 @@ def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Ten
         report(chunk.nbytes)
 
 
-def _write_groups(
-    tensors: EngineTensors,
-    writer: SafetensorsWriter,
-    entries: StateEntries,
-    groups: Sequence[TensorGroup],
-    report: Report,
+def _write_converted(
+    tensors: EngineTensors, writer: SafetensorsWriter, entries: StateEntries, selection: Selection, report: Report
 ) -> None:
     """Write tensors that are computed from others. A collective.
 
     The ranks take turns: one receives what a part of a group is computed from, computes it and writes it.
     """
-    names = [name for group in groups for name in group.sources]
-    if not names:
+    new_names: dict[TensorConversion, dict[str, str]] = {}
+    for tensor in selection.tensors:
+        if isinstance(tensor.source, Converted):
+            new_names.setdefault(tensor.source.group, {})[tensor.source.target] = tensor.name
+    if not new_names:
         return
-    buffer = torch.empty(CHUNK * max(entries[name].dtype.itemsize for name in names), dtype=torch.uint8)
+    sources = {name: entries[selection.stored[name].own_name] for group in new_names for name in group.sources}
+    buffer = torch.empty(CHUNK * max(entry.dtype.itemsize for entry in sources.values()), dtype=torch.uint8)
     buffer = buffer.to(tensors.group.device)
     errors: list[Exception] = []
     turn = 0
-    for group in groups:
+    for group, names in new_names.items():
         for part in range(group.num_parts):
             writer_rank, turn = turn % tensors.group.world_size, turn + 1
             received = [
-                _gather_box(tensors, entries[name], box, writer_rank, buffer, errors) for name, box in group.boxes(part)
+                _gather_box(tensors, sources[name], box, writer_rank, buffer, errors) for name, box in group.boxes(part)
             ]
             if tensors.group.rank == writer_rank and not errors:
                 with postponed(errors):
-                    for name, (box, values) in group.convert(part, received).items():
-                        _write_box(writer, name, box, values, report)
+                    for target, (box, values) in group.convert(part, received).items():
+                        if target in names:
+                            _write_box(writer, names[target], box, values, report)
     if errors:
         raise errors[0]
 

@@ -21,7 +21,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,34 +31,12 @@ from torch import nn
 from zeroengine.checkpoint.entries import part_of_box
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.weights.conversion import BoxValues, ConversionPlan, TensorConversion, same_names
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.sources import WeightSource
 
 # What is called of `transformers.core_model_loading`, whose functions change from version to version.
 FUNCTIONS = ("apply_converters", "apply_renamings", "dot_natural_key", "rename_source_key", "PrefixChange")
-
-# A tensor's values, and the box of the tensor that they are.
-BoxValues = tuple[Box, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """Where each tensor of the new layout comes from.
-
-    Attributes:
-        old_names: The old name of a tensor that gets another name at most, by its new name.
-        groups: The tensors that are computed from others.
-        rename: Returns the new name of a tensor that no group computes.
-    """
-
-    old_names: dict[str, str]
-    groups: list[TensorGroup]
-    rename: Callable[[str], str]
-
-    def new_specs(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Return the shapes and dtypes of the new layout, from those of the old one."""
-        renamed = {name: specs[old_name] for name, old_name in self.old_names.items()}
-        return renamed | {name: spec for group in self.groups for name, spec in group.targets.items()}
 
 
 class TensorGroup:
@@ -143,9 +121,12 @@ class TensorGroup:
         box_of = functools.partial(_row, index=part) if self._has_rows_of_targets else Box.whole
         return {name: (box_of(self.targets[name].shape), value) for name, value in zip(names, results, strict=True)}
 
-    def parts_of(self, box: Box) -> range:
+    def parts_of(self, target: str, box: Box) -> range:
         """Return the parts that hold elements of a box of a target."""
-        return range(box.offsets[0], box.offsets[0] + box.sizes[0]) if self._has_rows_of_targets else range(1)
+        if self._has_rows_of_targets:
+            return range(box.offsets[0], box.offsets[0] + box.sizes[0])
+        part = list(self.targets).index(target) % self.num_parts
+        return range(part, part + 1)
 
     def _names_of(self, part: int) -> Mapping[str, Sequence[str]]:
         if not self._has_rows_of_targets:
@@ -260,7 +241,7 @@ def plan_for_files(module: nn.Module, tensors: Mapping[str, TensorSpec]) -> Conv
     """
     model = _converted_model(module)
     if model is None:
-        return ConversionPlan({name: name for name in tensors}, [], lambda name: name)
+        return same_names(tensors)
     library = _library("core_model_loading")
     # `from_pretrained` leaves on the model what it has converted by.
     transforms = getattr(model, "_weight_conversions", None)
@@ -327,14 +308,14 @@ class _ConvertedReads:
     def __init__(self, source: WeightSource, plan: ConversionPlan) -> None:
         self._source, self._old_names = source, plan.old_names
         self._group_of = {name: group for group in plan.groups for name in group.targets}
-        self._last: tuple[TensorGroup, int] | None = None
+        self._last: tuple[TensorConversion, int] | None = None
         self._values: dict[str, BoxValues] = {}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         if name not in self._group_of:
             return self._source.read(self._old_names[name], box)
         group, rows = self._group_of[name], []
-        for part in group.parts_of(box):
+        for part in group.parts_of(name, box):
             part_box, values = self._convert(group, part)[name]
             # A part is the whole tensor or one row of it.
             offsets, sizes = (part, *box.offsets[1:]), (1, *box.sizes[1:])
@@ -343,7 +324,7 @@ class _ConvertedReads:
             rows.append(part_of_box(values, part_box.offsets, offsets, sizes))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _convert(self, group: TensorGroup, part: int) -> dict[str, BoxValues]:
+    def _convert(self, group: TensorConversion, part: int) -> dict[str, BoxValues]:
         if self._last != (group, part):
             # The last part is released before the next one is computed.
             self._last, self._values = None, {}

@@ -1,0 +1,195 @@
+"""Open a stream of whole tensors, and collect a state dict: checks, names, and what reads the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from zeroengine.checkpoint.engine_state import EngineTensors
+from zeroengine.comm.group import check_same
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import check_outside_of_backward
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import plain_name
+from zeroengine.partition.storages import storages_of
+from zeroengine.runtime.named_tensors import sorted_patterns
+from zeroengine.runtime.quantized_parameters import map_wrapper
+from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.weights.changes import WeightsToken, digests_of
+from zeroengine.weights.huggingface_format import TensorSpec
+from zeroengine.weights.output_folder import parse_dtype
+from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
+from zeroengine.weights.stream import BucketMemory, Run, WeightStream, plan_buckets
+from zeroengine.weights.tensor_reads import TensorReads
+
+PlanBuckets = Callable[[list[OutgoingTensor], int], list[list[Run]]]
+
+
+@dataclass(frozen=True)
+class StreamArguments:
+    """The arguments of ``Engine.stream_weights``, and what a sender chooses besides.
+
+    Attributes:
+        plan: Divides tensors into buckets.
+        allocate: Returns the memory of a bucket. None: that of ``device``.
+    """
+
+    dtype: str | torch.dtype | None = None
+    bucket_bytes: int | str = "256MiB"
+    names: str | Iterable[str] | None = None
+    ranks: Literal["all"] | int = "all"
+    device: str | torch.device | None = None
+    since: WeightsToken | None = None
+    merge: Literal["peft"] | None = None
+    buffers: bool = False
+    layout: Literal["model", "files"] = "model"
+    plan: PlanBuckets = plan_buckets
+    allocate: Callable[[int], torch.Tensor] | None = None
+
+
+def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArguments) -> WeightStream:
+    """Return a stream. A collective. See ``Engine.stream_weights``."""
+    call = "stream_weights()"
+    group, gatherer = parts.ranks.group, parts.passes.gatherer
+    # A plain loss.backward() may not have been ended yet.
+    parts.passes.backward.end_if_over()
+    compared: dict[str, object] = {}
+    with group.collective_errors("to stream weights", compared) as all_compared:
+        gatherer.check_no_stream(call)
+        check_outside_of_backward(call)
+        if gatherer.num_pins or parts.passes.forward.num_model_forwards:
+            raise ZeroEngineError(f"{call} inside of gathered() or of a forward: call it outside")
+        parts.loop.state_offloader.check_resident(call, ["parameters"])
+        parts.loop.foreign_parameters.check()
+        options, nbytes, receiver, device = _checked(arguments, call, group.world_size, group.device)
+        since = arguments.since
+        if since is not None:
+            since.check_belongs_to(gatherer)
+        compared |= vars(options) | {"bucket_bytes": nbytes, "ranks": receiver}
+        compared["since"] = None if since is None else f"the token of {since.number} streams"
+    check_same(call, all_compared)
+    parts.loop.step_runner.await_and_report()
+    # Averages that the model has for a while are what the model computes with, and nothing was written into them.
+    if gatherer.has_averages:
+        gatherer.quiesce(values_change=False)
+    else:
+        parts.states.master_weights.settle()
+    with group.collective_errors("to stream weights"):
+        selection = select(tensors, tensors.saved_names(), options, parameter_spec, call)
+    token, outgoing = None, selection.tensors
+    if since is not None:
+        digests = digests_of(outgoing, selection.stored, parts.ranks.replica_group, parts.partition.placement)
+        outgoing = [tensor for tensor in outgoing if since.digests.get(tensor.name) != digests[tensor.name]]
+        token = since.next(digests, gatherer)
+    buckets = arguments.plan(outgoing, nbytes)
+    replicas = parts.ranks.replica_layout
+    memory = None
+    if receives := receiver is None or receiver == group.rank:
+        size = max((runs[-1].end for runs in buckets if runs), default=0)
+        memory = BucketMemory(size, arguments.allocate or partial(_bucket, device, group.device))
+    elif receiver not in replicas.members:
+        # Another replica sends the values.
+        buckets = [[] for _ in buckets]
+    local_receiver = None if receiver is None else receiver % replicas.ranks_per_replica
+    reads = TensorReads(
+        gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, receives=receives
+    )
+    fill_stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+    specs = {tensor.name: tensor.spec for tensor in outgoing}
+    return WeightStream(group, gatherer, reads, specs, buckets, memory, fill_stream, token)
+
+
+def collect_state_dict(
+    parts: EngineParts,
+    tensors: EngineTensors,
+    names: str | Iterable[str] | None,
+    merge: Literal["peft"] | None,
+    *,
+    trainable_only: bool,
+    rank0_only: bool,
+) -> dict[str, Any]:
+    """Return copies of the values of a state dict. A collective. See ``Engine.full_state_dict``."""
+    call, group, gatherer = "full_state_dict()", parts.ranks.group, parts.passes.gatherer
+    compared: dict[str, object] = {"trainable_only": trainable_only, "merge": merge}
+    with group.collective_errors("to collect the state dict", compared) as all_compared:
+        gatherer.check_no_stream(call)
+        # A foreign parameter would silently be missing from the result.
+        parts.loop.foreign_parameters.check()
+        compared["names"] = patterns = sorted_patterns(names, call)
+        saved = tensors.saved_names()
+        options = SelectionOptions(patterns, trainable_only, merge=merge)
+        selection = select(tensors, saved, options, parameter_spec, call)
+    # Ranks that ask for other names would gather other units.
+    check_same(call, all_compared)
+    returns_values = group.rank == 0 or not rank0_only
+    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, receives=returns_values)
+    state: dict[str, Any] = {}
+    try:
+        for tensor in selection.tensors:
+            if isinstance(tensor.source, LocalValue):
+                state[tensor.name] = tensor.source.value.detach().to("cpu", copy=True)
+                continue
+            values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu") if returns_values else None
+            reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
+            state[tensor.name] = values
+    finally:
+        reads.close()
+    if not returns_values:
+        return {}
+    state |= {alias: state[first] for alias, first in selection.tied.items()}
+    # Values other than tensors are copies of theirs already.
+    state |= {name: map_tensors(torch.Tensor.cpu, value) for name, value in selection.others.items()}
+    if merge is not None:
+        return state
+    keys = {plain_name(key): key for key in saved.state.values}
+    result = {key: state[name] for name, key in keys.items() if name in state}
+    for key, wrapper in saved.state.wrappers.items():
+        storages = storages_of(wrapper)
+        if all(key + suffix in result for suffix, _ in storages):
+            by_id = {id(storage): result.pop(key + suffix) for suffix, storage in storages}
+            result[key] = map_wrapper(wrapper, lambda tensor, by_id=by_id: by_id[id(tensor)])  # type: ignore[misc]
+    return saved.state.like(result)
+
+
+def parameter_spec(stored: StoredValue) -> TensorSpec:
+    """Return the shape of a tensor, and the dtype that the model computes with."""
+    if isinstance(stored, Slot):
+        return TensorSpec(stored.unit.layout.slots[stored.param_index].shape, stored.unit.dtype)
+    return TensorSpec(tuple(stored.value.shape), stored.value.dtype)
+
+
+def _checked(
+    arguments: StreamArguments, call: str, world_size: int, engine_device: torch.device
+) -> tuple[SelectionOptions, int, int | None, torch.device]:
+    """Return what leaves, the bytes of a bucket, the only rank that gets values (None: all do), and the device."""
+    patterns = sorted_patterns(arguments.names, call)
+    nbytes = parse_byte_size(arguments.bucket_bytes, f"{call}: bucket_bytes", ZeroEngineError)
+    ranks = arguments.ranks
+    if ranks != "all" and not (isinstance(ranks, int) and 0 <= ranks < world_size):
+        raise ZeroEngineError(
+            f'{call}: ranks is {ranks!r}; write "all", or the number of the only rank that gets values'
+        )
+    if arguments.layout not in ("model", "files"):
+        raise ZeroEngineError(f'{call}: layout is {arguments.layout!r}; write "model" or "files"')
+    device = engine_device if arguments.device is None else torch.device(arguments.device)
+    if device.type not in ("cpu", engine_device.type):
+        raise ZeroEngineError(f'{call}: device is {device}; write "cpu", or leave it out for that of the engine')
+    options = SelectionOptions(
+        patterns,
+        buffers=arguments.buffers,
+        merge=arguments.merge,
+        as_files=arguments.layout == "files",
+        dtype=parse_dtype(arguments.dtype),
+    )
+    return options, nbytes, None if ranks == "all" else ranks, device
+
+
+def _bucket(device: torch.device, engine_device: torch.device, nbytes: int) -> torch.Tensor:
+    # Pinned memory is filled while the host goes on.
+    pinned = device.type == "cpu" and engine_device.type == "cuda"
+    return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)

@@ -1,0 +1,82 @@
+"""Which tensors have changed since an earlier stream, by digests of shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroengine import ops
+from zeroengine.comm.group import Group
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.placement import Placement
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.weights.selection import OutgoingTensor, Slot, StoredValue, values_of
+
+
+@dataclass(frozen=True)
+class WeightsToken:
+    """What a consumer of streams has. `WeightsToken()` stands for one that has nothing yet.
+
+    Attributes:
+        digests: By tensor, its dtype in the stream and the digests of what its values come from.
+        number: How many streams the consumer has taken.
+        gatherer: Tells engines apart. None: any engine.
+    """
+
+    digests: Mapping[str, tuple[object, ...]] = field(default_factory=dict, repr=False)
+    number: int = 0
+    gatherer: weakref.ref[Gatherer] | None = field(default=None, repr=False)
+
+    def check_belongs_to(self, gatherer: Gatherer) -> None:
+        """Check that streams of this engine gave the token.
+
+        Raises:
+            ZeroEngineError: It comes from another engine.
+        """
+        if self.gatherer is not None and self.gatherer() is not gatherer:
+            raise ZeroEngineError(
+                "stream_weights(): since is the token of another engine, whose values say nothing about these. Begin "
+                "with since=zeroengine.WeightsToken()"
+            )
+
+    def next(self, digests: Mapping[str, tuple[object, ...]], gatherer: Gatherer) -> WeightsToken:
+        """Return the token of a consumer that has also taken tensors with these digests."""
+        return WeightsToken({**self.digests, **digests}, self.number + 1, weakref.ref(gatherer))
+
+
+def digests_of(
+    tensors: Sequence[OutgoingTensor], stored: Mapping[str, StoredValue], group: Group, placement: Placement
+) -> dict[str, tuple[object, ...]]:
+    """Return the dtype of each tensor, and the digests of what its values come from, by name. A collective.
+
+    Every rank reads a part of each parameter, and one sum adds the digests of the parts.
+
+    Args:
+        tensors: The tensors.
+        stored: What conversions take, by name.
+        group: The ranks that the parameters are partitioned over.
+        placement: The states that live in CPU memory or on a disk.
+    """
+    sources = {tensor.name: values_of(tensor.source, stored) for tensor in tensors}
+    numbers = {source: i for i, source in enumerate({source: None for own in sources.values() for source in own})}
+    sums = torch.zeros(len(numbers), dtype=torch.int64, device=group.device)
+    for unit in dict.fromkeys(source.unit for source in numbers if isinstance(source, Slot)):
+        own_range = unit.layout.unreplicated_range(group.rank, unit.degrees.parameters, group.world_size)
+        for span in unit.layout.spans(group.rank, unit.degrees.parameters, own_range):
+            if (number := numbers.get(Slot(unit, span.param_index))) is not None:
+                values = unit.shard[span.shard_slice]
+                populate(values)
+                sums[number] = ops.digest(values, span.param_offset)
+        placement.evict(unit.shard)
+    for source, number in numbers.items():
+        # Every rank has such a value, and the first one's counts.
+        if not isinstance(source, Slot) and group.rank == 0:
+            sums[number] = ops.digest(source.value)
+    # The digests of parts add up modulo 2**64.
+    group.all_reduce(sums)
+    values_of = dict(zip(numbers, sums.tolist(), strict=True))
+    return {t.name: (str(t.spec.dtype), *(values_of[source] for source in sources[t.name])) for t in tensors}

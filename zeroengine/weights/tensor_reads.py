@@ -1,0 +1,149 @@
+"""Read whole tensors, or rows of them, out of an engine, for all ranks or for one.
+
+[Note: Two ways to read]
+Where every rank wants the values, a unit is gathered, and stays gathered until the next one is read. Where one rank
+wants them, each rank sends it the part of its own shard that lies in what is read, and receives nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zeroengine.comm.interfaces import Slices, Transport
+from zeroengine.partition.boxes import boxes_of_run
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.unit import Unit
+from zeroengine.weights.conversion import BoxValues, TensorConversion
+from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
+
+
+class TensorReads:
+    """Reads tensors of one engine. Every method is a collective: all ranks read the same.
+
+    Args:
+        gatherer: Gathers units.
+        transport: Moves bytes between the ranks that the parameters are partitioned over.
+        stored: What conversions take, by name.
+        device: Where conversions compute.
+        receiver: The only one of these ranks that gets values. None: all may get them.
+        receives: Whether this rank gets values.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        transport: Transport,
+        stored: Mapping[str, StoredValue],
+        device: torch.device,
+        receiver: int | None = None,
+        *,
+        receives: bool,
+    ) -> None:
+        self._gatherer, self._transport, self._stored, self._device = gatherer, transport, stored, device
+        self._receiver = receiver if transport.world_size > 1 else None
+        self._receives = receives
+        self._pinned: Unit | None = None
+        # The part of a conversion that was computed last, and its results.
+        self._part: tuple[TensorConversion, int] | None = None
+        self._results: dict[str, BoxValues] = {}
+
+    def read(self, target: torch.Tensor | None, tensor: OutgoingTensor, start: int, stop: int) -> None:
+        """Copy the elements [start, stop) of a flattened tensor into ``target``, and cast them.
+
+        Args:
+            target: 1-D, contiguous. None on a rank that gets no values.
+            tensor: The tensor.
+            start, stop: These are whole rows of the tensor.
+        """
+        if not isinstance(tensor.source, Converted):
+            self._read_stored(target, tensor.source, start, stop)
+            return
+        group, name = tensor.source
+        for box in boxes_of_run(tensor.spec.shape, start, stop):
+            for part in group.parts_of(name, box):
+                self._convert(group, part)
+                if target is None:
+                    continue
+                # A part is the whole tensor or a row of it.
+                part_box, values = self._results[name]
+                first, last = max(start, part_box.start), min(stop, part_box.start + part_box.numel)
+                own = values.reshape(-1)[first - part_box.start : last - part_box.start]
+                target[first - start : last - start].copy_(own)
+
+    def close(self) -> None:
+        """Release what is gathered."""
+        self._part, self._results = None, {}
+        self._pin(None)
+
+    def _pin(self, unit: Unit | None) -> None:
+        if unit is self._pinned:
+            return
+        # One unit at a time is gathered.
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self._gatherer.unpin(pinned)
+        if unit is not None:
+            self._gatherer.pin(unit)
+            self._pinned = unit
+
+    def _convert(self, group: TensorConversion, part: int) -> None:
+        if self._part == (group, part):
+            return
+        # The last part is freed before the next one is computed.
+        self._part, self._results = None, {}
+        values = []
+        for name, box in group.boxes(part):
+            source = self._stored[name]
+            dtype = source.unit.dtype if isinstance(source, Slot) else source.value.dtype
+            target = torch.empty(box.numel, dtype=dtype, device=self._device) if self._receives else None
+            self._read_stored(target, source, box.start, box.start + box.numel)
+            if target is not None:
+                values.append(target.view(box.sizes))
+        self._part = group, part
+        if self._receives:
+            self._results = group.convert(part, values)
+
+    def _read_stored(self, target: torch.Tensor | None, source: StoredValue, start: int, stop: int) -> None:
+        if not isinstance(source, Slot):
+            if target is not None:
+                target.copy_(source.value.detach().reshape(-1)[start:stop])
+            return
+        unit, offset = source.unit, source.unit.layout.slots[source.param_index].offset
+        if self._receiver is not None and unit.is_releasable:
+            self._exchange(target, unit, start + offset, stop + offset)
+            return
+        if self._receiver is None:
+            self._pin(unit)
+        if target is not None:
+            target.copy_(unit.full_buffer.tensor[start + offset : stop + offset])
+
+    def _exchange(self, target: torch.Tensor | None, unit: Unit, start: int, stop: int) -> None:
+        """Send the elements [start, stop) of a unit's flat buffer to the receiver."""
+        receiver, own, world_size = self._receiver, self._transport.rank, self._transport.world_size
+        assert receiver is not None
+        degree = unit.degrees.parameters
+        nothing = (0,) * world_size
+        sizes: list[tuple[int, ...]] = [nothing] * world_size
+        # The shards of these ranks are the whole buffer, in their order.
+        for rank in unit.degrees.owners(receiver, degree):
+            first, last = unit.layout.shard_range(rank, degree)
+            if (numel := min(stop, last) - max(start, first)) > 0:
+                sizes[rank] = (*nothing[:receiver], numel, *nothing[receiver + 1 :])
+        base, _ = unit.layout.shard_range(own, degree)
+        part = slice(max(start - base, 0), max(start - base, 0) + sum(sizes[own]))
+        # Without a cast the values arrive where they belong.
+        is_direct = target is not None and (target.dtype, target.device) == (unit.dtype, self._device)
+        numel = stop - start if target is not None else 0
+        received = target if is_direct else torch.empty(numel, dtype=unit.dtype, device=self._device)
+        assert received is not None
+        slices = Slices(sizes=tuple(sizes))
+        if unit.offloaded_shards is not None and sum(sizes[own]):
+            work = unit.offloaded_shards.all_to_all(received, unit.shard, part, unit.name, slices)
+        else:
+            sent = unit.shard[part] if unit.offloaded_shards is None else self._transport.empty(0, unit.dtype)
+            work = self._transport.gather.all_to_all(received, sent, unit.name, slices)
+        work.wait_stream()
+        if target is not None and not is_direct:
+            target.copy_(received)
