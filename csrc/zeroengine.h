@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 5
+#define ZE_ABI_VERSION 6
 
 /* ZE_8BIT is for moments alone: see csrc/dynamic_code.h. */
 enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2, ZE_8BIT = 3 };
@@ -105,6 +105,10 @@ ZE_API void ze_encode_moment(const float* values, void* codes, float* scales, in
 /* *result = sum of x[i]^2 in double. It does not depend on num_threads or the instruction set. It is
  * finite exactly if every element is: the squares of finite floats cannot overflow a double. */
 ZE_API int ze_squared_norm(const void* x, int dtype, int64_t n, double* result, int num_threads);
+
+/* Returns the digest of `bytes` bytes: see csrc/digest.h. first_word: the place of their first word in the whole tensor.
+ * It does not depend on the alignment, on num_threads or on the instruction set. */
+ZE_API uint64_t ze_digest(const void* data, int64_t bytes, int64_t first_word, int num_threads);
 
 /* acc = src if init is not 0, else acc += src, in float. Single thread. The buffers must not overlap,
  * except that src may be acc itself if it is float. */

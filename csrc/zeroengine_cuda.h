@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define ZE_CUDA_ABI_VERSION 3
+#define ZE_CUDA_ABI_VERSION 4
 
 ZE_API int ze_cuda_abi_version(void);
 
@@ -117,6 +117,10 @@ struct ze_cuda_copy {
  * nearest even. No dst may overlap another copy's src or dst. `copies` is host memory; 64 copies take one launch. */
 ZE_API int ze_cuda_cast(int device, void* stream, const struct ze_cuda_copy* copies, int64_t num_copies, int dst_dtype,
                         float scale, int accumulate);
+
+/* Adds ze_digest of zeroengine.h to *result, which is 8-byte aligned. `data` may have any alignment. */
+ZE_API int ze_cuda_digest(int device, void* stream, const void* data, int64_t bytes, int64_t first_word,
+                          uint64_t* result);
 
 /* Writes a few bytes of host memory to the device in stream order. They travel as arguments of a kernel, so the host
  * does not wait. */

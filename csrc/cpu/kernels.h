@@ -38,6 +38,7 @@ struct Kernels {
   void (*decode_moment[2])(const void* codes, const float* scales, float* values, int64_t n);
   void (*encode_moment[2])(const float* values, void* codes, float* scales, int64_t n);
   double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
+  uint64_t (*digest)(const void* words, int64_t n, uint64_t first_place);
   void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
   void (*cast[3])(const float* src, void* dst, int64_t n);
   void (*quantize[3])(const void* x, int64_t n, int bits, float* scale, uint8_t* codes, bf16* error, float decay);

@@ -100,9 +100,9 @@ __device__ inline void store(void* address, const Pack<T, 4>& pack) {
 // -- sums and maxima -----------------------------------------------------------------------------------
 
 // Returns, to thread 0, the sum over a block's threads in a fixed order.
-template <int kCount>
-__device__ inline double block_sum(double x) {
-  __shared__ double warps[kCount / kWarp];
+template <int kCount, class T>
+__device__ inline T block_sum(T x) {
+  __shared__ T warps[kCount / kWarp];
   for (int step = kWarp / 2; step; step /= 2) x += __shfl_down_sync(~0u, x, step);
   if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
   __syncthreads();

@@ -106,12 +106,14 @@ inline void __syncthreads() { wait_at(block.all, block.num_threads); }
 
 inline void __syncwarp() { wait_at(block.warps[threadIdx.x / kEmulatedWarp], kEmulatedWarp); }
 
-inline double __shfl_down_sync(unsigned, double x, int step) {
+template <class T>
+T __shfl_down_sync(unsigned, T x, int step) {
   const int thread = int(threadIdx.x), lane = thread % kEmulatedWarp;
   Barrier& warp = block.warps[thread / kEmulatedWarp];
-  block.shuffled[thread] = x;
+  static_assert(sizeof(T) == sizeof(double), "shuffled has the room of a double for each thread");
+  memcpy(&block.shuffled[thread], &x, sizeof(T));
   wait_at(warp, kEmulatedWarp);
-  if (lane + step < kEmulatedWarp) x = block.shuffled[thread + step];
+  if (lane + step < kEmulatedWarp) memcpy(&x, &block.shuffled[thread + step], sizeof(T));
   wait_at(warp, kEmulatedWarp);
   return x;
 }
@@ -125,6 +127,9 @@ inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int mask) {
   wait_at(warp, kEmulatedWarp);
   return x;
 }
+
+// Fibers run one at a time.
+inline void atomicAdd(unsigned long long* sum, unsigned long long x) { *sum += x; }
 
 inline void run_fiber() {
   block.kernel();

@@ -20,9 +20,9 @@ from tests.distributed.training import start
 from zeroengine.engine.duplicate_inputs import (
     MICRO_STEPS,
     InputComparison,
-    checksum_inputs,
+    digest_inputs,
     ranks_with_same_inputs,
-    tensor_checksum,
+    sample_digest,
 )
 
 CPU = torch.device("cpu")
@@ -228,31 +228,31 @@ DTYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, t
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_checksum_sees_every_element_and_their_order(dtype: torch.dtype) -> None:
+def test_a_digest_sees_every_element_and_their_order(dtype: torch.dtype) -> None:
     values = (torch.arange(24) % 3 == 0).to(dtype)
-    seen = {int(tensor_checksum(values))}
+    seen = {int(sample_digest(values))}
     for place in range(24):
         other = values.clone()
         other[place] = (~other[place].bool()).to(dtype)
-        seen.add(int(tensor_checksum(other)))
-    seen.add(int(tensor_checksum(values.roll(1))))
+        seen.add(int(sample_digest(other)))
+    seen.add(int(sample_digest(values.roll(1))))
     assert len(seen) == 26
 
 
-def test_a_checksum_is_of_values_and_not_of_memory() -> None:
+def test_a_digest_is_of_values_and_not_of_memory() -> None:
     x = torch.randn(6, 8)
     same = torch.stack([x, x], dim=-1)[..., 0]  # with gaps
-    assert int(tensor_checksum(x)) == int(tensor_checksum(same))
+    assert int(sample_digest(x)) == int(sample_digest(same))
     z = torch.randn(4, dtype=torch.complex64)
-    assert int(tensor_checksum(z.conj())) == int(tensor_checksum(z.conj().resolve_conj()))
-    assert checksum_inputs((x, "a", 1), CPU) == checksum_inputs((same, "a", 1), CPU)
+    assert int(sample_digest(z.conj())) == int(sample_digest(z.conj().resolve_conj()))
+    assert digest_inputs((x, "a", 1), CPU) == digest_inputs((same, "a", 1), CPU)
     for other in ((x, "b", 1), (x, "a", 2), (x.flatten(), "a", 1), (x.double(), "a", 1), (x, x), ("a", x, 1)):
-        assert checksum_inputs(other, CPU) != checksum_inputs((x, "a", 1), CPU), other
+        assert digest_inputs(other, CPU) != digest_inputs((x, "a", 1), CPU), other
 
 
-def test_data_that_cannot_be_seen_has_no_checksum() -> None:
+def test_data_that_cannot_be_seen_has_no_digest() -> None:
     x = torch.ones(3)
     unseen = [x.to_sparse(), torch.ones(3, device="meta"), object(), torch.nested.nested_tensor([x])]
     for inputs in [(), (1, "text"), (torch.tensor(3),), *((x, other) for other in unseen)]:
-        assert checksum_inputs(inputs, CPU) is None, inputs
-    assert checksum_inputs({"x": [x]}, CPU) is not None
+        assert digest_inputs(inputs, CPU) is None, inputs
+    assert digest_inputs({"x": [x]}, CPU) is not None

@@ -60,8 +60,8 @@ class TestBuilt:
             names.setdefault(architecture, set()).add(re.sub(r"_GLOBAL__N__\w{8}_", "", name))
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in entry, entry
             assert int(re.search(r"Used (\d+) registers", entry)[1]) <= 64, entry  # type: ignore[index]
-        # update, its prepare; cast, write; norm, factor; nothing; quantize and its inverse, each for three dtypes
-        kernels = 3 + 1 + 6 + 1 + 3 + 1 + 1 + 3 + 3
+        # update, its prepare; cast, write; norm, factor; digest; nothing; quantize, its inverse, for 3 dtypes each
+        kernels = 3 + 1 + 6 + 1 + 3 + 1 + 1 + 1 + 3 + 3
         architectures = cuda.setup_py().cuda_architectures(cuda.nvcc())
         assert {a: len(its) for a, its in names.items()} == {f"sm_{a}": kernels for a in architectures}
 

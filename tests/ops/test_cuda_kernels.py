@@ -402,7 +402,7 @@ def test_the_grid_does_not_change_a_result(emulated: Path) -> None:
         state = gpu.state(want)
         with gpu.serving() as handle:
             cuda.set_multiprocessors(handle, count)
-            norms.append(ops.squared_norm(x).item())
+            norms.append((ops.squared_norm(x).item(), ops.digest(x).item()))
             state.step()
             cuda.set_multiprocessors(handle, 2)
         if count == 1:
@@ -507,6 +507,25 @@ def test_casts_without_a_gpu_are_float32_rounded_once(accumulate: bool) -> None:
     assert torch.equal(y, exact.bfloat16())
 
 
+# -- digests --------------------------------------------------------------------------------------------------
+
+
+def check_digest(gpu: Gpu) -> None:
+    """Sizes around a word and a tile of 4,096 words, at aligned and odd addresses, far behind the first word."""
+    for size in (0, 1, 7, 8, 9, 2053, (1 << 15) - 1, (1 << 15) + 8, 3 * (1 << 15) + 5):
+        x = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+        wanted = ops.digest(x, 8 << 40)
+        for skew in (0, 3, 8):
+            on_gpu = gpu.put(x, skew)
+            with gpu.serving():
+                got = ops.digest(on_gpu, 8 << 40)
+            assert got.device == on_gpu.device and torch.equal(got.cpu(), wanted), (size, skew)
+
+
+def test_a_digest_is_that_of_the_cpu(gpu: Gpu) -> None:
+    check_digest(gpu)
+
+
 # -- the library ----------------------------------------------------------------------------------------------
 
 
@@ -534,6 +553,7 @@ def check_everything(gpu: Gpu) -> None:
         check_edges(gpu, rule, moments)
     check_table(gpu, [[0, 1, 7, TILE + 9, 3 * TILE, 3 * TILE + 100]], [[1.0, 0.0], [1.0, 1.0]], [False, True])
     check_norm(gpu, [random(NORM_TILE * 70 + 77, torch.bfloat16), random(1001, torch.float32)])
+    check_digest(gpu)
     test_many_tensors_are_cast_in_one_launch(gpu, torch.float16, True)
 
 
@@ -558,6 +578,12 @@ MISTAKES = {
     "no barrier after a sum": ("device.h", "__syncthreads();\n  return x;", "return x;"),
     "a sum that forgets a warp": ("device.h", "int i = 1; i < kCount / kWarp", "int i = 2; i < kCount / kWarp"),
     "a norm that drops its tail": ("norm.cu", "(numel + kTile - 1) / kTile", "(numel + kTile / 2) / kTile"),
+    "a digest off its array": ("digest.cu", "i < 8 && i < rest", "i < 8"),
+    "a digest without places": (
+        "digest.cu",
+        "load<uint64_t>(x + 8 * i), first_word + i",
+        "load<uint64_t>(x + 8 * i), first_word",
+    ),
     "a cast off its array": ("cast.cu", "if (n < kTile || !aligned)", "if (!aligned)"),
 }
 

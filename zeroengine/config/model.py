@@ -121,7 +121,7 @@ class Config(Section):
     check_grad_overflow: Annotated[bool, AUTO] = True
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     check_parameter_writes: Annotated[bool, AUTO] = False
-    """For debugging: find what is written into parameters through `.data`, which leaves no other trace, by checksums of
+    """For debugging: find what is written into parameters through `.data`, which leaves no other trace, by digests of
     all values in each forward, backward and step."""
     prescale_gradients: Annotated[bool, AUTO] = False
     """Divide gradients by the number of ranks before the sum instead of after it, so that fp16 sums overflow less."""

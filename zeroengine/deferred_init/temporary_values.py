@@ -11,7 +11,7 @@ from torch import nn
 from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, take_trace, trace_of
 from zeroengine.deferred_init.trace import Trace
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.checksum import checksum
+from zeroengine.ops import digest
 
 
 @contextlib.contextmanager
@@ -70,6 +70,5 @@ def _compute_values(param: nn.Parameter) -> Trace:
 
 
 def _contents(param: nn.Parameter, trace: Trace) -> object:
-    """Return what shows whether ``param`` was written: a checksum, and its version where zeros may be its values."""
-    values = param.detach()
-    return tuple(values.shape), checksum(values.flatten()), param._version if trace.is_unset else 0
+    """Return what shows whether ``param`` was written: a digest, and its version where zeros may be its values."""
+    return tuple(param.shape), int(digest(param)), param._version if trace.is_unset else 0

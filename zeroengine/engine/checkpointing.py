@@ -293,7 +293,7 @@ class EngineCheckpoints:
         with parts.ranks.group.collective_errors("to load weights"):
             parts.loop.state_offloader.check_resident("load_weights()")
             parts.loop.foreign_parameters.check()
-            # Leaving the `with` compares checksums and would take the loaded values for values that the user wrote.
+            # Leaving the `with` compares digests and would take the loaded values for values that the user wrote.
             check_outside_of_gathered(parts.passes.gatherer, "load_weights()")
         parts.passes.backward.finish()
         parts.states.master_weights.settle()

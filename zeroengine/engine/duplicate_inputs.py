@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.replicas import RankSums
+from zeroengine.ops import digest
 from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
@@ -25,26 +26,22 @@ MICRO_STEPS = 3
 # The most elements of a tensor that are read. They are spread evenly over a larger tensor.
 MAX_ELEMENTS = 1 << 20
 MAX_RANKS_SHOWN = 8
-# The sum of two checksums of this many bits is exact in float64.
-CHECKSUM_BITS = 51
-CHECKSUM_MASK = (1 << CHECKSUM_BITS) - 1
-# By the bytes of an element, the integer dtype that reads it. Complex numbers of 16 bytes are read in halves.
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# The constants of splitmix64, odd and below 2**63.
-STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+# The sum of two digests of this many bits is exact in float64.
+DIGEST_BITS = 51
+DIGEST_MASK = (1 << DIGEST_BITS) - 1
 
 
 class InputComparison:
     """Compares the first inputs of training over the ranks, once, and warns if ranks have the same inputs.
 
     [Note: No rank waits]
-    Checksums of inputs in a device's memory are computed there. One small collective exchanges the checksums of all
+    Digests of inputs in a device's memory are computed there. One small collective exchanges the digests of all
     ranks, in the first update after ``MICRO_STEPS`` micro-steps in which all ranks meet. Only the number of its steps
     decides whether a rank takes part, not the inputs of its forwards, so all ranks take part. On a GPU the host reads
     the result one step later, when it has arrived, and on the CPU at once.
 
     Args:
-        transport: Sums the checksums over the ranks.
+        transport: Sums the digests over the ranks.
         device: The device that the model computes on.
 
     Attributes:
@@ -54,10 +51,10 @@ class InputComparison:
     def __init__(self, transport: RankSums, device: torch.device) -> None:
         self._transport, self._device = transport, device
         self.is_recording = transport.has_peers
-        # The checksum of each micro-step that has ended, and that of the micro-step in progress.
-        self._checksums: list[torch.Tensor | None] = []
-        self._checksum: torch.Tensor | None = None
-        # The checksums of all ranks, from the exchange until the host reads them.
+        # The digest of each micro-step that has ended, and that of the micro-step in progress.
+        self._digests: list[torch.Tensor | None] = []
+        self._digest: torch.Tensor | None = None
+        # The digests of all ranks, from the exchange until the host reads them.
         self._summed: HostCopy | None = None
 
     def observe(self, inputs: Any) -> None:
@@ -67,14 +64,14 @@ class InputComparison:
             inputs: Tensors in nested containers.
         """
         # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
-        if len(self._checksums) >= MICRO_STEPS or self._checksum is not None or not torch.is_grad_enabled():
+        if len(self._digests) >= MICRO_STEPS or self._digest is not None or not torch.is_grad_enabled():
             return
         # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        self._checksum = checksum_inputs(inputs, self._device)
+        self._digest = digest_inputs(inputs, self._device)
 
     def end_micro_step(self, may_exchange: bool) -> None:
         """Note the end of a micro-step. Call it on every rank.
@@ -87,16 +84,16 @@ class InputComparison:
         self._report()
         if not self.is_recording:
             return
-        self._checksums.append(self._checksum)
-        self._checksum = None
+        self._digests.append(self._digest)
+        self._digest = None
         # The collective runs once. Every rank has counted the same micro-steps, so every rank takes part.
-        if may_exchange and len(self._checksums) >= MICRO_STEPS:
+        if may_exchange and len(self._digests) >= MICRO_STEPS:
             self.is_recording = False
-            # Each rank fills its own row, so the sum over ranks holds the checksums of all.
+            # Each rank fills its own row, so the sum over ranks holds the digests of all.
             rows = torch.zeros(self._transport.world_size, MICRO_STEPS, dtype=torch.float64, device=self._device)
-            for index, checksum in enumerate(self._checksums[:MICRO_STEPS]):
-                # A checksum is never 0, which stands for inputs that cannot be compared.
-                rows[self._transport.rank, index] = 0.0 if checksum is None else checksum
+            for index, value in enumerate(self._digests[:MICRO_STEPS]):
+                # A digest of inputs is never 0, which stands for inputs that cannot be compared.
+                rows[self._transport.rank, index] = 0.0 if value is None else value
             self._summed = HostCopy(self._transport.all_reduce_scalars(rows.flatten(), "compare inputs"))
             if self._device.type == "cpu":
                 self._report()
@@ -118,8 +115,8 @@ class InputComparison:
         )
 
 
-def checksum_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the checksum of tensors and numbers in nested containers, without waiting for ``device``.
+def digest_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the digest of tensors and numbers in nested containers, without waiting for ``device``.
 
     Returns:
         A positive whole number, 0-d float64, on ``device``. None if there is nothing to compare: no tensor with a
@@ -137,8 +134,8 @@ def checksum_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
                 return None
             texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
             has_data = has_data or leaf.dim() > 0
-            # The odd factor makes the checksum depend on the order of tensors, and loses no bits modulo a power of two.
-            part = tensor_checksum(leaf) * (2 * place + 1)
+            # The odd factor makes the digest depend on the order of tensors, and loses no bits modulo a power of two.
+            part = sample_digest(leaf) * (2 * place + 1)
             if leaf.device.type == "cpu":
                 on_host += int(part)
             else:
@@ -149,9 +146,9 @@ def checksum_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
             return None
     if not has_data:
         return None
-    # The last bit is set, so that no checksum is 0, which stands for inputs that cannot be compared.
-    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & CHECKSUM_MASK | 1
-    return to_device([on_host], device)[0] + (on_device & CHECKSUM_MASK)
+    # The last bit is set, so that no digest of inputs is 0, which stands for inputs that cannot be compared.
+    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & DIGEST_MASK | 1
+    return to_device([on_host], device)[0] + (on_device & DIGEST_MASK)
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -165,33 +162,24 @@ def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
     )
 
 
-def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 of ``CHECKSUM_BITS`` bits, 0-d, on the device of ``tensor``.
-
-    It changes, almost surely, if any element changes or any two elements change places. Unlike
-    ``utils.checksum.checksum`` it reads a sample of a large tensor, and leaves the result on the device.
-    """
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+def sample_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the digest of ``tensor`` or, if it is large, of a sample: 0-d int64, on its device."""
+    flat = tensor.detach().reshape(-1)
     # The stride is rounded up, so at most MAX_ELEMENTS are read, and a large input costs no more than a small one.
-    flat = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].contiguous()
-    words = flat.view(INTEGERS[flat.dtype.itemsize]).to(torch.int64)
-    # Each word is mixed with its place (as splitmix64 mixes a counter), so that the sum depends on the order.
-    mixed = words + torch.arange(1, words.numel() + 1, device=words.device) * STRIDE
-    mixed = (mixed ^ (mixed >> 30)) * FACTOR
-    return (mixed ^ (mixed >> 27)).sum() & CHECKSUM_MASK
+    return digest(flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))])
 
 
-def ranks_with_same_inputs(checksums: Sequence[float]) -> list[list[int]]:
+def ranks_with_same_inputs(digests: Sequence[float]) -> list[list[int]]:
     """Return the groups of two or more ranks that have the same inputs, the largest first.
 
     A rank whose inputs are the same in every micro-step is in no group: they are constants, or one batch on purpose.
 
     Args:
-        checksums: ``MICRO_STEPS`` of each rank, in rank order; 0 for inputs that cannot be compared.
+        digests: ``MICRO_STEPS`` of each rank, in rank order; 0 for inputs that cannot be compared.
     """
     groups: dict[tuple[float, ...], list[int]] = {}
-    for rank in range(len(checksums) // MICRO_STEPS):
-        row = tuple(checksums[rank * MICRO_STEPS : (rank + 1) * MICRO_STEPS])
+    for rank in range(len(digests) // MICRO_STEPS):
+        row = tuple(digests[rank * MICRO_STEPS : (rank + 1) * MICRO_STEPS])
         if all(row) and len(set(row)) > 1:
             groups.setdefault(row, []).append(rank)
     return sorted((ranks for ranks in groups.values() if len(ranks) > 1), key=len, reverse=True)

@@ -17,10 +17,10 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
+from zeroengine.ops import digests
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.checksum import checksum
 
 log = logging.getLogger("zeroengine")
 
@@ -222,8 +222,9 @@ def gathered(
 
 def _contents(unit: Unit) -> list[object]:
     """Return for each parameter of a gathered unit what shows whether it was written."""
-    # Zeros may be the first values that a parameter gets, and a checksum would not show them. Its version does.
+    params, slots = unit.params, unit.layout.slots
+    # Zeros may be the first values that a parameter gets, and a digest would not show them. Its version does.
     return [
-        (checksum(view.view(-1)), param._version if slot.name in unit.originals.unset else 0)
-        for param, view, slot in zip(unit.params, unit.full_buffer.views, unit.layout.slots, strict=True)
+        (digest, param._version if slot.name in unit.originals.unset else 0)
+        for digest, param, slot in zip(digests(unit.full_buffer.views), params, slots, strict=True)
     ]

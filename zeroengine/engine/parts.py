@@ -294,8 +294,8 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
     mixed_precision.install(setup.model, config, device, setup.undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
-    checksums, compares = reducer.assigned_checksums, config.check_parameter_writes
-    outside_writes = OutsideWrites(units, ranks.replica_group, checksums, compares)
+    digests, compares = reducer.assigned_digests, config.check_parameter_writes
+    outside_writes = OutsideWrites(units, ranks.replica_group, digests, compares)
     return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes)
 
 

@@ -4,6 +4,7 @@ update           one step of a fused rule over one flat buffer
 update_arrays    the rules, and the arrays that they take
 table            such steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
+digest           a number of 64 bits that says which values a tensor has
 factor           from the squared norm to the factor of the gradient
 packets          integers of 8 or 4 bits with a scale per block, and sums of them
 cast             many tensors copied and cast into a buffer
@@ -16,6 +17,7 @@ from zeroengine.ops._fallback import reload_written
 from zeroengine.ops._library import DTYPE_CODES, MOMENT_BLOCK, advise_huge_pages, cpu_isa, library, set_cpu_isa
 from zeroengine.ops._packets_fallback import packet_bytes
 from zeroengine.ops.cast import cast_copy
+from zeroengine.ops.digest import digest, digests
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
@@ -38,6 +40,8 @@ __all__ = [
     "cuda_library",
     "decode_moment",
     "dequantize_sum",
+    "digest",
+    "digests",
     "encode_moment",
     "gradient_factor",
     "library",

@@ -17,7 +17,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, ArrayPointers, Signatures, UpdateArgs, open_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cuda.so")
 # ZE_CUDA_RUN_BYTES of csrc/zeroengine_cuda.h.
 RUN_BYTES = 88
@@ -65,6 +65,7 @@ _SIGNATURES: Signatures = {
     "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
     "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),
     "ze_cuda_cast": (c_int, [*_ON_STREAM, POINTER(CudaCopy), c_int64, c_int, c_float, c_int]),
+    "ze_cuda_digest": (c_int, [*_ON_STREAM, c_void_p, c_int64, c_int64, c_void_p]),
     "ze_cuda_quantize": (c_int, [*_ON_STREAM, *QUANTIZE]),
     "ze_cuda_dequantize_sum": (c_int, [*_ON_STREAM, *DEQUANTIZE]),
     "ze_cuda_write": (c_int, [*_ON_STREAM, c_void_p, c_void_p, c_int64]),

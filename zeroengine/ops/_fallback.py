@@ -21,6 +21,8 @@ _CACHED_CHUNK = 1 << 16
 _SERIAL = 1 << 15
 # See second_random in csrc/update.h.
 _SECOND_KEY = 0x9E3779B9
+# kPlaceStride of csrc/digest.h.
+_PLACE_STRIDE = 0x9E3779B97F4A7C15
 # No vector of torch's CPU kernels is longer. Elements after a tensor's last whole vector are rounded differently.
 _VECTOR = 64
 
@@ -204,9 +206,9 @@ def _random_bits(seed: int, index: int, numel: int, device: torch.device, key: i
         return torch.cat([first_part, _random_bits(seed, index + same_half, numel - same_half, device, key)])
     first_key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
     # torch has no unsigned 32-bit arithmetic on some devices. int32 sums and products wrap to the same bits.
-    x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(first + lower))
-    x.bitwise_xor_(_shift(x, 16)).mul_(_int32(0x7FEB352D)).bitwise_xor_(_int32(first_key ^ key))
-    x.bitwise_xor_(_shift(x, 15)).mul_(_int32(0x846CA68B))
+    x = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(first + lower))
+    x.bitwise_xor_(_shift(x, 16)).mul_(_signed(0x7FEB352D)).bitwise_xor_(_signed(first_key ^ key))
+    x.bitwise_xor_(_shift(x, 15)).mul_(_signed(0x846CA68B))
     return x.bitwise_xor_(_shift(x, 16))
 
 
@@ -218,15 +220,31 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _int32(x: int) -> int:
-    """Return the lower 32 bits of `x`, read as an int32."""
-    return ((x & (1 << 32) - 1) ^ 1 << 31) - (1 << 31)
+def _signed(x: int, bits: int = 32) -> int:
+    """Return the lower `bits` bits of `x`, read as a signed integer."""
+    return ((x & (1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1)
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
     """Shift to the right, with zeros coming in."""
-    # torch extends the sign of a negative int32, so the upper bits are cleared.
-    return (x >> n).bitwise_and_((1 << 32 - n) - 1)
+    # torch extends the sign of a negative number, so the upper bits are cleared.
+    return (x >> n).bitwise_and_((1 << 8 * x.element_size() - n) - 1)
+
+
+def digest(values: Tensor, first_word: int) -> Tensor:
+    """Run `zeroengine.ops.digest` on contiguous bytes by torch, a bounded chunk at a time."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    size = 8 * _CACHED_CHUNK if values.device.type == "cpu" else _CHUNK
+    for index, chunk in enumerate(values.split(size)):
+        # The padding also copies the bytes to an address that int64 can be read at.
+        words = pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
+        begin = first_word + index * size // 8 + 1
+        # int64 sums and products wrap to the bits of unsigned ones.
+        x = torch.arange(begin, begin + words.numel(), device=words.device).mul_(_signed(_PLACE_STRIDE, 64)).add_(words)
+        x.bitwise_xor_(_shift(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9, 64))
+        x.bitwise_xor_(_shift(x, 27)).mul_(_signed(0x94D049BB133111EB, 64))
+        total += x.bitwise_xor_(_shift(x, 31)).sum()
+    return total
 
 
 def squared_norm(x: Tensor) -> Tensor:

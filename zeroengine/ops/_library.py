@@ -19,7 +19,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 
 # The version of the C interface that this file declares. Every change of a signature or a struct raises it.
-ABI_VERSION = 5
+ABI_VERSION = 6
 PATH = Path(__file__).with_name("_cpu.so")
 # The codes of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -70,6 +70,7 @@ _SIGNATURES: Signatures = {
     "ze_decode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
     "ze_encode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
     "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
+    "ze_digest": (c_int64, [c_void_p, c_int64, c_int64, c_int]),
     "ze_quantize": (c_int, [*QUANTIZE, c_int]),
     "ze_dequantize_sum": (c_int, [*DEQUANTIZE, c_int]),
     "ze_accumulate": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int]),

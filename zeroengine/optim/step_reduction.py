@@ -33,16 +33,16 @@ class StepSums(NamedTuple):
     Attributes:
         squared_norm: The squared norm of the summed gradients, before any division. 0-d.
         has_grad: For each parameter of all units, the number of ranks that computed a gradient. 1-D.
-        checksums: The checksums of outside writes. 1-D. See ``OutsideWrites``.
+        digests: The digests of outside writes. 1-D. See ``OutsideWrites``.
     """
 
     squared_norm: torch.Tensor
     has_grad: torch.Tensor
-    checksums: torch.Tensor
+    digests: torch.Tensor
 
 
 class StepReduction:
-    """Sums the squared norm over the ranks, with one flag for each parameter and the checksums of outside writes.
+    """Sums the squared norm over the ranks, with one flag for each parameter and the digests of outside writes.
 
     Args:
         shards: The optimizer shard of every trainable unit, in the order of registration.
@@ -104,7 +104,7 @@ class StepReduction:
     def _sum_on_host(self, label: str, *, late: bool) -> list[float]:
         """Return sums over the ranks: the squared norm, a flag for late gradients, and a flag for each parameter.
 
-        One collective of a float64 vector carries all of them, followed by the checksums of outside writes, which are
+        One collective of a float64 vector carries all of them, followed by the digests of outside writes, which are
         compared here.
         """
         values = to_device([late, *self._local_facts()], self.device)
@@ -121,11 +121,11 @@ class StepReduction:
             sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label)).tolist()
             # Ranks that ran different collectives are reported here, before anything is updated.
             self._transport.check_order()
-        first_checksum = 2 + self._num_params
+        first_digest = 2 + self._num_params
         # These checks come before any update, so a rank that raises has changed nothing.
-        self._writes.raise_if_different(self._writes.suspects(sums[first_checksum:]))
+        self._writes.raise_if_different(self._writes.suspects(sums[first_digest:]))
         self._reducer.check_frozen()
-        return sums[:first_checksum]
+        return sums[:first_digest]
 
     def step_on_host(
         self, settings: StepSettings, update: Callable[[float, Sequence[Sequence[bool]]], None]
@@ -163,7 +163,7 @@ class StepReduction:
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
     def reduce_on_device(self, label: str) -> StepSums:
-        """Return the squared norm, the flags and the checksums, in float64, without waiting for them. A collective.
+        """Return the squared norm, the flags and the digests, in float64, without waiting for them. A collective.
 
         Late gradients are reduced if this rank has some, on the assumption that all ranks have some or none has:
         asking them would make the host wait.
@@ -210,9 +210,9 @@ class StepReduction:
         return torch.cat([sums[:num_pieces].cumsum(0)[-1:], sums[num_pieces:]])
 
     def _local_facts(self) -> list[float]:
-        """Return this rank's flag for each parameter, then its checksums of outside writes."""
+        """Return this rank's flag for each parameter, then its digests of outside writes."""
         flags = [float(flag) for shard in self._shards for flag in shard.unit_grads.has_grad]
-        return flags + self._writes.checksums_to_sum()
+        return flags + self._writes.digests_to_sum()
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.

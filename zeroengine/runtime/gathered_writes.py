@@ -8,10 +8,10 @@ else reads or replaces them, such as a save (``OutsideWrites.move_to_shards``).
 
 - The shard is not written at the release. Another rank may still compute with the full buffer that it gathered, which
   on shared memory shows this rank's shard, and it has perhaps not come to its own write yet.
-- No rank gathers more or less than before, whatever it wrote, so the order of collectives stays the same. Checksums
+- No rank gathers more or less than before, whatever it wrote, so the order of collectives stays the same. Digests
   travel with the sum of the step, and show ranks that wrote differently. See ``outside_writes.py``.
 - Autograd's version counters show a write. One through ``.data`` leaves no trace there. With ``check_parameter_writes``
-  checksums are compared, which finds it.
+  digests are compared, which finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from zeroengine.utils.checksum import checksum
+from zeroengine.ops import digests
 from zeroengine.utils.compiler_disable import outside_torch_func
 
 log = logging.getLogger("zeroengine")
@@ -45,7 +45,7 @@ class GatheredWrites:
     Args:
         params: The parameters of the unit.
         names: Their names, for a warning.
-        checks_writes: Whether writes are also searched for by checksums, with a warning for each parameter.
+        checks_writes: Whether writes are also searched for by digests, with a warning for each parameter.
 
     Attributes:
         values: The whole value of each parameter that was written, by its index.
@@ -56,9 +56,9 @@ class GatheredWrites:
         self._params, self._names, self._checks_writes = params, names, checks_writes
         self.values: dict[int, torch.Tensor] = {}
         self.reshaped: set[int] = set()
-        # The versions and checksums of the parameters when they were gathered, or last looked at.
+        # The versions and digests of the parameters when they were gathered, or last looked at.
         self._versions = versions_of(params)
-        self._checksums: list[tuple[int, int]] = []
+        self._digests: list[int] = []
         self._warned_of: set[int] = set()
 
     @property
@@ -78,22 +78,23 @@ class GatheredWrites:
                     views[index].copy_(value)
         self.restart()
         if self._checks_writes:
-            self._checksums = [checksum(view.view(-1)) for view in views]
+            self._digests = digests(views)
 
     def restart(self) -> None:
         """Look for writes from now on: earlier ones were made by the engine, or by all ranks together."""
-        self._versions, self._checksums = versions_of(self._params), []
+        self._versions, self._digests = versions_of(self._params), []
 
     def collect(self, views: Sequence[torch.Tensor]) -> None:
         """Hold what was written into ``views`` since the last look, before their memory is freed or filled again."""
         versions = versions_of(self._params)
         written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
-        if self._checksums:
-            hidden = [i for i, then in enumerate(self._checksums) if checksum(views[i].view(-1)) != then]
+        if self._digests:
+            pairs = zip(digests(views), self._digests, strict=True)
+            hidden = [i for i, (now, then) in enumerate(pairs) if now != then]
             self._warn_of_hidden([index for index in hidden if index not in written])
             written = sorted({*written, *hidden})
         self._hold({index: views[index] for index in written})
-        self._versions, self._checksums = versions, []
+        self._versions, self._digests = versions, []
 
     def collect_replaced(self, views: Sequence[torch.Tensor]) -> None:
         """Hold the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""

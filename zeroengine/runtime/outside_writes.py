@@ -9,13 +9,13 @@ time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next
   them first (``OptimizerShard.reload_master``). A parameter without a gradient keeps the written values, because its
   master is not published.
 - Every rank must write the same values. Autograd's version counters show which parameters a rank wrote since the last
-  step, and the step sums a checksum of these together with its norm. This takes no additional collective, and almost no
+  step, and the step sums a digest of these together with its norm. This takes no additional collective, and almost no
   time if nothing was written. ``.data`` hides a write from the counters. If only one rank writes in that way, its own
   shard takes the values (stages 1 and 2) or its replica drifts away (stage 0). Only ``check_parameter_writes`` detects
-  this, which takes the checksum of every parameter in every step.
+  this, which takes the digest of every parameter in every step.
 
 Units that are released can be written while they are gathered, inside a forward or a backward, as
-``gathered_writes.py`` says. Their checksums travel in the same sum. Elsewhere they can be written only inside
+``gathered_writes.py`` says. Their digests travel in the same sum. Elsewhere they can be written only inside
 ``gathered``, where the values of one rank count for all.
 """
 
@@ -23,20 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.errors import DivergenceError
+from zeroengine.ops import digest
 from zeroengine.runtime.gathered_writes import versions_of
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.checksum import checksum
 from zeroengine.utils.listed import listed
 
 # The number of parameters that a message names.
 NUM_SHOWN = 5
-
-# The checksum of each parameter that was written, by its name.
-Checksums = dict[str, tuple[int, int]]
+# Stands for a digest where there are no values. Digests are numbers of 64 bits, so none is equal to it.
+NO_VALUES = 1 << 64
 
 
 class OutsideWrites:
@@ -48,8 +48,8 @@ class OutsideWrites:
     Args:
         units: All units of the engine.
         group: The ranks that must agree. A single rank has nothing to compare.
-        gradient_checksums: By parameter, checksums of gradients that user code assigned in this step. They are compared
-            with the values.
+        gradient_digests: By parameter, digests of gradients that user code assigned in this step. They are compared
+            with the values. See ``Reducer.assigned_digests``.
         checks_writes: Whether every parameter counts as written in each step, which finds all differences.
     """
 
@@ -57,10 +57,10 @@ class OutsideWrites:
         self,
         units: Iterable[Unit],
         group: Group,
-        gradient_checksums: Mapping[nn.Parameter, tuple[int, int]],
+        gradient_digests: Mapping[nn.Parameter, torch.Tensor | None],
         checks_writes: bool = False,
     ) -> None:
-        self._group, self._gradient_checksums, self._checks_writes = group, gradient_checksums, checks_writes
+        self._group, self._gradient_digests, self._checks_writes = group, gradient_digests, checks_writes
         self._releasable = [unit for unit in units if unit.is_releasable]
         never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
@@ -95,8 +95,8 @@ class OutsideWrites:
         """
         return {unit for unit in self._releasable if unit.move_writes_to_shard()}
 
-    def checksums_to_sum(self) -> list[float]:
-        """Return the numbers to sum over ranks: a checksum c of each parameter (0 if unwritten), then each c * c.
+    def digests_to_sum(self) -> list[float]:
+        """Return the numbers to sum over ranks: a short digest c of each parameter (0 if unwritten), then each c * c.
 
         Units that are released have one c for all of their parameters. All ranks have the same c if and only if
         world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are small enough to be exact in float64 on
@@ -106,12 +106,12 @@ class OutsideWrites:
         if not written:
             return self._zeros
         sums = list(self._zeros)
-        for index in written:
-            # The checksum is at least 1, so that a written parameter differs from an unwritten one. It is at most
+        for index, by_name in zip(written, self._digests(written), strict=True):
+            # The short digest is at least 1, so that a written parameter differs from an unwritten one. It is at most
             # 65,521, so that the sum of its squares over two million ranks is below 2**53.
             number = 0
-            for first, total in self._checksums(index).values():
-                number = (961 * number + 31 * first + total) % 65521
+            for value in by_name.values():
+                number = (31 * number + value) % 65521
             sums[index] = float(number + 1)
             sums[len(sums) // 2 + index] = sums[index] ** 2
         return sums
@@ -120,7 +120,7 @@ class OutsideWrites:
         """Return the numbers of what not every rank wrote with the same values.
 
         Args:
-            sums: The results of ``checksums_to_sum``, summed over the ranks.
+            sums: The results of ``digests_to_sum``, summed over the ranks.
         """
         count, size = len(sums) // 2, self._group.world_size
         pairs = zip(sums[:count], sums[count:], strict=True)
@@ -138,10 +138,10 @@ class OutsideWrites:
         """
         if not suspects:
             return
-        own = {name: value for index in suspects for name, value in self._checksums(index).items()}
-        checksums = self._group.all_gather_object(own, "of checksums of parameters")
-        names = list(dict.fromkeys(name for by_name in checksums for name in by_name))
-        different = [name for name in names if len({by_name.get(name) for by_name in checksums}) > 1]
+        own = {name: value for by_name in self._digests(suspects) for name, value in by_name.items()}
+        of_ranks = self._group.all_gather_object(own, "of digests of parameters")
+        names = list(dict.fromkeys(name for by_name in of_ranks for name in by_name))
+        different = [name for name in names if len({by_name.get(name) for by_name in of_ranks}) > 1]
         if different:
             raise DivergenceError(self._message(different))
 
@@ -164,7 +164,7 @@ class OutsideWrites:
         return self._message([name for index in suspects for name in self._names_of(index)])
 
     def _message(self, names: Sequence[str]) -> str:
-        own_names = {name for index in self._written() for name in self._checksums(index)}
+        own_names = {name for index in self._written() for name in self._pending_digests(index)}
         wrote = "some of them" if set(names) & own_names else "none of them"
         return (
             f"the ranks have different values of {listed(names, NUM_SHOWN)}, which were written since the "
@@ -182,25 +182,31 @@ class OutsideWrites:
         elif versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             numbers.update(i for i, (now, then) in enumerate(pairs) if now != then)
-        if self._gradient_checksums:
-            numbers.update(i for i, param in enumerate(self._params) if param in self._gradient_checksums)
+        if self._gradient_digests:
+            numbers.update(i for i, param in enumerate(self._params) if param in self._gradient_digests)
             units = enumerate(self._releasable, num_params)
-            numbers.update(i for i, unit in units if any(p in self._gradient_checksums for p in unit.params))
+            numbers.update(i for i, unit in units if any(p in self._gradient_digests for p in unit.params))
         return sorted(numbers)
 
-    def _checksums(self, index: int) -> Checksums:
-        """Return the checksum of a parameter, or of each parameter of a unit that was written, and of gradients."""
+    def _digests(self, indices: Sequence[int]) -> list[dict[str, int]]:
+        """Return for each number the digests of what has it, by name. They are read from the device together."""
+        pending = [self._pending_digests(index) for index in indices]
+        tensors = [value for by_name in pending for value in by_name.values() if value is not None]
+        read = iter(torch.stack(tensors).tolist() if tensors else [])
+        return [{name: NO_VALUES if x is None else next(read) for name, x in by_name.items()} for by_name in pending]
+
+    def _pending_digests(self, index: int) -> dict[str, torch.Tensor | None]:
+        """Return the digest of a parameter, or of each parameter of a unit that was written, and of gradients."""
         if index < len(self._params):
             params, names = [self._params[index]], [self._names[index]]
-            checksums = {names[0]: checksum(params[0].detach().flatten())}
+            values = {names[0]: params[0].detach()}
         else:
             unit = self._releasable[index - len(self._params)]
             params, names = list(unit.params), [slot.name for slot in unit.layout.slots]
-            checksums = {names[i]: checksum(value.flatten()) for i, value in sorted(unit.writes.values.items())}
-        for param, name in zip(params, names, strict=True):
-            if param in self._gradient_checksums:
-                checksums[f"{name}.grad"] = self._gradient_checksums[param]
-        return checksums
+            values = {names[i]: value for i, value in sorted(unit.writes.values.items())}
+        digests = {name: digest(value) for name, value in values.items()}
+        gradients = {f"{name}.grad": param for name, param in zip(names, params, strict=True)}
+        return digests | {k: self._gradient_digests[p] for k, p in gradients.items() if p in self._gradient_digests}
 
     def _names_of(self, index: int) -> list[str]:
         if index < len(self._params):

@@ -48,6 +48,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
+from zeroengine.ops import digest
 from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.bucket_queue import BucketQueue
 from zeroengine.runtime.released_parameter import drop_gradient_of
@@ -55,7 +56,6 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.runtime.unit_reduces import UnitReduces
 from zeroengine.runtime.user_gradients import UserGradients
-from zeroengine.utils.checksum import checksum
 
 
 class Reducer:
@@ -73,7 +73,8 @@ class Reducer:
         gradients: The gradients of each trainable unit, in the order of the units.
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         user_gradients: Finds what user code assigns to ``param.grad``.
-        assigned_checksums: By parameter, a checksum of what user code assigned after the unit was reduced in this step.
+        assigned_digests: By parameter, the digest of what user code assigned after the unit was reduced in this step,
+            0-d. None: the gradient was dropped, or the parameter is frozen.
         has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
         reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
         is_last_microbatch: Whether the backward in progress is probably the last one before the update.
@@ -107,7 +108,7 @@ class Reducer:
         self._expected_calls, self._num_ended_calls, self._run_by_engine = 1, 0, False
         self.has_late_gradients = False
         self.user_gradients = UserGradients(units, self.gradients)
-        self.assigned_checksums: dict[nn.Parameter, tuple[int, int]] = {}
+        self.assigned_digests: dict[nn.Parameter, torch.Tensor | None] = {}
 
     def divisor(self) -> float:
         """Return the number that a summed gradient is divided by for the mean over ranks and micro-steps.
@@ -289,7 +290,7 @@ class Reducer:
         """Let the next gradients overwrite those of the step that ended."""
         for unit_grads in self.gradients:
             unit_grads.end_step()
-        self.assigned_checksums.clear()
+        self.assigned_digests.clear()
         self.user_gradients.stop_watching()
 
     def drop_gradients(self) -> None:
@@ -327,12 +328,11 @@ class Reducer:
             unit_grads, index = assignment.unit_grads, assignment.index
             value = None if assignment.value is None else assignment.value.detach().to_dense().contiguous()
             # A rank that drops a gradient differs from one that leaves it.
-            number = (1, 0) if value is None else checksum(value.view(-1))
-            self.assigned_checksums[unit_grads.unit.params[index]] = number
+            self.assigned_digests[unit_grads.unit.params[index]] = None if value is None else digest(value)
             self.replace_gradient(unit_grads, index, value, 1 / self._transport.world_size)
         for param in self.user_gradients.of_frozen():
             # A rank that has none differs from the others, and all of them learn of it in the sum of the step.
-            self.assigned_checksums[param] = (2, 0)
+            self.assigned_digests[param] = None
         return bool(assigned)
 
     def note_assigned(self, param: nn.Parameter) -> None:

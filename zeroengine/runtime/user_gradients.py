@@ -6,7 +6,7 @@ gradient of that backward. The reducer takes it from there. So outside of a back
 whatever is found there is the user's:
 
     an assigned value      becomes the mean gradient of the step so far, as in plain PyTorch after a backward. Each rank
-                           takes its shard of the value. Checksums in the sum of the step show ranks that assigned
+                           takes its shard of the value. Digests in the sum of the step show ranks that assigned
                            different ones (``OutsideWrites``).
     None                   drops the gradient of the step so far, likewise
     a read                 finds None, and a warning says what to call instead

@@ -53,7 +53,7 @@ class MergedLayer:
     def convert(self, part: int, values: Iterable[torch.Tensor]) -> dict[str, BoxValues]:
         """Return the merged tensors. The values of the base are overwritten."""
         value_of = dict(zip(self.sources, values, strict=True))
-        # The layer is copied with these values in place of its parameters: for each object a copy takes what stands here.
+        # The layer is copied with these values in place of its parameters: a copy takes what stands here for an object.
         copies: dict[int, Any] = {}
         for key, param in self._layer.named_parameters(remove_duplicate=False):
             if (value := value_of.get(f"{self._name}.{plain_name(key)}")) is not None:

@@ -30,7 +30,7 @@ from zeroengine.optim.step_result import GradientFactor, StepResult, StepSetting
 from zeroengine.utils.small_transfers import HostCopy, to_device
 
 T = TypeVar("T")
-# A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``checksums`` of ``StepSums``.
+# A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``digests`` of ``StepSums``.
 HAS_GRAD_OFFSET = len(GradientFactor._fields)
 
 
@@ -70,7 +70,7 @@ class AsyncUpdate:
         sums = self._parts.reduction.reduce_on_device(settings.label)
         factor = settings.factor(sums.squared_norm)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.
-        values = HostCopy(torch.cat([factor, sums.has_grad, sums.checksums]))
+        values = HostCopy(torch.cat([factor, sums.has_grad, sums.digests]))
         # `prepare` counts the step and folds the factor into every segment, unless the gradient overflowed.
         self._table.prepare(factor, sums.has_grad)
         for shard in self._parts.shards:
