@@ -92,6 +92,7 @@ __all__ = [
     "Muon",
     "OffloadError",
     "ReleasedParameterError",
+    "WeightsToken",
     "ZeroEngineError",
     "engine_of",
     "full_gradient",

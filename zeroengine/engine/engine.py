@@ -521,22 +521,22 @@ class Engine:
                     send(name, values)
 
         The tensors come unit by unit, each once, in buckets of bounded size. A rank holds two buckets and one unit at
-        most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of rows
-        (``WeightPiece``). A bucket that something refers to is not used again. Call it on every rank, between steps or
-        micro-steps, and take the whole stream; until then other calls are refused.
+        most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of
+        rows (``WeightPiece``). A bucket that something refers to is not used again. Call it on every rank, between
+        steps or micro-steps, and take the whole stream; until then other calls are refused.
 
         Args:
             dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None: the one of the model.
             bucket_bytes: The largest size of a bucket in bytes, or a text such as ``256MiB``.
             names: Names, or patterns such as ``"*.mlp.*"`` (as of ``fnmatch``), of the tensors to yield. None: all.
-            ranks: "all", or the only rank that gets values. The others take part in the same loop, which yields nothing.
+            ranks: "all", or the only rank that gets values. The loops of the others yield nothing.
             device: Where the tensors are: "cpu", or None for the engine's device.
-            since: The ``token`` of an earlier stream, or ``WeightsToken()``. Tensors that have not changed since are left
-                out, and ``stream.token`` is for the next stream. Each shard is read once more for that.
+            since: The ``token`` of an earlier stream, or ``WeightsToken()``. Tensors that have not changed since are
+                left out, and ``stream.token`` is for the next stream. Each shard is read once more for that.
             merge: "peft" yields the tensors of the base model of a peft model, with the active adapters merged.
-            buffers: Whether the persistent buffers, and tensors that hooks of the state dict compute, are yielded as well.
-            layout: "files" yields the tensors of a transformers model with the names and the layout of its files, which
-                inference engines load, such as each expert of a mixture by itself.
+            buffers: Whether persistent buffers, and tensors that hooks of the state dict compute, are yielded as well.
+            layout: "files" yields the tensors of a transformers model with the names and the layout of its files,
+                which inference engines load, such as each expert of a mixture by itself.
 
         Raises:
             ZeroEngineError: On every rank: an argument is wrong, or ``since`` is the token of another engine, or this is
@@ -697,7 +697,7 @@ class Engine:
             shard_size: The largest size of a file's values in bytes, or a text such as ``5GB``.
             names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
                 write. None writes all.
-            merge: "peft" writes the base model of a peft model with the active adapters merged, which load without peft.
+            merge: "peft" writes the base model of a peft model, with the active adapters merged.
             trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
             ema: Whether to write the moving averages of the parameters that are trained, in place of their weights.
 

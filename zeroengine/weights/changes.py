@@ -78,5 +78,5 @@ def digests_of(
             sums[number] = ops.digest(source.value)
     # The digests of parts add up modulo 2**64.
     group.all_reduce(sums)
-    values_of = dict(zip(numbers, sums.tolist(), strict=True))
-    return {t.name: (str(t.spec.dtype), *(values_of[source] for source in sources[t.name])) for t in tensors}
+    digests = dict(zip(numbers, sums.tolist(), strict=True))
+    return {t.name: (str(t.spec.dtype), *(digests[source] for source in sources[t.name])) for t in tensors}

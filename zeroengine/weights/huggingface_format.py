@@ -71,7 +71,7 @@ class TensorSpec:
 
 
 def cast_spec(spec: TensorSpec, dtype: str | None) -> TensorSpec:
-    """Return the spec of a tensor that is cast to torch's dtype of that name, if it is a floating one and a name is given."""
+    """Return the spec of a tensor after a cast to torch's dtype of that name, which only floating ones take."""
     return TensorSpec(spec.shape, getattr(torch, dtype)) if dtype and spec.dtype.is_floating_point else spec
 
 

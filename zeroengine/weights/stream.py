@@ -13,7 +13,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,13 +93,15 @@ class Bucket(NamedTuple):
     memory: torch.Tensor
     runs: Sequence[Run]
 
+    def values(self, run: Run) -> torch.Tensor:
+        """Return the values of a run, 1-D."""
+        return self.memory[run.offset : run.end].view(run.tensor.spec.dtype)
+
     def piece(self, run: Run) -> WeightPiece:
         """Return the piece of a run."""
-        spec = run.tensor.spec
-        values = self.memory[run.offset : run.end].view(spec.dtype)
-        num_rows = run.numel // max(math.prod(spec.shape[1:]), 1)
-        shape = (num_rows, *spec.shape[1:]) if spec.shape else ()
-        return WeightPiece(run.tensor.name, values.view(shape), run.row, spec.shape)
+        name, shape = run.tensor.name, run.tensor.spec.shape
+        rows = (run.numel // max(math.prod(shape[1:]), 1), *shape[1:]) if shape else ()
+        return WeightPiece(name, self.values(run).view(rows), run.row, shape)
 
 
 def plan_buckets(tensors: Sequence[OutgoingTensor], bucket_bytes: int) -> list[list[Run]]:
@@ -195,9 +197,10 @@ class WeightStream:
         fill_stream: torch.cuda.Stream | None,
         token: WeightsToken | None,
     ) -> None:
-        self._group, self._gatherer, self._reads, self._memory = group, gatherer, reads, memory
+        self._group, self._gatherer, self._reads = group, gatherer, reads
         self._fill_stream, self._token, self.tensors = fill_stream, token, tensors
-        self._filled = self._fill(buckets)
+        # It must not refer to the stream, which ends when its consumer has dropped it.
+        self._filled = _filled(group, reads, memory, buckets, fill_stream)
         # The bucket that pieces are yielded of, the rest of its runs, and one that was filled ahead.
         self._bucket: Bucket | None = None
         self._runs: deque[Run] = deque()
@@ -298,28 +301,6 @@ class WeightStream:
         with self._ending_on_error():
             return next(self._filled, None)
 
-    def _fill(self, buckets: Sequence[Sequence[Run]]) -> Iterator[Bucket]:
-        for runs in buckets:
-            with self._group.collective_errors("to stream weights"):
-                memory = None if self._memory is None else self._memory.take()
-            with self._filling():
-                for run in runs:
-                    target = None if memory is None else memory[run.offset : run.end].view(run.tensor.spec.dtype)
-                    self._reads.read(target, run.tensor, run.start, run.start + run.numel)
-            if memory is not None:
-                yield Bucket(memory, runs)
-
-    @contextlib.contextmanager
-    def _filling(self) -> Iterator[None]:
-        """Let the consumer compute with the last bucket meanwhile."""
-        if self._fill_stream is None:
-            yield
-            return
-        # What the consumer has issued may still read the memory that is filled.
-        self._fill_stream.wait_stream(torch.cuda.current_stream(self._group.device))
-        with torch.cuda.stream(self._fill_stream):
-            yield
-
     def _hand_over(self, fill_stream: torch.cuda.Stream, bucket: Bucket) -> None:
         """Order what the consumer issues behind the values of a bucket."""
         torch.cuda.current_stream(self._group.device).wait_stream(fill_stream)
@@ -342,8 +323,40 @@ class WeightStream:
         self._gatherer.refuse_calls = None
         self._reads.close()
         # The memory of buckets belongs to the consumer from here on.
-        self._bucket = self._ahead = self._memory = None
+        self._bucket = self._ahead = None
         self._runs.clear()
+        self._filled.close()
+
+
+def _filled(
+    group: Group,
+    reads: TensorReads,
+    memory: BucketMemory | None,
+    buckets: Iterable[Sequence[Run]],
+    fill_stream: torch.cuda.Stream | None,
+) -> Generator[Bucket]:
+    """Yield each bucket that this rank gets values of, when it was filled. See `WeightStream`."""
+    for runs in buckets:
+        with group.collective_errors("to stream weights"):
+            bucket = None if memory is None else Bucket(memory.take(), runs)
+        with _filling(fill_stream, group.device):
+            for run in runs:
+                target = None if bucket is None else bucket.values(run)
+                reads.read(target, run.tensor, run.start, run.start + run.numel)
+        if bucket is not None:
+            yield bucket
+
+
+@contextlib.contextmanager
+def _filling(fill_stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
+    """Let the consumer compute with the last bucket meanwhile."""
+    if fill_stream is None:
+        yield
+        return
+    # What the consumer has issued may still read the memory that is filled.
+    fill_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(fill_stream):
+        yield
 
 
 def _refuse(stream: WeightStream | None, call: str) -> None:

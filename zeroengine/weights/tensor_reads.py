@@ -132,17 +132,18 @@ class TensorReads:
             if (numel := min(stop, last) - max(start, first)) > 0:
                 sizes[rank] = (*nothing[:receiver], numel, *nothing[receiver + 1 :])
         base, _ = unit.layout.shard_range(own, degree)
-        part = slice(max(start - base, 0), max(start - base, 0) + sum(sizes[own]))
+        own_numel = sizes[own][receiver]
+        part = slice(max(start - base, 0), max(start - base, 0) + own_numel)
         # Without a cast the values arrive where they belong.
         is_direct = target is not None and (target.dtype, target.device) == (unit.dtype, self._device)
         numel = stop - start if target is not None else 0
         received = target if is_direct else torch.empty(numel, dtype=unit.dtype, device=self._device)
         assert received is not None
         slices = Slices(sizes=tuple(sizes))
-        if unit.offloaded_shards is not None and sum(sizes[own]):
+        if unit.offloaded_shards is not None and own_numel:
             work = unit.offloaded_shards.all_to_all(received, unit.shard, part, unit.name, slices)
         else:
-            sent = unit.shard[part] if unit.offloaded_shards is None else self._transport.empty(0, unit.dtype)
+            sent = unit.shard[part] if own_numel else torch.empty(0, dtype=unit.dtype, device=self._device)
             work = self._transport.gather.all_to_all(received, sent, unit.name, slices)
         work.wait_stream()
         if target is not None and not is_direct:
