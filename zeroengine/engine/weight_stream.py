@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from zeroengine import ops
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
@@ -192,4 +193,6 @@ def _checked(
 def _bucket(device: torch.device, engine_device: torch.device, nbytes: int) -> torch.Tensor:
     # Pinned memory is filled while the host goes on.
     pinned = device.type == "cpu" and engine_device.type == "cuda"
-    return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    ops.advise_huge_pages(memory)
+    return memory
