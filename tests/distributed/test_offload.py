@@ -473,7 +473,10 @@ def leave_wrongly(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"include": ["moments"]}, "include has 'moments'; write any of optimizer, gradients, parameters"),
+        (
+            {"include": ["moment"]},
+            "include has 'moment'; write any of optimizer, all, parameters, masters, moments, averages",
+        ),
         ({"device": "disk"}, "device is 'disk'"),
         ({"device": "nvme"}, "needs a folder on a disk"),
         ({"device": "nvme", "nvme_path": "/nowhere"}, "does not exist"),

@@ -251,31 +251,6 @@ def test_parameters_that_the_optimizer_leaves_out_are_frozen_until_release() -> 
         assert changed == ["tok.weight"]
 
 
-# -- parameters that are away for a while -------------------------------------------------------------
-
-
-def offload_and_use(stage: int, folder: str) -> tuple[list[float], list[float]]:
-    start()
-    losses = []
-    for goes_away in (False, True):
-        engine = zeroengine.initialize(build(TinyLM), None, config(stage, comm={"transport": "gloo"}))
-        trained = take_steps(engine, range(2))
-        if goes_away:
-            engine.offload_states(["parameters"], device="nvme", nvme_path=folder)
-            with pytest.raises(ReleasedParameterError, match=r"offloaded: call engine.reload_states\(\) before"):
-                engine.module.norm.weight.sum()
-            engine.reload_states()
-        losses.append(trained + take_steps(engine, range(2, 4)))
-        engine.close()
-    return losses[0], losses[1]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_whole_parameters_that_are_away_raise_and_come_back(stage: int, tmp_path: Path) -> None:
-    for expected, found in run_ranks(2, offload_and_use, stage, str(tmp_path)):
-        assert found == expected
-
-
 # -- ends in unusual places ---------------------------------------------------------------------------
 
 

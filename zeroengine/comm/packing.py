@@ -57,7 +57,12 @@ class Packing:
     @property
     def nbytes(self) -> int:
         """Bytes of the errors."""
-        return sum(error.nbytes for error in self._errors.values())
+        return sum(error.untyped_storage().nbytes() for error in self.errors)
+
+    @property
+    def errors(self) -> list[torch.Tensor]:
+        """The errors that are kept for the next time."""
+        return list(self._errors.values())
 
     def forget_errors(self) -> None:
         """Let every error restart from zero."""

@@ -118,7 +118,7 @@ def build_parts(
         StepRunner(config, ranks, passes, states, clipping, reports),
         ForeignParameters(setup.model, partition.units, setup.base_optimizer),
         InputComparison(ranks.sums, group.device),
-        StateOffloader(),
+        StateOffloader(config, group.rank, group.device),
         save_on_signal,
     )
     # Whole parameters were freed in small pieces, which the C allocator would not return to the system.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_gathered
+from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward, check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
 
 
@@ -43,8 +43,7 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
         parts.partition.placement.check_intact()
         check_outside_of_gathered(parts.passes.gatherer, call)
         check_outside_of_backward(call)
-        if parts.passes.forward.num_model_forwards:
-            raise ZeroEngineError(f"{call} inside of a forward: call it before")
+        check_outside_of_forward(parts.passes.forward, call)
     check_same(call, calls)
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.forward import Forward
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
@@ -61,6 +62,12 @@ def check_outside_of_backward(call: str) -> None:
     """Check that autograd does not run a backward on this thread."""
     if torch._C._current_graph_task_id() >= 0:
         raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+
+
+def check_outside_of_forward(forward: Forward, call: str) -> None:
+    """Check that no forward of the whole model is in progress."""
+    if forward.num_model_forwards:
+        raise ZeroEngineError(f"{call} inside of a forward: call it before")
 
 
 def check_outside_of_gathered(gatherer: Gatherer, call: str) -> None:

@@ -274,6 +274,8 @@ class EngineCheckpoints:
         from zeroengine.weights.live_weights import save
 
         with self._parts.ranks.group.collective_errors("to save weights"):
+            required = ("parameters", "masters", "averages")
+            self._parts.loop.state_offloader.check_resident("save_weights()", required)
             self._parts.passes.gatherer.check_has_weights("save_weights()")
             if ema:
                 check_keeps_averages(self._parts, "save_weights(ema=True)")

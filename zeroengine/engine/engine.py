@@ -147,7 +147,7 @@ class Engine:
         call_checks.check_loss(loss)
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
-        self._parts.loop.state_offloader.check_resident("backward()")
+        self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
         self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
@@ -415,31 +415,58 @@ class Engine:
     @messages.explains_arguments
     def offload_states(
         self,
-        include: Sequence[str] | None = None,
+        include: str | Iterable[str] | None = None,
         *,
         device: Literal["cpu", "nvme"] = "cpu",
         nvme_path: str | os.PathLike[str] | None = None,
     ) -> None:
         """Free the device's memory for another job, such as generation, until ``reload_states``.
 
-        Call it on every rank, between steps. If the engine computes on the CPU, ``device="cpu"`` frees nothing.
+        Call it on every rank, between steps or micro-steps. A call that needs a state which is away raises an error. If
+        the engine computes on the CPU, ``device="cpu"`` frees nothing, and the same calls raise.
 
         Args:
-            include: Any of "optimizer" (master weights and moments), "gradients" and "parameters". None moves the first
-                two, as far as their memory can be freed. While the parameters are offloaded, only ``reload_states``
-                works.
-            device: The kind of memory that the states move to.
+            include: One or several of "parameters"; "masters"; "moments", with their scales; "averages" (those of
+                ``ema``, and what the outer step of ``local_steps`` keeps); "optimizer", which is the last three;
+                "gradients", with the buffers that they are reduced from; or "all". None is "optimizer" and "gradients",
+                as far as their memory can be freed.
+            device: The kind of memory that the states move to. That of the CPU is page-locked for a GPU.
             nvme_path: A folder on a disk, for device "nvme". None: the folder in the configuration.
 
         Raises:
-            ZeroEngineError: A state is unknown, its memory cannot be freed, or the folder cannot be used.
+            ZeroEngineError: On every rank, and all states are where they were: a state is unknown, its memory cannot be
+                freed, or too little is available; the folder cannot be used; states are away already; or this is inside
+                of ``gathered``, a forward or a backward.
         """
         temporary_offload.offload(self._parts, include, device, nvme_path)
 
     @messages.explains_arguments
     def reload_states(self) -> None:
-        """Bring back the states that ``offload_states`` moved. Call it on every rank."""
+        """Bring back the states that ``offload_states`` moved. Call it on every rank.
+
+        If the device has too little memory for them, this raises and they stay away: free some, and call it again.
+        """
         temporary_offload.reload(self._parts)
+
+    @contextlib.contextmanager
+    def offloaded(
+        self,
+        include: str | Iterable[str] | None = None,
+        *,
+        device: Literal["cpu", "nvme"] = "cpu",
+        nvme_path: str | os.PathLike[str] | None = None,
+    ) -> Iterator[None]:
+        """Keep states off the device inside: ``offload_states`` at the begin, and ``reload_states`` at the end.
+
+        Enter and leave it on every rank. Arguments and errors are those of ``offload_states``.
+        """
+        self.offload_states(include, device=device, nvme_path=nvme_path)
+        try:
+            yield
+        finally:
+            # An engine that was closed inside has brought them back.
+            if not self._parts.has_ended:
+                self.reload_states()
 
     # -- looking inside ---------------------------------------------------------------------------
 

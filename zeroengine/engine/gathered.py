@@ -85,10 +85,15 @@ class ParameterOwner:
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
         unit.forget_writes(written)
         self.parts.passes.outside_writes.reset_baseline(unit)
-        for shard in self.parts.states.optimizer.shards:
-            if shard.unit is unit:
-                shard.reload_master()
-        self.parts.states.note_new_masters(unit, names)
+
+        def update_masters() -> None:
+            for shard in self.parts.states.optimizer.shards:
+                if shard.unit is unit:
+                    shard.reload_master()
+            self.parts.states.note_new_masters(unit, names)
+
+        # Sampling may gather parameters, and merge adapters into them, while the masters are away.
+        self.parts.loop.state_offloader.when_resident(update_masters, ("masters", "averages"))
 
     def note_gradient_assigned(self, param: nn.Parameter) -> None:
         """Note that user code has assigned to ``grad`` of ``param``, perhaps None, outside of a backward."""
@@ -172,6 +177,7 @@ def gathered(
             "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
             "some of these belong to none, or to different engines, or their engine is gone"
         )
+    owner.parts.loop.state_offloader.check_resident("gathered()", ("parameters",))
     units, gatherer = owner.units_of(params), owner.parts.passes.gatherer
     gatherer.check_no_stream("gathered()")
     if ema and not gatherer.has_averages:

@@ -40,7 +40,8 @@ class Memory:
             owners of matrices; and what Gloo receives gradients into.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
-        cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
+        cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above, those that ``offload_states`` moved
+            there included.
         nvme: The bytes of the four states that are on a disk and not in memory.
     """
 
@@ -137,6 +138,8 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
         )
+    for state, nbytes in parts.loop.state_offloader.bytes_in(medium).items():
+        sizes[{"masters": "master", "moments": "optimizer", "averages": "optimizer"}.get(state, state)] += nbytes
     if medium is None:
         second_copies = (unit.secondary for unit in parts.partition.units)
         sizes["parameters"] += sum(resident_bytes(copy.tensor) for copy in second_copies if copy is not None)

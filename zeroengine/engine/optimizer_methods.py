@@ -27,6 +27,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     """
     backend, call = parts.states.optimizer.backend, f"optimizer.{name}"
     if reads:
+        parts.loop.state_offloader.check_resident(call)
         parts.passes.gatherer.check_has_weights(call)
         _check_elementwise(parts, name, act)
         backend.await_step_counts()

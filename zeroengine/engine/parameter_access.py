@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is in progress.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "full_gradient()", ("gradients",))
     reducer, unit_grads = located.parts.passes.reducer, located.shard.unit_grads if located.shard is not None else None
     # Inside a backward ``grad`` is autograd's, and the check below raises.
     if not located.parts.passes.backward.in_progress:
@@ -71,7 +71,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ZeroEngineError: As for ``full_gradient``, or ``value`` has another shape.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "set_full_gradient()", ("gradients",))
     parts = located.parts
     with located.same_call("set_full_gradient"):
         shard = located.trainable_shard()
@@ -99,7 +99,7 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such state. Most states
             begin with the first step.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "full_optimizer_state()", ("moments",))
     shard, shape, holder = located.find_state("full_optimizer_state", key)
     values = located.parts.states.optimizer.state_values(shard, located.index, key)
     if shape is None:
@@ -127,7 +127,7 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
     Raises:
         ZeroEngineError: As for ``full_optimizer_state``, or ``value`` has another shape.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "set_full_optimizer_state()", ("moments",))
     shard, shape, _ = located.find_state("set_full_optimizer_state", key)
     with located.same_call("set_full_optimizer_state"):
         value = located.checked_copy(value, shape)
@@ -145,7 +145,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     Raises:
         ZeroEngineError: ``param`` belongs to no engine.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "full_master()", ("parameters", "masters"))
     with located.same_call("full_master", bool(located.unit.writes.values)) as is_written_by_rank:
         located.check_has_weights("full_master()")
     shard, gatherer = located.shard, located.parts.passes.gatherer
@@ -176,7 +176,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or ``value`` has another shape.
     """
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "set_full_master()", ("parameters", "masters", "averages"))
     unit, gatherer = located.unit, located.parts.passes.gatherer
     with located.same_call("set_full_master"):
         located.check_has_weights("set_full_master()")
@@ -212,11 +212,16 @@ class LocatedParameter:
         slot: Its place in the unit's flat buffer.
         shard: The unit's shard in the optimizer on this rank; None if the unit is frozen.
 
+    Args:
+        param: The parameter.
+        call: The public call, for an error.
+        required: The states that it reads or writes. See ``StateOffloader.check_resident``.
+
     Raises:
-        ZeroEngineError: The parameter belongs to no engine.
+        ZeroEngineError: The parameter belongs to no engine, or one of ``required`` is offloaded.
     """
 
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, call: str = "", required: Sequence[str] = ()) -> None:
         owner = owner_of(param) if isinstance(param, nn.Parameter) else None
         if owner is None:
             raise ZeroEngineError(
@@ -224,6 +229,8 @@ class LocatedParameter:
                 "engine.module.head.weight"
             )
         self.engine, self.parts = owner.engine(), owner.parts
+        # States are offloaded on all ranks or on none, so this is no collective.
+        self.parts.loop.state_offloader.check_resident(call, required)
         (self.unit,) = owner.units_of([param])
         # Equality would compare the elements of tensors, so the parameter is found by identity.
         self.index = next(index for index, candidate in enumerate(self.unit.params) if candidate is param)

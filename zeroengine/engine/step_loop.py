@@ -52,7 +52,9 @@ class StepLoop(BackwardListener):
         self._loop.accumulation.begin_forward()
 
     def check_backward(self, wants_gradients: bool) -> None:
-        """Report on the previous step. Refuse a backward after ``clip``."""
+        """Report on the previous step. Refuse a backward after ``clip``, or while what it uses is offloaded."""
+        required = ("parameters", "gradients") if wants_gradients else ("parameters",)
+        self._loop.state_offloader.check_resident("a backward", required)
         # Every rank comes here, and the gradients of the previous step are still unchanged.
         self._loop.step_runner.await_and_report()
         # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.

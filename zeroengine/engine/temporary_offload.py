@@ -3,73 +3,116 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from zeroengine.comm.group import check_same
+from zeroengine.engine import call_checks
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.errors import ReleasedParameterError
+from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload import state_offloader
+from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 
 
 def offload(
-    parts: EngineParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
+    parts: EngineParts, include: str | Iterable[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
-    zero, group = parts.setup.config.zero_optimization, parts.ranks.group
+    call, offloader, passes, group = "offload_states()", parts.loop.state_offloader, parts.passes, parts.ranks.group
+    zero = parts.setup.config.zero_optimization
     configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
-    # The path is not compared, because each rank may have its own disk.
-    arguments = {"include": None if include is None else sorted(include), "device": device}
-    with group.collective_errors("to offload states", arguments) as every_rank:
-        parts.passes.gatherer.check_has_weights("offload_states()")
-        path = parts.loop.state_offloader.check_request(include, device, nvme_path, configured_path)
-    check_same("offload_states()", every_rank)
     # A plain backward that has not been ended still has reduces to launch.
-    parts.passes.backward.end_if_over()
+    passes.backward.end_if_over()
+    # The path is not compared, because each rank may have its own disk.
+    arguments: dict[str, object] = {"device": device}
+    with group.collective_errors("to offload states", arguments) as every_rank:
+        call_checks.check_outside_of_gathered(passes.gatherer, call)
+        call_checks.check_outside_of_backward(call)
+        call_checks.check_outside_of_forward(passes.forward, call)
+        names = None if include is None else state_offloader.named_states(include)
+        arguments["include"] = names
+        path = offloader.check_request(device, nvme_path, configured_path)
+    check_same(call, every_rank)
     # The report may read the gradients, so it comes before they move.
     parts.loop.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
-    parts.passes.gatherer.quiesce()
-    parts.passes.reducer.reduces.wait()
+    passes.gatherer.quiesce()
+    passes.reducer.reduces.wait()
     parts.ranks.transport.fence()
-    # The states are already in CPU memory. The checks above ran first, so that a wrong call is also found on a laptop.
-    if device == "cpu" and group.device.type == "cpu":
-        return
-    units, states, offloader = parts.partition.units, parts.states, parts.loop.state_offloader
-    tensors = {
-        "optimizer": states.optimizer.tensors() + ([] if states.outer_step is None else states.outer_step.tensors()),
-        "gradients": [grads.flat_grads for grads in parts.passes.reducer.gradients if grads.store is None],
-        "parameters": [unit.shard for unit in units if unit.offloaded_shards is None],
-    }
+    # States that are in CPU memory already stay there, and are away by name, so that a wrong call is found on a laptop.
+    moves = path is not None or group.device.type != "cpu"
+    tensors = _tensors_on(group.device, parts) if moves else {}
+    chosen = state_offloader.DEFAULT_STATES if names is None else names
+    expanded = {state for name in chosen for state in state_offloader.STATE_GROUPS.get(name, (name,))}
+    states = {name: tensors.get(name, []) for name in state_offloader.OFFLOADABLE_STATES if name in expanded}
     # By default only memory that can be freed is moved. An explicit request for other memory raises an error.
-    if include is None:
-        include = state_offloader.DEFAULT_STATES
-        tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
-    with group.collective_errors("to offload states"):
-        offloader.offload({name: tensors[name] for name in include}, path, parts.setup.config, group.rank)
-    if "parameters" in include:
-        for unit in units:
-            # The next step gathers the values of the second copy again, so they are not kept.
-            if unit.secondary is not None:
-                unit.secondary.free()
-            if not unit.is_releasable:
-                unit.abandon_parameters(_raise_offloaded)
+    if names is None:
+        states = {name: [t for t in ts if t.untyped_storage().resizable()] for name, ts in states.items()}
+    if "gradients" in states:
+        passes.reducer.reduces.buffer_pool.free_unused()
+    try:
+        with group.collective_errors("to offload states"):
+            if "parameters" in states:
+                _hide_parameters(parts)
+            offloader.offload(states, path)
+    except BaseException:
+        # Another rank may have failed, and this one must not be left half way.
+        reload(parts)
+        raise
     # The user wants free memory, so the memory of temporaries is returned to the system.
     trim_heap()
 
 
+def _tensors_on(device: torch.device, parts: EngineParts) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each state on ``device`` that no store of the configuration holds."""
+    tensors, outer_step = parts.states.optimizer.tensors(), parts.states.outer_step
+    if outer_step is not None:
+        tensors["averages"] += outer_step.tensors()
+    tensors["gradients"] = parts.passes.reducer.tensors()
+    tensors["parameters"] = [unit.shard for unit in parts.partition.units if unit.offloaded_shards is None]
+    # On a GPU an optimizer of torch keeps its step counts in CPU memory.
+    return {
+        name: state_offloader.distinct_storages(t for t in state if t.device.type == device.type)
+        for name, state in tensors.items()
+    }
+
+
+def _hide_parameters(parts: EngineParts) -> None:
+    """Take the values from all parameters, before their memory is freed. ``reload`` takes it back.
+
+    Raises:
+        ZeroEngineError: Other tensors would go on to show the freed memory.
+    """
+    parts.passes.gatherer.has_values = False
+    whole = [unit for unit in parts.partition.units if not unit.is_releasable]
+    for unit in parts.partition.units:
+        # The next step gathers the values of the second copy again, so they are not kept.
+        if unit.secondary is not None:
+            unit.secondary.free()
+    for unit in whole:
+        unit.abandon_parameters(_raise_offloaded)
+    aliased = [name for unit in whole for name in unit.full_buffer.aliased_params()]
+    if aliased:
+        raise ZeroEngineError(
+            f"offload_states(): other tensors share the memory of {listed(aliased, call_checks.NUM_SHOWN)}, which "
+            "cannot be freed: drop them, such as param.detach() or a loss before its backward, or leave the parameters "
+            "out of `include`"
+        )
+
+
 def reload(parts: EngineParts) -> None:
-    """Bring back what ``offload`` moved. A collective."""
-    parameters_were_away = parts.loop.state_offloader.holds("parameters")
+    """Bring back what ``offload`` moved. It is no collective, so that a rank can do it after an error of its own."""
     parts.loop.state_offloader.reload()
-    if parameters_were_away:
+    if not parts.passes.gatherer.has_values:
         for unit in parts.partition.units:
             if unit.secondary is not None:
                 unit.secondary.refill()
             if not unit.is_releasable:
                 unit.full_buffer.reattach()
+        parts.passes.gatherer.has_values = True
 
 
 def _raise_offloaded(param: nn.Parameter, operation: str) -> None:

@@ -119,6 +119,7 @@ def collect_state_dict(
     compared: dict[str, object] = {"trainable_only": trainable_only, "merge": merge}
     with group.collective_errors("to collect the state dict", compared) as all_compared:
         gatherer.check_no_stream(call)
+        parts.loop.state_offloader.check_resident(call, ["parameters"])
         # A foreign parameter would silently be missing from the result.
         parts.loop.foreign_parameters.check()
         compared["names"] = patterns = sorted_patterns(names, call)

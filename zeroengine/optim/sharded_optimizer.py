@@ -197,11 +197,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         masters = (shard.master for shard in shards if shard.unit.has_master)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the masters, the optimizer state and the averages that are on the device."""
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the masters, the moments (all state of the rule) and the averages that are on the device."""
         shards = [shard for shard in self.shards if shard.store is None]
-        masters = [shard.master for shard in shards if shard.unit.has_master]
-        return masters + [tensor for shard in shards for tensor in self._state_tensors(shard)]
+        return {
+            "masters": [shard.master for shard in shards if shard.unit.has_master],
+            "moments": [tensor for shard in shards for tensor in self.backend.state_of(shard).tensors(shard)],
+            "averages": [shard.average for shard in shards if shard.average is not None],
+        }
 
     def _state_tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         return self.backend.state_of(shard).tensors(shard) + ([] if shard.average is None else [shard.average])

@@ -152,6 +152,19 @@ class FullBuffer:
         self._set_tensor(self.tensor)
         self.show()
 
+    def aliased_params(self) -> list[str]:
+        """Return the names of parameters that ``hide`` took the values from, and whose memory other tensors still show.
+
+        Such tensors would read freed memory. They are ``param.detach()``, or what the graph of a forward has saved.
+        """
+        # The owners are a view, the tensor that it is a view of, and the Python object of the storage. Views without
+        # elements may share a storage.
+        return [
+            slot.name
+            for view, slot in zip(self.views, self._layout.slots, strict=True)
+            if view.numel() and torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 3
+        ]
+
     def readopt_data(self) -> list[str]:
         """Copy in the values of parameters whose ``data`` was replaced, and make them views of the buffer again.
 

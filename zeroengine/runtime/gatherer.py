@@ -23,7 +23,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.record import Kind
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.deferred_frees import DeferredFrees
@@ -52,6 +52,7 @@ class Gatherer:
         unhooked_uses: The units that were gathered for a use without a hook. They are released when the pass ends.
         has_averages: Whether parameters have the moving averages of the weights, for an evaluation.
         refuse_calls: Ends the stream of the weights that is open and raises, if one is, with the name of a call.
+        has_values: Whether the shards hold values. They do not while the parameters are offloaded for a while.
         gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
@@ -69,7 +70,7 @@ class Gatherer:
         self._gather_for_use, self._is_in_use, self._abandon_forward = gather_for_use, is_in_use, abandon_forward
         self._pins_of: dict[Unit, int] = dict.fromkeys(units, 0)
         self.num_pins = self.live_numel = 0
-        self.has_averages = False
+        self.has_averages, self.has_values = False, True
         self.refuse_calls: Callable[[str], None] | None = None
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
@@ -172,6 +173,10 @@ class Gatherer:
     def start(self, unit: Unit, exact: bool = False) -> None:
         """Launch the all-gather of a released unit. ``exact``: see ``Unit.start_gather``."""
         if unit.is_released:
+            if not self.has_values:
+                raise ReleasedParameterError(
+                    f"unit {unit.name} is used while the parameters are offloaded: call engine.reload_states() before"
+                )
             nbytes = unit.bytes_to_gather(exact)
             with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather(exact)

@@ -61,7 +61,7 @@ class GradientBuffer:
 
 
 class GradientBufferPool:
-    """All gradient buffers of one rank. Buffers are reused and never freed.
+    """All gradient buffers of one rank. Buffers are reused, and freed by ``free_unused`` alone.
 
     Args:
         gradients: The units that the buffers are for.
@@ -110,6 +110,14 @@ class GradientBufferPool:
             buffer.layout, buffer.param_views = layout, param_views(unit.layout, buffer.memory)
         buffer.in_use = True
         return buffer
+
+    def free_unused(self) -> None:
+        """Free the buffers that hold no gradients, if their memory can be given back. All reduces have been awaited."""
+        unused = [b for b in self._buffers if not b.in_use and b.memory.untyped_storage().resizable()]
+        self._buffers = [buffer for buffer in self._buffers if buffer not in unused]
+        for buffer in unused:
+            # A transport may refer to the tensors of its last reduces.
+            buffer.memory.untyped_storage().resize_(0)
 
     def _reusable(self, buffer: GradientBuffer, timeout_s: float) -> bool:
         """Return whether ``buffer`` may be written, after waiting for its peers for at most ``timeout_s`` seconds."""

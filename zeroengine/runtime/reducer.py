@@ -304,6 +304,12 @@ class Reducer:
         self.user_gradients.drop()
         self.end_step()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what is kept on the device between backwards: sums, gradients that wait, and errors of packing."""
+        sums = [unit_grads.flat_grads for unit_grads in self.gradients if unit_grads.store is None]
+        waiting = [tensor for unit_grads in self.gradients for tensor in unit_grads.deferred_grads.values()]
+        return sums + waiting + self.reduces.kept_errors()
+
     # -- reading and replacing gradients ----------------------------------------------------------
 
     def unreduced_gradient(self, unit_grads: UnitGradients, index: int) -> torch.Tensor | None:

@@ -247,6 +247,10 @@ class UnitReduces:
         if isinstance(self._channel, QuantizedReduce):
             self._channel.packing.forget_errors()
 
+    def kept_errors(self) -> list[torch.Tensor]:
+        """Return the kept errors of quantized gradients, if there are any."""
+        return self._channel.packing.errors if isinstance(self._channel, QuantizedReduce) else []
+
     @property
     def nbytes(self) -> int:
         """The bytes of all gradient buffers and staging buffers."""

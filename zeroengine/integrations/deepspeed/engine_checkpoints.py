@@ -22,9 +22,10 @@ DEEPSPEED_FILES = "*_model_states.pt"
 
 # The kinds of states that ``offload_states`` moves, by DeepSpeed's names.
 KINDS_OF_STATES = {
-    **dict.fromkeys(("hp_params", "optim_states"), "optimizer"),
-    "lp_params": "parameters",
-    **dict.fromkeys(("contiguous_grad_buffer", "lp_grads"), "gradients"),
+    "hp_params": ("masters",),
+    "optim_states": ("moments", "averages"),
+    "lp_params": ("parameters",),
+    **dict.fromkeys(("contiguous_grad_buffer", "lp_grads"), ("gradients",)),
 }
 
 
@@ -189,7 +190,7 @@ class EngineCheckpointMethods(EngineProperties):
             if unknown:
                 known = sorted(KINDS_OF_STATES)
                 raise ZeroEngineError(f"offload_states(): {unknown[0]!r} is no state; write some of {known}")
-            names = sorted({KINDS_OF_STATES[value] for value in values})
+            names = sorted({name for value in values for name in KINDS_OF_STATES[value]})
         self.engine.offload_states(names, device=str(getattr(device, "value", device)))  # type: ignore[arg-type]
 
     def reload_states(self, non_blocking: bool = False) -> None:

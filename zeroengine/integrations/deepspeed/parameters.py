@@ -241,7 +241,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """
     if not is_trainable_here(param):
         return None
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "safe_get_local_optimizer_state()", ("moments",))
     shard, optimizer = located.trainable_shard(), located.engine.optimizer
     values = optimizer.state_values(shard, located.index, optim_state_key)
     if values:
@@ -261,7 +261,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's elements of the optimizer's state of that name."""
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "safe_set_local_optimizer_state()", ("moments",))
     optimizer, shard = located.engine.optimizer, located.trainable_shard()
     spans = [span for span, _ in optimizer.state_values(shard, located.index, optim_state_key)]
     # Moments of 8 bits have no views of their values.
@@ -291,7 +291,7 @@ def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
 def _local(param: nn.Parameter, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]) -> torch.Tensor | None:
     if not is_trainable_here(param):
         return None
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "the values of a rank", ("parameters", "masters", "gradients"))
     parts = [values for _, values in located.owned_parts(shard_of(located, located.trainable_shard()))]
     flat = torch.cat(parts) if parts else located.zeros((0,))
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -300,7 +300,7 @@ def _local(param: nn.Parameter, shard_of: Callable[[LocatedParameter, Any], torc
 def _set_local(
     param: nn.Parameter, value: torch.Tensor, shard_of: Callable[[LocatedParameter, Any], torch.Tensor]
 ) -> None:
-    located = LocatedParameter(param)
+    located = LocatedParameter(param, "the values of a rank", ("parameters", "masters", "gradients"))
     _copy_parts(located, value, located.owned_parts(shard_of(located, located.trainable_shard()), write=True))
 
 
