@@ -1,4 +1,4 @@
-"""States that are away for a while: what works meanwhile, what is refused by name, and that training goes on as before."""
+"""States that are away for a while: what works meanwhile, what is refused, and that training goes on as before."""
 
 from __future__ import annotations
 

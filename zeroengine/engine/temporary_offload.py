@@ -22,8 +22,6 @@ def offload(
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     call, offloader, passes, group = "offload_states()", parts.loop.state_offloader, parts.passes, parts.ranks.group
-    zero = parts.setup.config.zero_optimization
-    configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
     # A plain backward that has not been ended still has reduces to launch.
     passes.backward.end_if_over()
     # The path is not compared, because each rank may have its own disk.
@@ -34,7 +32,7 @@ def offload(
         call_checks.check_outside_of_forward(passes.forward, call)
         names = None if include is None else state_offloader.named_states(include)
         arguments["include"] = names
-        path = offloader.check_request(device, nvme_path, configured_path)
+        path = offloader.check_request(device, nvme_path)
     check_same(call, every_rank)
     # The report may read the gradients, so it comes before they move.
     parts.loop.step_runner.await_and_report()
@@ -43,21 +41,18 @@ def offload(
     passes.reducer.reduces.wait()
     parts.ranks.transport.fence()
     # States that are in CPU memory already stay there, and are away by name, so that a wrong call is found on a laptop.
-    moves = path is not None or group.device.type != "cpu"
-    tensors = _tensors_on(group.device, parts) if moves else {}
+    tensors = {} if path is None and group.device.type == "cpu" else _tensors_on(group.device, parts)
     chosen = state_offloader.DEFAULT_STATES if names is None else names
     expanded = {state for name in chosen for state in state_offloader.STATE_GROUPS.get(name, (name,))}
     states = {name: tensors.get(name, []) for name in state_offloader.OFFLOADABLE_STATES if name in expanded}
-    # By default only memory that can be freed is moved. An explicit request for other memory raises an error.
-    if names is None:
-        states = {name: [t for t in ts if t.untyped_storage().resizable()] for name, ts in states.items()}
     if "gradients" in states:
         passes.reducer.reduces.buffer_pool.free_unused()
     try:
         with group.collective_errors("to offload states"):
             if "parameters" in states:
                 _hide_parameters(parts)
-            offloader.offload(states, path)
+            # By default only memory that can be freed is moved. An explicit request for other memory raises an error.
+            offloader.offload(states, path, skips_shared=names is None)
     except BaseException:
         # Another rank may have failed, and this one must not be left half way.
         reload(parts)
@@ -74,10 +69,7 @@ def _tensors_on(device: torch.device, parts: EngineParts) -> dict[str, list[torc
     tensors["gradients"] = parts.passes.reducer.tensors()
     tensors["parameters"] = [unit.shard for unit in parts.partition.units if unit.offloaded_shards is None]
     # On a GPU an optimizer of torch keeps its step counts in CPU memory.
-    return {
-        name: state_offloader.distinct_storages(t for t in state if t.device.type == device.type)
-        for name, state in tensors.items()
-    }
+    return {name: [t for t in state if t.device.type == device.type] for name, state in tensors.items()}
 
 
 def _hide_parameters(parts: EngineParts) -> None:
@@ -87,14 +79,14 @@ def _hide_parameters(parts: EngineParts) -> None:
         ZeroEngineError: Other tensors would go on to show the freed memory.
     """
     parts.passes.gatherer.has_values = False
-    whole = [unit for unit in parts.partition.units if not unit.is_releasable]
+    aliased = []
     for unit in parts.partition.units:
         # The next step gathers the values of the second copy again, so they are not kept.
         if unit.secondary is not None:
             unit.secondary.free()
-    for unit in whole:
-        unit.abandon_parameters(_raise_offloaded)
-    aliased = [name for unit in whole for name in unit.full_buffer.aliased_params()]
+        if not unit.is_releasable:
+            unit.abandon_parameters(_raise_offloaded)
+            aliased += unit.full_buffer.aliased_params()
     if aliased:
         raise ZeroEngineError(
             f"offload_states(): other tensors share the memory of {listed(aliased, call_checks.NUM_SHOWN)}, which "

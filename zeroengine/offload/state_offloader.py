@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -66,15 +66,12 @@ class StateOffloader:
             return {}
         return {name: sum(values.nbytes for _, values in pairs) for name, pairs in self._offloaded.items()}
 
-    def check_request(
-        self, device: str, nvme_path: str | os.PathLike[str] | None, configured: str | None
-    ) -> str | os.PathLike[str] | None:
+    def check_request(self, device: str, nvme_path: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
         """Return the folder that the states go to, or None for CPU memory.
 
         Args:
             device: "cpu" or "nvme", as passed to ``offload_states``.
-            nvme_path: As passed to ``offload_states``.
-            configured: The folder in the configuration, used if ``nvme_path`` is None.
+            nvme_path: As passed to ``offload_states``. None: the folder in the configuration.
 
         Raises:
             ZeroEngineError: The arguments of ``offload_states`` are wrong, or states are already offloaded.
@@ -91,36 +88,46 @@ class StateOffloader:
                     'device="nvme", or leave nvme_path out'
                 )
             return nvme_path
+        zero = self._config.zero_optimization
+        configured = zero.offload_optimizer.disk or zero.offload_param.disk
         if device == "nvme" and configured is None:
             raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
         return configured if device == "nvme" else None
 
-    def offload(self, states: Mapping[str, Sequence[torch.Tensor]], path: str | os.PathLike[str] | None) -> None:
+    def offload(
+        self, states: Mapping[str, Iterable[torch.Tensor]], path: str | os.PathLike[str] | None, *, skips_shared: bool
+    ) -> None:
         """Move states to CPU memory, or to the folder ``path`` of a disk, and free their memory.
 
         If it raises nothing was moved, and ``reload`` frees what it has taken.
 
         Args:
-            states: The tensors of each state, of ``distinct_storages``.
+            states: The tensors of each state.
             path: The folder; None: CPU memory.
+            skips_shared: Whether memory that cannot be freed stays.
 
         Raises:
             ZeroEngineError: Memory cannot be freed, there is too little elsewhere, or a path cannot be used.
         """
+        # Whole storages move, each once, because states of an optimizer may be transposed, or share one. A tensor
+        # without memory, such as the full buffer of a released unit, has nothing to move.
+        moved = {}
         for name, tensors in states.items():
-            if not all(t.untyped_storage().resizable() for t in tensors):
+            by_address = {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
+            moved[name] = [t for t in by_address.values() if t.untyped_storage().resizable() or not skips_shared]
+            if not all(t.untyped_storage().resizable() for t in moved[name]):
                 raise ZeroEngineError(
                     f"offload_states(): the {name} are in memory that the ranks share, which cannot be given back: "
                     'leave them out of `include`, or write "comm": {"transport": "gloo"}'
                 )
-        total = sum(padded_nbytes(t.untyped_storage().nbytes()) for tensors in states.values() for t in tensors)
+        total = sum(padded_nbytes(t.untyped_storage().nbytes()) for tensors in moved.values() for t in tensors)
         if path is None:
             check_host_memory(total, on_disk=False)
         copies, start = self._copies(path), 0
         host = torch.empty(0) if copies is None else copies.host_memory(total, torch.uint8)
         disk = self._disk = None if path is None else open_disk(os.fspath(path), total, self._config, self._rank)
-        offloaded: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in states}
-        for name, tensor in ((name, tensor) for name, tensors in states.items() for tensor in tensors):
+        offloaded: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in moved}
+        for name, tensor in ((name, tensor) for name, tensors in moved.items() for tensor in tensors):
             flat = _storage_bytes(tensor)
             if disk is not None:
                 values = disk.empty(flat.numel(), flat.dtype)
@@ -198,15 +205,6 @@ class StateOffloader:
         zero = self._config.zero_optimization
         pin = zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory
         return GPUCopies(self._device, pin=pin) if disk is None and self._device.type == "cuda" else None
-
-
-def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one tensor for each storage that has memory.
-
-    States of an optimizer may be transposed, or share a storage. The full buffer of a released unit has no memory.
-    """
-    by_address = {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
-    return list(by_address.values())
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
