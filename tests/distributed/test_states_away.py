@@ -73,6 +73,7 @@ def calls_of(engine: zeroengine.Engine, folder: str) -> dict[str, tuple[frozense
         "the forward": (params, lambda: engine(*batch(0, 0))),
         "gathered()": (params, gather),
         "full_state_dict()": (params, engine.full_state_dict),
+        "stream_weights()": (params, lambda: sum(1 for _ in engine.stream_weights())),
         "full_master()": (params | {"masters"}, lambda: zeroengine.full_master(param)),
         "set_full_master()": (
             params | {"masters", "averages"},
@@ -122,6 +123,9 @@ def train(stage: int, includes: Sequence[Any], folder: str) -> tuple[list[float]
     def write() -> None:
         with zeroengine.gathered(param), torch.no_grad():
             param.mul_(1.5)
+        if stage < 3:
+            with torch.no_grad():
+                param.add_(0.25)
 
     for number in range(2):
         micro_step(engine, 2 * number, losses)
@@ -154,6 +158,8 @@ def train(stage: int, includes: Sequence[Any], folder: str) -> tuple[list[float]
             # A write that all ranks make while masters are away reaches them, and so does a backward.
             with engine.offloaded("optimizer", **place(folder)):
                 write()
+                # A stream may be read meanwhile, which looks for values that were written without ``gathered``.
+                assert sum(1 for _ in engine.stream_weights())
                 micro_step(engine, 2 * number + 1, losses)
         else:
             if number == 1:

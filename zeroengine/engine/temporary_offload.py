@@ -98,6 +98,9 @@ def _hide_parameters(parts: EngineParts) -> None:
 def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. It is no collective, so that a rank can do it after an error of its own."""
     parts.loop.state_offloader.reload()
+    for shard in parts.states.optimizer.shards:
+        if shard.is_outdated:
+            shard.reload_master()
     if not parts.passes.gatherer.has_values:
         for unit in parts.partition.units:
             if unit.secondary is not None:

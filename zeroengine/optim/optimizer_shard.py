@@ -36,6 +36,7 @@ class OptimizerShard:
         on_device: Whether parameters, gradients, masters and optimizer state are all on the device.
         may_be_written: Whether code outside of ``gathered`` can write the low-precision parameters.
             See "Values written into the model" in ``runtime/outside_writes.py``.
+        is_outdated: Whether the master lacks values that were written while it was offloaded.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class OptimizerShard:
         self.medium: Medium | None = None if store is None else store.medium
         self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
         self.may_be_written = unit.has_master and not unit.is_releasable
+        self.is_outdated = False
         # The unit drops its reference, so that a master that was copied is freed. It does so last, because a unit
         # without a master cannot be restored if anything above fails.
         unit.initial_master = None
@@ -128,8 +130,12 @@ class OptimizerShard:
         return self.unit_grads.unreplicated_part(self.unit_grads.flat_grads)
 
     def reload_master(self) -> None:
-        """Copy parameters that were written from outside into the master. Other elements keep the master's bits."""
-        if self.unit.has_master:
+        """Copy parameters that were written from outside into the master. Other elements keep the master's bits.
+
+        A master that is offloaded for a while becomes outdated instead.
+        """
+        self.is_outdated = self.unit.has_master and not self.master.untyped_storage().nbytes()
+        if self.unit.has_master and not self.is_outdated:
             # The master may be a mapped part of a file. See "SIGBUS" in ``disk/mapped_memory.py``.
             populate(self.master, write=True)
             ops.reload_written(self.master, self.param.to(self.master.device))
