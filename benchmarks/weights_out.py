@@ -3,8 +3,8 @@
     pip install .[bench]
     python benchmarks/weights_out.py [--size b] [--ranks 2] [--rounds 3] [--repeats 3] [--bucket 64MiB]
 
-Rank 0 copies each tensor into the memory of a second process (`process_vm_writev`), as soon as it has it. The model is in
-bf16 and its parameters are partitioned over all ranks. The engines take turns:
+Rank 0 copies each tensor into the memory of a second process (`process_vm_writev`), as soon as it has it. The model is
+in bf16 and its parameters are partitioned over all ranks. The engines take turns:
 
 - zeroengine: `engine.stream_weights()`, for rank 0 alone and for all ranks, and with `since` when a tenth of the blocks
   has changed
@@ -195,7 +195,14 @@ def main() -> None:
     gib = 0.0
     for _ in range(args.rounds):
         for engine in args.only:
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                str(args.ranks),
+            ]
             options = ["--size", args.size, "--repeats", str(args.repeats), "--bucket", args.bucket, "--engine", engine]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1"}
             env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
@@ -208,7 +215,8 @@ def main() -> None:
             for case, figures in result["cases"].items():
                 # The first transfer of a run takes new memory.
                 seconds.setdefault(case, []).append(statistics.median(figures["seconds"][1:] or figures["seconds"]))
-                peaks[case] = [max(pair) for pair in zip(peaks.get(case, [0] * args.ranks), figures["peaks_mib"])]
+                before = peaks.get(case, [0] * args.ranks)
+                peaks[case] = [max(pair) for pair in zip(before, figures["peaks_mib"], strict=True)]
                 digests.add(figures["digest"])
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -216,7 +224,9 @@ def main() -> None:
         raise SystemExit(f"the engines sent different values: {digests}")
     fastest = min((statistics.median(s) for case, s in seconds.items() if not case.startswith("zeroengine")), default=0)
     print(f"{machine()}; size {args.size}, {gib:.2f} GiB in bf16, {args.ranks} ranks, buckets of {args.bucket}")
-    print(f"{'':<24} {'seconds':>8} {'min':>6} {'max':>6} {'GiB/s':>6} {'of the faster peer':>19}  peak MiB of each rank")
+    print(
+        f"{'':<24} {'seconds':>8} {'min':>6} {'max':>6} {'GiB/s':>6} {'of the faster peer':>19}  peak MiB of each rank"
+    )
     for case, values in seconds.items():
         median = statistics.median(values)
         ratio = f"{fastest / median:.1f}x" if fastest else ""

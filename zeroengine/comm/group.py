@@ -45,6 +45,7 @@ class Group:
         rank: This rank's number within the group.
         world_size: The number of ranks.
         numbers: The engine's number of each rank.
+        is_collecting_errors: Whether a block of ``collective_errors`` is running, which tells the others of an error.
         has_peers: Whether other ranks answer. Those of torch's ``fake`` backend do not.
     """
 
@@ -65,6 +66,7 @@ class Group:
         # The watchdog of the group that this one is a part of.
         self._shared_watchdog: Watchdog | None = None
         self._error_of_all_ranks: Exception | None = None
+        self.is_collecting_errors = False
         self.backend = backend_of(group, device.type)
         self.has_peers = self.world_size > 1 and self.backend != "fake"
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
@@ -117,6 +119,7 @@ class Group:
         error: Exception | None = None
         report: tuple[type[ZeroEngineError], str] | None = None
         facts: list[T] = []
+        outer, self.is_collecting_errors = self.is_collecting_errors, True
         try:
             yield facts
         except ZeroEngineError as raised:
@@ -124,6 +127,8 @@ class Group:
         except Exception as raised:
             # The other ranks may lack the class of an error that is not zeroengine's own.
             error, report = raised, (ZeroEngineError, f"{type(raised).__name__}: {raised}")
+        finally:
+            self.is_collecting_errors = outer
         reports_and_facts = self.all_gather_object((report, fact), purpose)
         # Every rank takes part in the exchange before it raises, or the others would wait for it.
         failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)

@@ -543,9 +543,9 @@ class Engine:
     ) -> WeightStream:
         """Return an iterator over whole tensors, for a sampling engine, an evaluation or an export.
 
-            with engine.stream_weights(ranks=0) as stream:
-                for name, values in stream:      # on every rank; values come on rank 0 alone
-                    send(name, values)
+            with engine.stream_weights("bf16", ranks=0) as stream:
+                for name, values in stream:  # on every rank, and the values come on rank 0
+                    print(name, values.sum())
 
         The tensors come unit by unit, each once, in buckets of bounded size. A rank holds two buckets and one unit at
         most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of
@@ -566,7 +566,7 @@ class Engine:
                 which inference engines load, such as each expert of a mixture by itself.
 
         Raises:
-            ZeroEngineError: On every rank: an argument is wrong, or ``since`` is the token of another engine, or this is
+            ZeroEngineError: On every rank: an argument is wrong, ``since`` is the token of another engine, or this is
                 called inside ``gathered``, a forward, a backward or another stream. In the loop: another rank has left
                 the stream, with its reason.
             DivergenceError: On every rank: they pass different arguments.

@@ -273,6 +273,9 @@ class WeightStream:
         if self.has_ended:
             return
         self._end()
+        # A call that is refused inside such a block tells the others by itself.
+        if self._group.is_collecting_errors:
+            return
         place = "before its first tensor" if self._last_name is None else f"at {self._last_name}"
         # The error concerns the other ranks.
         with contextlib.suppress(ZeroEngineError), self._group.collective_errors("to stream weights"):
