@@ -139,6 +139,8 @@ def collect_state_dict(
             values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu") if returns_values else None
             reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
             state[tensor.name] = values
+        with group.collective_errors("to collect the state dict"):
+            reads.raise_error()
     finally:
         reads.close()
     if not returns_values:

@@ -263,7 +263,7 @@ class WeightStream:
         elif not self.has_ended:
             # No rank may change values before all ranks have read theirs.
             with self._ending_on_error(), self._group.collective_errors("to stream weights"):
-                pass
+                self._reads.raise_error()
             self._end()
             self._is_complete = True
         return bucket
@@ -341,12 +341,13 @@ def _filled(
     """Yield each bucket that this rank gets values of, when it was filled. See `WeightStream`."""
     for runs in buckets:
         with group.collective_errors("to stream weights"):
+            reads.raise_error()
             bucket = None if memory is None else Bucket(memory.take(), runs)
         with _filling(fill_stream, group.device):
             for run in runs:
                 target = None if bucket is None else bucket.values(run)
                 reads.read(target, run.tensor, run.start, run.start + run.numel)
-        if bucket is not None:
+        if bucket is not None and not reads.errors:
             yield bucket
 
 

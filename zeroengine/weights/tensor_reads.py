@@ -16,6 +16,7 @@ from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
 from zeroengine.weights.conversion import BoxValues, TensorConversion
+from zeroengine.weights.live_weights import postponed
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
 
@@ -29,6 +30,9 @@ class TensorReads:
         device: Where conversions compute.
         receiver: The only one of these ranks that gets values. None: all may get them.
         receives: Whether this rank gets values.
+
+    Attributes:
+        errors: The error of a conversion on this rank, such as an adapter that cannot be merged.
     """
 
     def __init__(
@@ -48,6 +52,12 @@ class TensorReads:
         # The part of a conversion that was computed last, and its results.
         self._part: tuple[TensorConversion, int] | None = None
         self._results: dict[str, BoxValues] = {}
+        self.errors: list[Exception] = []
+
+    def raise_error(self) -> None:
+        """Raise the error of a conversion on this rank, whose results are missing. Every rank calls it at one time."""
+        if self.errors:
+            raise self.errors[0]
 
     def read(self, target: torch.Tensor | None, tensor: OutgoingTensor, start: int, stop: int) -> None:
         """Copy the elements [start, stop) of a flattened tensor into ``target``, and cast them.
@@ -64,7 +74,7 @@ class TensorReads:
         for box in boxes_of_run(tensor.spec.shape, start, stop):
             for part in group.parts_of(name, box):
                 self._convert(group, part)
-                if target is None:
+                if target is None or self.errors:
                     continue
                 # A part is the whole tensor or a row of it.
                 part_box, values = self._results[name]
@@ -102,8 +112,10 @@ class TensorReads:
             if target is not None:
                 values.append(target.view(box.sizes))
         self._part = group, part
-        if self._receives:
-            self._results = group.convert(part, values)
+        if self._receives and not self.errors:
+            # The other ranks go on to read.
+            with postponed(self.errors):
+                self._results = group.convert(part, values)
 
     def _read_stored(self, target: torch.Tensor | None, source: StoredValue, start: int, stop: int) -> None:
         if not isinstance(source, Slot):
