@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,11 +46,13 @@ class ConversionPlan:
         old_names: The old name of a tensor that gets another name at most, by its new name.
         groups: The tensors that are computed from others.
         rename: Returns the new name of a tensor that no group computes.
+        aliases: The name of a tensor that a group computes, by its further names.
     """
 
     old_names: dict[str, str]
     groups: Sequence[TensorConversion]
     rename: Callable[[str], str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def new_specs(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Return the shapes and dtypes of the new layout, from those of the old one."""

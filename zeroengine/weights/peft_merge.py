@@ -1,11 +1,18 @@
-"""Merge the adapters of peft into the weights of their base, in copies: the trained values stay as they are."""
+"""Merge the adapters of peft into the weights of their base, in copies: the trained values stay as they are.
+
+[Note: Merged by peft itself]
+peft merges a layer in place, and then takes its base out of it. So a layer is copied with gathered values in place of
+its parameters, and peft does that to the copy. The model's tree with such bases, of copies without values, has the
+names of the base model.
+"""
 
 from __future__ import annotations
 
 import copy
-import re
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,37 +21,35 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.boxes import Box
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.storages import is_quantized
 from zeroengine.weights.conversion import BoxValues, ConversionPlan
 from zeroengine.weights.huggingface_format import TensorSpec
 
-# What peft adds to the names of the base model's tensors.
-ADDED = re.compile(r"^base_model\.model\.|\.(base_layer|token_adapter|modules_to_save\.[^.]+)(?=\.)")
 
-
-class MergedLayer:
-    """The parameters of the base of a peft layer, with the active adapters merged by peft's own code.
-
-    Args:
-        layer: The layer of peft, such as one of LoRA. It may wrap another one.
-        name: Its name in the model.
-        specs: The shapes and dtypes of its tensors, by their names in the model.
+@dataclass(eq=False)
+class MergedLayers:
+    """The parameters of the bases of some layers of peft, with the active adapters merged.
 
     Attributes:
+        layers: The layers. Those whose bases share a parameter come together.
+        places: By target, the number of the layer and the name in its base.
+        placeholders: What stands for each parameter of the model without values, by its id.
+        param_ids: The ids of the sources.
         sources, targets, num_parts: As of `TensorConversion`. The targets have the names of the base model.
     """
 
-    num_parts = 1
-
-    def __init__(self, layer: Any, name: str, specs: Mapping[str, TensorSpec]) -> None:
-        self._layer, self._name, self._specs, self.sources = layer, name, specs, list(specs)
-        base = {key: key.rpartition(".base_layer.")[2] for key in specs if ".base_layer." in key}
-        self.targets = {base_name(key): specs[key] for key in base}
-        # By target, the name of the tensor within the base layer.
-        self._inner = {base_name(key): inner for key, inner in base.items()}
+    layers: Sequence[Any]
+    places: Mapping[str, tuple[int, str]]
+    placeholders: dict[int, Any]
+    param_ids: list[int]
+    sources: list[str]
+    targets: dict[str, TensorSpec]
+    num_parts: int = 1
 
     def boxes(self, part: int) -> list[tuple[str, Box]]:
-        """Return all tensors of the layer."""
-        return [(key, Box.whole(spec.shape)) for key, spec in self._specs.items()]
+        """Return all parameters of the layers."""
+        params = [self.placeholders[param_id] for param_id in self.param_ids]
+        return [(key, Box.whole(param.shape)) for key, param in zip(self.sources, params, strict=True)]
 
     def parts_of(self, target: str, box: Box) -> range:
         """Return the only part."""
@@ -52,24 +57,10 @@ class MergedLayer:
 
     def convert(self, part: int, values: Iterable[torch.Tensor]) -> dict[str, BoxValues]:
         """Return the merged tensors. The values of the base are overwritten."""
-        value_of = dict(zip(self.sources, values, strict=True))
-        # The layer is copied with these values in place of its parameters: a copy takes what stands here for an object.
-        copies: dict[int, Any] = {}
-        for key, param in self._layer.named_parameters(remove_duplicate=False):
-            if (value := value_of.get(f"{self._name}.{plain_name(key)}")) is not None:
-                copies[id(param)] = nn.Parameter(value, requires_grad=False)
-        layer = copy.deepcopy(self._layer, copies)
-        with torch.no_grad():
-            # The adapters of an inner layer come first, as in a forward.
-            for inner in reversed([module for module in layer.modules() if hasattr(module, "merge")]):
-                inner.merge()
-        merged = layer.get_base_layer().state_dict()
-        return {name: (Box.whole(merged[inner].shape), merged[inner]) for name, inner in self._inner.items()}
-
-
-def base_name(key: str) -> str:
-    """Return the name that a tensor of a peft model has in the base model."""
-    return ADDED.sub("", key)
+        params = {i: nn.Parameter(value, False) for i, value in zip(self.param_ids, values, strict=True)}
+        bases = _bases_of_copies(self.layers, self.placeholders | params, merge=True)
+        merged = {target: bases[number].get_parameter(name).detach() for target, (number, name) in self.places.items()}
+        return {target: (Box.whole(value.shape), value) for target, value in merged.items()}
 
 
 def plan_for_merge(module: nn.Module, specs: Mapping[str, TensorSpec]) -> ConversionPlan:
@@ -80,32 +71,124 @@ def plan_for_merge(module: nn.Module, specs: Mapping[str, TensorSpec]) -> Conver
         specs: The shapes and dtypes of its tensors.
 
     Raises:
-        ZeroEngineError: The model has no layers of peft.
+        ZeroEngineError: The model has no adapters, or adapters that cannot be merged.
     """
-    layers: dict[str, Any] = {}
-    copied: dict[str, str] = {}
+    layers = _outermost_layers(module)
+    ids = {key: id(tensor) for name, tensor in _named_tensors(module) if (key := plain_name(name)) in specs}
+    keys = {tensor_id: key for key, tensor_id in reversed(ids.items())}
+    placeholders: dict[int, Any] = {}
+    for param in module.parameters():
+        spec = specs.get(keys.get(id(param), ""), TensorSpec(tuple(param.shape), param.dtype))
+        placeholders[id(param)] = nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), False)
+    old_ids = {id(placeholder): param_id for param_id, placeholder in placeholders.items()}
+    bases = _bases_of_copies(layers, placeholders | {id(buffer): buffer for buffer in module.buffers()}, merge=False)
+
+    def old_id(tensor: torch.Tensor) -> int:
+        return old_ids.get(id(tensor), id(tensor))
+
+    # By layer, what is merged: parameters of its base, and their names there.
+    merged = [
+        {old_id(param): name for name, param in base.named_parameters()} if _is_merged(layer) else {}
+        for layer, base in zip(layers, bases, strict=True)
+    ]
+    # Layers whose bases have one weight, by its id: each merge changes what the others see.
+    groups_of: dict[int, list[int]] = {}
+    for number, names in enumerate(merged):
+        for param_id in list(names)[:1]:
+            groups_of.setdefault(param_id, []).append(number)
+    merged_ids = {param_id for names in merged for param_id in names}
+    # What no module registers has no other name.
+    old_names = {key: key for key in specs if key not in ids}
+    first_names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    base_of_layer = {id(layer): base for layer, base in zip(layers, bases, strict=True)}
+    for name, tensor in _named_tensors(_without_adapters(module, base_of_layer)):
+        new, tensor_id = plain_name(name), old_id(tensor)
+        if tensor_id in merged_ids:
+            if (first := first_names.setdefault(tensor_id, new)) != new:
+                aliases[new] = first
+        elif tensor_id in keys:
+            old_names[new] = keys[tensor_id]
+    groups = []
+    for group in groups_of.values():
+        places = {first_names[i]: (n, name) for n, member in enumerate(group) for i, name in merged[member].items()}
+        params = {new: bases[group[n]].get_parameter(name) for new, (n, name) in places.items()}
+        targets = {new: TensorSpec(tuple(param.shape), param.dtype) for new, param in params.items()}
+        members = [layers[n] for n in group]
+        param_ids = list({id(param): None for layer in members for param in layer.parameters()})
+        sources = [keys[param_id] for param_id in param_ids]
+        groups.append(MergedLayers(members, places, placeholders, param_ids, sources, targets))
+    return ConversionPlan(old_names, groups, lambda name: name, aliases)
+
+
+def _outermost_layers(module: nn.Module) -> list[Any]:
+    """Return the modules that peft has put in place of others.
+
+    Raises:
+        ZeroEngineError: There are none, or peft does not merge them, or their base is quantized.
+    """
+    layers: list[Any] = []
+    inside = None
     # Who has a peft model has imported peft, which takes seconds and is not imported for others.
     if (peft := sys.modules.get("peft")) is not None:
-        for path, inner in module.named_modules():
-            name = plain_name(path)
-            if isinstance(inner, peft.tuners.tuners_utils.BaseTunerLayer) and _owner(name, layers) is None:
-                layers[name] = inner
-            elif isinstance(inner, peft.utils.ModulesToSaveWrapper):
-                copied[name] = f"{name}.modules_to_save.{inner.active_adapters[0]}."
-    if not layers and not copied:
+        tuners = peft.tuners.tuners_utils
+        for name, inner in module.named_modules():
+            if isinstance(inner, tuners.BaseTuner):
+                inner._check_merge_allowed()
+            # What a module contains comes directly after it.
+            is_layer = isinstance(inner, (tuners.BaseTunerLayer, tuners.AuxiliaryTrainingWrapper))
+            if is_layer and (inside is None or not name.startswith(inside)):
+                inside = f"{name}."
+                layers.append(inner)
+                if _is_merged(inner) and any(map(is_quantized, inner.parameters())):
+                    raise ZeroEngineError(
+                        f'merge="peft" of {name}, whose base is quantized: merge into a base that is not, or take the '
+                        'adapter alone, such as names="*lora_*"'
+                    )
+    if not layers:
         raise ZeroEngineError('merge="peft" of a model without adapters of peft: leave merge out')
-    old_names: dict[str, str] = {}
-    specs_of: dict[str, dict[str, TensorSpec]] = {name: {} for name in layers}
-    for key, spec in specs.items():
-        if (layer := _owner(key, layers)) is not None:
-            specs_of[layer][key] = spec
-        elif (wrapper := _owner(key, copied)) is None or key.startswith(copied[wrapper]):
-            old_names[base_name(key)] = key
-    groups = [MergedLayer(layer, name, specs_of[name]) for name, layer in layers.items() if specs_of[name]]
-    return ConversionPlan(old_names, groups, base_name)
+    return layers
 
 
-def _owner(key: str, modules: Container[str]) -> str | None:
-    """Return the outermost of some modules, by their names, that holds a tensor or module; None if none does."""
-    parts = key.split(".")
-    return next((name for n in range(1, len(parts)) if (name := ".".join(parts[:n])) in modules), None)
+def _is_merged(layer: Any) -> bool:
+    """Return whether a layer changes values of its base. One of `modules_to_save` only takes the place of another."""
+    copies = getattr(layer, "modules_to_save", None)
+    return copies is None or any(hasattr(copies[name], "base_layer") for name in layer.active_adapters[:1])
+
+
+def _bases_of_copies(layers: Sequence[Any], tensors: dict[int, Any], *, merge: bool) -> list[nn.Module]:
+    """Return the bases of copies of some layers, as `merge_and_unload` of peft does.
+
+    Args:
+        layers: The layers.
+        tensors: What takes the place of a tensor in the copies, by its id.
+        merge: Whether the active adapters are merged.
+    """
+    bases: list[nn.Module] = []
+    with torch.no_grad():
+        # A copy takes what stands in the dict for an object.
+        for layer in copy.deepcopy(layers, dict(tensors)):
+            unload = getattr(layer, "unload_and_optionally_merge_module", None)
+            if unload is None and merge:
+                layer.merge()
+            arguments = {"merge": merge, "safe_merge": False, "adapter_names": None}
+            bases.append(layer.get_base_layer() if unload is None else unload(**arguments))
+    return bases
+
+
+def _without_adapters(module: Any, bases: Mapping[int, nn.Module]) -> nn.Module:
+    """Return the tree of a model with the bases of its peft layers in their place. It shares all tensors."""
+    peft = sys.modules["peft"]
+    while isinstance(module, (peft.PeftModel, peft.tuners.tuners_utils.BaseTuner)):
+        module = module.base_model if isinstance(module, peft.PeftModel) else module.model
+    if id(module) in bases:
+        return bases[id(module)]
+    tree: nn.Module = copy.copy(module)
+    children = module._modules.items()
+    tree._modules = {name: child if child is None else _without_adapters(child, bases) for name, child in children}
+    return tree
+
+
+def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a module under all their names."""
+    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))

@@ -192,4 +192,5 @@ def _stored_values(tensors: EngineTensors, saved: SavedNames) -> dict[str, Store
 
 def _apply(plan: ConversionPlan, named: Mapping[str, Source]) -> dict[str, Source]:
     converted = {name: Converted(group, name) for group in plan.groups for name in group.targets}
+    converted |= {alias: converted[name] for alias, name in plan.aliases.items()}
     return {new: named[old] for new, old in plan.old_names.items()} | converted
