@@ -36,10 +36,22 @@ def test_sft_and_dpo_equal_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_grpo_equals_ddp_and_adapters_are_saved_alone(tmp_path: Path) -> None:
-    for found in run_script("transformers", HERE / "with_trl.py", [tmp_path, "grpo", "adapter"]):
-        check_like_ddp(found["grpo"])
+def test_grpo_and_rloo_equal_ddp_and_adapters_are_saved_alone(tmp_path: Path) -> None:
+    for found in run_script("transformers", HERE / "with_trl.py", [tmp_path, "grpo", "rloo", "adapter"]):
         check_like_ddp(found["adapter"])
+        for trainer in ("grpo", "rloo"):
+            adapters = {name: run for name, run in found[trainer].items() if name.endswith(", adapter")}
+            check_like_ddp(adapters, ", adapter")
+            check_like_ddp({name: run for name, run in found[trainer].items() if name not in adapters})
+
+
+@pytest.mark.slow
+def test_vllm_gets_the_weights_that_it_gets_under_ddp(tmp_path: Path) -> None:
+    for found in run_script("transformers", HERE / "with_trl.py", [tmp_path, "vllm"]):
+        for mode in ("server", "colocate"):
+            for model in ("", " with an adapter"):
+                suffix = f", {mode}{model}"
+                check_like_ddp({name: run for name, run in found["vllm"].items() if name.endswith(suffix)}, suffix)
 
 
 @pytest.mark.slow

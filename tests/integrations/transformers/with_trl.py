@@ -15,7 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer, rloo_trainer
 
 import zeroengine
 from tests.integrations.environments import report
@@ -45,10 +47,6 @@ class ZeroDPO(ZeroTrainerMixin, DPOTrainer):
     pass
 
 
-class ZeroGRPO(ZeroTrainerMixin, GRPOTrainer):
-    pass
-
-
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words that are numbers."""
     vocabulary = {"<pad>": 0, "<eos>": 1, **{str(number): number for number in range(2, 60)}}
@@ -70,7 +68,8 @@ def zero(stage: int) -> dict[str, Any]:
 def logged(trainer: Any, *keys: str) -> dict[str, list[float]]:
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {key: [entry[key] for entry in steps] for key in ("loss", "grad_norm", *keys)}
+    # Rewards are logged where there are new completions.
+    return {key: [entry[key] for entry in steps if key in entry] for key in ("loss", "grad_norm", *keys)}
 
 
 def lora(model: Any) -> Any:
@@ -141,21 +140,112 @@ def reward_of_length(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(completion.split()) % 5) for completion in completions]
 
 
-def grpo() -> dict[str, Any]:
-    """Generate on each rank for as long as it needs, and train on the completions."""
+def online(trainer_type: Any, config_type: Any) -> dict[str, Any]:
+    """Generate on each rank for as long as it needs, and train on the completions, with and without a reference."""
     data = Dataset.from_dict({"prompt": [text(seed) for seed in range(16)]})
-    changes = COMMON | {"num_generations": 4, "max_completion_length": 8, "beta": 0.0, "max_steps": 2}
-    arguments = GRPOConfig(str(FOLDER / "grpo"), **changes)
+    changes = COMMON | {"num_generations": 4, "max_completion_length": 8, "max_steps": 3, "num_iterations": 2}
     rest: dict[str, Any] = {"reward_funcs": reward_of_length, "train_dataset": data, "processing_class": tokenizer()}
-    found = {"ddp": logged(GRPOTrainer(tiny_llama(), args=arguments, **rest), "reward")}
-    for stage in (0, 3):
-        trainer = ZeroGRPO(tiny_llama(), args=arguments, zero_config=zero(stage), **rest)
-        found[f"stage {stage}"] = logged(trainer, "reward")
+
+    class ZeroOnline(ZeroTrainerMixin, trainer_type):
+        pass
+
+    found = {}
+    for suffix, model, beta in (("", tiny_llama, 0.0), (", adapter", lambda: lora(tiny_llama()), 0.1)):
+        arguments = config_type(str(FOLDER / "online"), beta=beta, **changes)
+        found[f"ddp{suffix}"] = logged(trainer_type(model(), args=arguments, **rest), "reward")
+        for stage in (0, 2, 3):
+            trainer = ZeroOnline(model(), args=arguments, zero_config=zero(stage), **rest)
+            found[f"stage {stage}{suffix}"] = logged(trainer, "reward")
+    return found
+
+
+def grpo() -> dict[str, Any]:
+    return online(GRPOTrainer, GRPOConfig)
+
+
+def rloo() -> dict[str, Any]:
+    return online(RLOOTrainer, RLOOConfig)
+
+
+class Receiver:
+    """Takes the place of the client of a vLLM server, and of a vLLM in this process."""
+
+    def __init__(self) -> None:
+        self.syncs: list[dict[str, torch.Tensor]] = []
+        self.overwritten: list[str] = []
+        self._received: dict[str, torch.Tensor] = {}
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+
+    def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
+        # vLLM packs tensors of up to 1 GB before it sends them.
+        packed = [(name, value, value.clone()) for name, value in named_params]
+        assert [(n, str(v.dtype).removeprefix("torch."), list(v.shape)) for n, v, _ in packed] == metadata
+        self.overwritten += [name for name, value, copy in packed if not torch.equal(value, copy)]
+        self.load_weights([(name, copy) for name, _, copy in packed])
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        assert not self._received.keys() & dict(named)
+        self._received |= {name: value.clone() for name, value in named}
+
+    def reset_prefix_cache(self) -> None:
+        self.syncs.append(self._received)
+        self._received = {}
+
+
+class WithReceiver(VLLMGeneration):
+    """TRL's own code, with a receiver for vLLM, and a completion of each prompt that never changes."""
+
+    def _init_vllm(self) -> None:
+        self.vllm_client = self.llm = Receiver()
+
+    def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
+        completions = [[2 + (token * (i + 3)) % 50 for token in ids[: 2 + i % 4]] for i, ids in enumerate(prompts)]
+        return prompts, completions, [[[0.0]] * len(ids) for ids in completions], None
+
+
+def vllm() -> dict[str, Any]:
+    """Send the weights to vLLM before each step, at each of its modes, with and without an adapter."""
+    grpo_trainer.VLLMGeneration = rloo_trainer.VLLMGeneration = WithReceiver
+    data = Dataset.from_dict({"prompt": [text(seed) for seed in range(16)]})
+    rest: dict[str, Any] = {"reward_funcs": reward_of_length, "train_dataset": data, "processing_class": tokenizer()}
+    rest["eval_dataset"] = data
+    changes = COMMON | {"num_generations": 4, "max_completion_length": 8, "max_steps": 3, "use_vllm": True}
+    server = GRPOConfig(str(FOLDER / "vllm"), vllm_mode="server", vllm_importance_sampling_correction=False, **changes)
+    colocate = RLOOConfig(str(FOLDER / "vllm"), vllm_mode="colocate", beta=0.0, **changes)
+
+    def tied() -> Any:
+        return tiny_llama(tie_word_embeddings=True)
+
+    found = {}
+    for where, trainer_type, arguments, model in (
+        ("server", GRPOTrainer, server, tied),
+        ("server with an adapter", GRPOTrainer, server, lambda: lora(tied())),
+        ("colocate", RLOOTrainer, colocate, tied),
+        ("colocate with an adapter", RLOOTrainer, colocate, lambda: lora(tied())),
+    ):
+        plain = trainer_type(model(), args=arguments, **rest)
+        found[f"ddp, {where}"] = logged(plain, "reward")
+        expected = plain.vllm_generation.llm.syncs
+        for stage in (2, 3):
+
+            class ZeroOnline(ZeroTrainerMixin, trainer_type):
+                pass
+
+            trainer = ZeroOnline(model(), args=arguments, zero_config=zero(stage), **rest)
+            # An evaluation has another engine, whose tensors come in another order. DDP trains another way after one.
+            trainer.evaluate()
+            found[f"stage {stage}, {where}"] = logged(trainer, "reward")
+            syncs = trainer.vllm_generation.llm.syncs
+            assert not trainer.vllm_generation.llm.overwritten
+            for step, (sync, other) in enumerate(zip(syncs, expected, strict=True)):
+                assert sync.keys() == other.keys(), sync.keys() ^ other.keys()
+                torch.testing.assert_close(sync, other, rtol=0, atol=1e-5 if step else 0)
+        assert len(expected) == (3 if plain.args.vllm_mode == "colocate" or plain.is_world_process_zero() else 0)
     return found
 
 
 def main() -> None:
-    scenarios = {"sft": sft, "adapter": sft_of_an_adapter, "dpo": dpo, "grpo": grpo}
+    scenarios = {"sft": sft, "adapter": sft_of_an_adapter, "dpo": dpo, "grpo": grpo, "rloo": rloo, "vllm": vllm}
     chosen = sys.argv[2:] or scenarios
     report({name: scenarios[name]() for name in chosen})
 

@@ -26,6 +26,7 @@ from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
 from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
+from zeroengine.integrations.transformers.online import StreamedModel
 from zeroengine.integrations.transformers.settings import (
     load_settings,
     own_optimizer,
@@ -73,6 +74,11 @@ class ZeroTrainerMixin(Trainer):
         self._given_config = zero_config
         self._created_optimizer: torch.optim.Optimizer | None = None
         super().__init__(*args, **kwargs)
+        # What TRL's online trainers send weights to vLLM with reads them from the model.
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
+            generation.model = StreamedModel(
+                generation, is_peft_model(self.model), lambda: self._require_engine("a sync of the weights for vLLM")
+            )
 
     @property
     def engine(self) -> Engine | None:
@@ -119,6 +125,9 @@ class ZeroTrainerMixin(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         # The optimizer is built over parameters that are trainable and ordinary.
         self.accelerator.end_evaluation()
+        if (generation := getattr(self, "vllm_generation", None)) is not None:
+            # The tensors of another engine come in another order, so a server is told it again.
+            generation._weight_metadata = None
         settings = with_number_of_steps(self._settings, self.args, max_steps)
         self.accelerator.zero_config = with_manual_accumulation(settings, self.args)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -196,8 +205,11 @@ class ZeroTrainerMixin(Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate completions for GRPO. Each rank may run another number of forwards, so parameters are gathered."""
-        with gathered(self.model) if self._is_partitioned() else nullcontext():
+        """Generate completions. Each rank may run another number of forwards, so parameters are gathered.
+
+        vLLM generates with weights of its own.
+        """
+        with nullcontext() if self.use_vllm or not self._is_partitioned() else gathered(self.model):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
