@@ -287,7 +287,9 @@ class WeightStream:
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         """End the stream."""
-        self.close() if error is None else self.close(f"its consumer raised {type(error).__name__}: {error}")
+        # A generator around the stream that its consumer drops gets a GeneratorExit.
+        has_ended = error is None or isinstance(error, GeneratorExit)
+        self.close() if has_ended else self.close(f"its consumer raised {type(error).__name__}: {error}")
 
     def __del__(self) -> None:
         """End the stream, which its consumer has dropped."""

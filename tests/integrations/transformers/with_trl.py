@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -203,6 +204,26 @@ class WithReceiver(VLLMGeneration):
         return prompts, completions, [[[0.0]] * len(ids) for ids in completions], None
 
 
+def check_lost_receiver(trainer: Any) -> None:
+    """Check that a receiver that fails ends the sync on all ranks, and that the next one gets all tensors."""
+    generation, names = trainer.vllm_generation, trainer.vllm_generation.llm.syncs[-1:]
+    if generation.mode == "colocate":
+        return
+    generation.vllm_client = SimpleNamespace(update_named_params=lambda metadata, named: [next(named), 1 / 0])
+    text = (
+        "division by zero" if trainer.is_world_process_zero() else "rank 0 failed to stream weights: its consumer ended"
+    )
+    try:
+        generation.sync_weights()
+    except (ZeroDivisionError, zeroengine.ZeroEngineError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("no error")
+    generation.vllm_client = Receiver()
+    generation.sync_weights()
+    assert [sync.keys() for sync in generation.vllm_client.syncs] == [sync.keys() for sync in names]
+
+
 def vllm() -> dict[str, Any]:
     """Send the weights to vLLM before each step, at each of its modes, with and without an adapter."""
     grpo_trainer.VLLMGeneration = rloo_trainer.VLLMGeneration = WithReceiver
@@ -237,6 +258,7 @@ def vllm() -> dict[str, Any]:
             found[f"stage {stage}, {where}"] = logged(trainer, "reward")
             syncs = trainer.vllm_generation.llm.syncs
             assert not trainer.vllm_generation.llm.overwritten
+            check_lost_receiver(trainer)
             for step, (sync, other) in enumerate(zip(syncs, expected, strict=True)):
                 assert sync.keys() == other.keys(), sync.keys() ^ other.keys()
                 torch.testing.assert_close(sync, other, rtol=0, atol=1e-5 if step else 0)
