@@ -99,9 +99,9 @@ class Bucket(NamedTuple):
 
     def piece(self, run: Run) -> WeightPiece:
         """Return the piece of a run."""
-        name, shape = run.tensor.name, run.tensor.spec.shape
-        rows = (run.numel // max(math.prod(shape[1:]), 1), *shape[1:]) if shape else ()
-        return WeightPiece(name, self.values(run).view(rows), run.row, shape)
+        shape = run.tensor.spec.shape
+        sizes = shape if run.numel == run.tensor.spec.numel else (-1, *shape[1:])
+        return WeightPiece(run.tensor.name, self.values(run).view(sizes), run.row, shape)
 
 
 def plan_buckets(tensors: Sequence[OutgoingTensor], bucket_bytes: int) -> list[list[Run]]:
