@@ -100,6 +100,16 @@ def streams_of_groups() -> None:
             got = taken(engine.stream_weights(ranks=ranks, bucket_bytes=SMALL))
             expected = {name: state[name] for name in state if name != "head.weight"}
             assert same(got, expected if ranks in ("all", engine.rank) else {}), (more, ranks)
+        # All ranks go through the same buckets, also where the weights of one replica alone have changed.
+        token = zeroengine.WeightsToken()
+        sampler: State = {}
+        for _ in range(2):
+            stream = engine.stream_weights(since=token, ranks=0, bucket_bytes=SMALL)
+            sampler |= taken(stream)
+            token, state = stream.token, state_of(engine)
+            assert engine.rank or same(sampler, state)
+            engine.backward(engine(*batch(1, engine.rank)) * (engine.rank >= 2))
+            engine.step()
         engine.close()
 
 

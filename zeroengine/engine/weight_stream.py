@@ -82,13 +82,14 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         parts.states.master_weights.settle()
     with group.collective_errors("to stream weights"):
         selection = select(tensors, tensors.saved_names(), options, parameter_spec, call)
-    token, outgoing = None, selection.tensors
+    token, outgoing, replicas = None, selection.tensors, parts.ranks.replica_layout
     if since is not None:
-        digests = digests_of(outgoing, selection.stored, parts.ranks.replica_group, parts.partition.placement)
+        digests = digests_of(
+            outgoing, selection.stored, group, replicas.ranks_per_replica, parts.partition.placement
+        )
         outgoing = [tensor for tensor in outgoing if since.digests.get(tensor.name) != digests[tensor.name]]
         token = since.next(digests, gatherer)
     buckets = arguments.plan(outgoing, nbytes)
-    replicas = parts.ranks.replica_layout
     memory = None
     if receives := receiver is None or receiver == group.rank:
         size = max((runs[-1].end for runs in buckets if runs), default=0)

@@ -49,34 +49,39 @@ class WeightsToken:
 
 
 def digests_of(
-    tensors: Sequence[OutgoingTensor], stored: Mapping[str, StoredValue], group: Group, placement: Placement
+    tensors: Sequence[OutgoingTensor],
+    stored: Mapping[str, StoredValue],
+    group: Group,
+    ranks_per_replica: int,
+    placement: Placement,
 ) -> dict[str, tuple[object, ...]]:
     """Return the dtype of each tensor, and the digests of what its values come from, by name. A collective.
 
-    Every rank reads a part of each parameter, and one sum adds the digests of the parts.
+    Every rank reads a part of each parameter, and one sum adds the digests of the parts, and those of all replicas and
+    of what each rank has for itself. So all ranks see the same changes, whoever gets the values.
 
     Args:
         tensors: The tensors.
         stored: What conversions take, by name.
-        group: The ranks that the parameters are partitioned over.
+        group: All ranks.
+        ranks_per_replica: The number of ranks that the parameters are partitioned over.
         placement: The states that live in CPU memory or on a disk.
     """
     sources = {tensor.name: values_of(tensor.source, stored) for tensor in tensors}
     numbers = {source: i for i, source in enumerate({source: None for own in sources.values() for source in own})}
     sums = torch.zeros(len(numbers), dtype=torch.int64, device=group.device)
     for unit in dict.fromkeys(source.unit for source in numbers if isinstance(source, Slot)):
-        own_range = unit.layout.unreplicated_range(group.rank, unit.degrees.parameters, group.world_size)
-        for span in unit.layout.spans(group.rank, unit.degrees.parameters, own_range):
+        own_range = unit.layout.unreplicated_range(unit.rank, unit.degrees.parameters, ranks_per_replica)
+        for span in unit.layout.spans(unit.rank, unit.degrees.parameters, own_range):
             if (number := numbers.get(Slot(unit, span.param_index))) is not None:
                 values = unit.shard[span.shard_slice]
                 populate(values)
                 sums[number] = ops.digest(values, span.param_offset)
         placement.evict(unit.shard)
     for source, number in numbers.items():
-        # Every rank has such a value, and the first one's counts.
-        if not isinstance(source, Slot) and group.rank == 0:
+        if not isinstance(source, Slot):
             sums[number] = ops.digest(source.value)
-    # The digests of parts add up modulo 2**64.
+    # The digests add up modulo 2**64.
     group.all_reduce(sums)
     digests = dict(zip(numbers, sums.tolist(), strict=True))
     return {t.name: (str(t.spec.dtype), *(digests[source] for source in sources[t.name])) for t in tensors}
