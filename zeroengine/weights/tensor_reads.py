@@ -122,14 +122,16 @@ class TensorReads:
             if target is not None:
                 target.copy_(source.value.detach().reshape(-1)[start:stop])
             return
-        unit, offset = source.unit, source.unit.layout.slots[source.param_index].offset
+        unit = source.unit
         if self._receiver is not None and unit.is_releasable:
+            offset = unit.layout.slots[source.param_index].offset
             self._exchange(target, unit, start + offset, stop + offset)
             return
         if self._receiver is None:
             self._pin(unit)
         if target is not None:
-            target.copy_(unit.full_buffer.tensor[start + offset : stop + offset])
+            # User code may have given the parameter other memory.
+            target.copy_(unit.params[source.param_index].detach().reshape(-1)[start:stop])
 
     def _exchange(self, target: torch.Tensor | None, unit: Unit, start: int, stop: int) -> None:
         """Send the elements [start, stop) of a unit's flat buffer to the receiver."""
