@@ -46,6 +46,7 @@ class Group:
         world_size: The number of ranks.
         numbers: The engine's number of each rank.
         is_collecting_errors: Whether a block of ``collective_errors`` is running, which tells the others of an error.
+        num_errors: How many errors all ranks have raised together, from ``collective_errors``.
         has_peers: Whether other ranks answer. Those of torch's ``fake`` backend do not.
     """
 
@@ -65,8 +66,7 @@ class Group:
         self._long_wait: LongWait | None = None
         # The watchdog of the group that this one is a part of.
         self._shared_watchdog: Watchdog | None = None
-        self._error_of_all_ranks: Exception | None = None
-        self.is_collecting_errors = False
+        self.is_collecting_errors, self.num_errors = False, 0
         self.backend = backend_of(group, device.type)
         self.has_peers = self.world_size > 1 and self.backend != "fake"
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
@@ -133,13 +133,16 @@ class Group:
         # Every rank takes part in the exchange before it raises, or the others would wait for it.
         failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)
         for rank, other in failures:
-            self._error_of_all_ranks = error or other[0](f"rank {self.numbers[rank]} failed {purpose}: {other[1]}")
-            raise self._error_of_all_ranks
+            error = error or other[0](f"rank {self.numbers[rank]} failed {purpose}: {other[1]}")
+            self.num_errors += 1
+            # The group does not keep the error, whose traceback has the variables of the functions of the user.
+            error.__dict__["of_all_ranks"] = id(self), self.num_errors
+            raise error
         facts += [fact for _, fact in reports_and_facts]  # type: ignore[misc]
 
     def is_error_of_all_ranks(self, error: BaseException | None) -> bool:
         """Return whether ``error`` is the last one of ``collective_errors``, so that every rank handles one now."""
-        return error is not None and error is self._error_of_all_ranks
+        return getattr(error, "of_all_ranks", None) == (id(self), self.num_errors)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy rank ``source``'s values to every rank, in place.

@@ -116,6 +116,8 @@ def prepare_close(parts: EngineParts) -> None:
     # Training may run inside an `except`, as a retry does. Its error does not concern this engine.
     if error is not None and error is not parts.error_at_start:
         parts.partition.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+        # The other ranks may not end their streams of the weights now.
+        parts.passes.gatherer.refuse_calls = None
         return
     _check_may_end(parts, "close()")
     try:

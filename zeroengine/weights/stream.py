@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -150,7 +151,8 @@ class BucketMemory:
         for memory in self._buckets:
             # Views hold the storage, and arrays of NumPy a view.
             if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) <= NUM_OWN_TENSORS:
-                return memory
+                # A view, which holds the storage until all pieces of the bucket have been yielded.
+                return memory[:]
         # The pair is passed on to the next bucket while the last tensor of the one before is still in use.
         if len(self._buckets) == 2:
             # What refers to the older one keeps it alive from here on.
@@ -163,7 +165,7 @@ class BucketMemory:
                     format_byte_size(self._nbytes),
                 )
         self._buckets.append(self._allocate(self._nbytes))
-        return self._buckets[-1]
+        return self._buckets[-1][:]
 
 
 class WeightStream:
@@ -199,6 +201,7 @@ class WeightStream:
     ) -> None:
         self._group, self._gatherer, self._reads = group, gatherer, reads
         self._fill_stream, self._token, self.tensors = fill_stream, token, tensors
+        self._num_errors = group.num_errors
         # It must not refer to the stream, which ends when its consumer has dropped it.
         self._filled = _filled(group, reads, memory, buckets, fill_stream)
         # The bucket that pieces are yielded of, the rest of its runs, and one that was filled ahead.
@@ -258,8 +261,9 @@ class WeightStream:
         """
         bucket, self._ahead = self._ahead or self._next_filled(), None
         if bucket is not None:
-            if self._fill_stream is not None:
-                self._hand_over(self._fill_stream, bucket)
+            self._wait_for_fills()
+            if self._fill_stream is not None and not bucket.memory.is_cuda:
+                self._fill_stream.synchronize()
         elif not self.has_ended:
             # No rank may change values before all ranks have read theirs.
             with self._ending_on_error(), self._group.collective_errors("to stream weights"):
@@ -273,13 +277,18 @@ class WeightStream:
         if self.has_ended:
             return
         self._end()
-        # A call that is refused inside such a block tells the others by itself.
-        if self._group.is_collecting_errors:
+        # An error that is raised inside such a block tells the others by itself.
+        if self._group.is_collecting_errors or self.has_failed:
             return
         place = "before its first tensor" if self._last_name is None else f"at {self._last_name}"
         # The error concerns the other ranks.
         with contextlib.suppress(ZeroEngineError), self._group.collective_errors("to stream weights"):
             raise ZeroEngineError(f"{reason} {place}")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether all ranks have raised an error since the stream was opened, which has ended the stream on others."""
+        return self._group.num_errors > self._num_errors
 
     def __enter__(self) -> WeightStream:
         """Return the stream."""
@@ -293,39 +302,39 @@ class WeightStream:
 
     def __del__(self) -> None:
         """End the stream, which its consumer has dropped."""
-        # The constructor may have raised.
-        if not getattr(self, "has_ended", True):
+        # The constructor may have raised, or the engine or the process has ended.
+        if not getattr(self, "has_ended", True) and self._gatherer.refuse_calls and not sys.is_finalizing():
             self.close()
 
     # -- filling ----------------------------------------------------------------------------------
 
     def _next_filled(self) -> Bucket | None:
         """Return the next bucket with values for this rank, filled."""
+        if self.has_failed:
+            self.close()
         if self.has_ended:
             return None
         with self._ending_on_error():
             return next(self._filled, None)
 
-    def _hand_over(self, fill_stream: torch.cuda.Stream, bucket: Bucket) -> None:
-        """Order what the consumer issues behind the values of a bucket."""
-        torch.cuda.current_stream(self._group.device).wait_stream(fill_stream)
-        if not bucket.memory.is_cuda:
-            fill_stream.synchronize()
+    def _wait_for_fills(self) -> None:
+        """Order what is issued next behind all reads of values."""
+        if self._fill_stream is not None:
+            torch.cuda.current_stream(self._group.device).wait_stream(self._fill_stream)
 
     @contextlib.contextmanager
     def _ending_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if self._group.is_error_of_all_ranks(error):
-                self._end()
-            else:
-                self.close(f"{type(error).__name__}: {error}")
+            self.close(f"{type(error).__name__}: {error}")
             raise
 
     def _end(self) -> None:
         self.has_ended = True
         self._gatherer.refuse_calls = None
+        # The next step may write the values that are sent, or that a bucket is filled with ahead.
+        self._wait_for_fills()
         self._reads.close()
         # The memory of buckets belongs to the consumer from here on.
         self._bucket = self._ahead = None
@@ -367,8 +376,12 @@ def _filling(fill_stream: torch.cuda.Stream | None, device: torch.device) -> Ite
 
 def _refuse(stream: WeightStream | None, call: str) -> None:
     """Refuse a call of the engine during a stream, which ends."""
-    if stream is not None:
-        stream.close(f"its consumer called {call}")
+    if stream is None:
+        return
+    # After an error of all ranks they go on without the stream, which a variable may still refer to.
+    has_failed = stream.has_failed
+    stream.close(f"its consumer called {call}")
+    if not has_failed:
         raise ZeroEngineError(
             f"{call} during a stream of the weights, which ends by it: take the whole stream before, or close() it"
         )
