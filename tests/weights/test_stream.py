@@ -17,7 +17,7 @@ from tests.distributed.training import start
 from zeroengine.errors import ZeroEngineError
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.selection import LocalValue, OutgoingTensor
-from zeroengine.weights.stream import BucketMemory, WeightStream, plan_buckets
+from zeroengine.weights.stream import Bucket, BucketMemory, WeightStream, plan_buckets
 
 State = dict[str, torch.Tensor]
 SMALL = 1 << 10  # less than most tensors of the tiny models
@@ -71,6 +71,12 @@ def streams_of_stages(folder: str, every: bool) -> None:
                 assert list(stream.tensors) == list(got) or not got
         cast = taken(engine.stream_weights("fp16", names="blocks.*", bucket_bytes=SMALL))
         assert same(cast, {name: v.half() for name, v in state.items() if name.startswith("blocks.")})
+        if stage < 3:
+            # Memory of the user is no reason to return other values.
+            weight = engine.module.norm.weight
+            memory, weight.data = weight.data, torch.full_like(weight, 3)
+            assert bool((engine.full_state_dict(names="norm.weight")["norm.weight"] == 3).all()), stage
+            weight.data = memory
         # What is written now is streamed, and training goes on.
         with zeroengine.gathered(engine.module.tok), torch.no_grad():
             engine.module.tok.weight.fill_(0.5)
@@ -139,6 +145,8 @@ def test_buckets_hold_each_element_once_in_order_and_stay_within_their_size() ->
         assert covered == {tensor.name: tensor.spec.numel for tensor in fitting}
         whole = [run for runs in plan_buckets(fitting, nbytes) for run in runs if run.tensor.spec.nbytes <= nbytes]
         assert all(run.numel == run.tensor.spec.numel for run in whole), "what fits into a bucket is not cut"
+        bucket = Bucket(torch.zeros(nbytes, dtype=torch.uint8), whole)
+        assert all(bucket.piece(run).is_whole for run in whole), "also without elements"
 
 
 def test_a_bucket_is_not_used_again_while_anything_refers_to_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,7 +167,8 @@ def test_a_bucket_is_not_used_again_while_anything_refers_to_it(caplog: pytest.L
         tensor.fill_(7)
     assert not array.any() and not view.any()
     del more, tensor, third
-    assert memory.take().data_ptr() == memory.take().data_ptr()
+    reused = memory.take().data_ptr()
+    assert memory.take().data_ptr() == reused
 
 
 # -- ends -----------------------------------------------------------------------------------------
@@ -222,6 +231,20 @@ def ends() -> None:
         assert name in message, (name, message)
     for everyone in (engine.step, lambda: step(engine)):
         assert "during a stream" in raised(lambda call=everyone: consumer_calls(call, True))
+
+    # So does an error of a call for another reason, although a variable still refers to the stream.
+    def consumer_fails() -> None:
+        stream = open_one()
+        next(stream)
+        if rank == 1:
+            with engine.average_weights():
+                pass
+        taken(stream)
+
+    with pytest.raises(ZeroEngineError, match="no moving average") as failure:
+        consumer_fails()
+    step(engine)
+    del failure
 
     # A tensor that is larger than a bucket does not unpack as if it were whole.
     assert "bucket_bytes" in raised(lambda: dict(iter(open_one())))

@@ -84,9 +84,7 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         selection = select(tensors, tensors.saved_names(), options, parameter_spec, call)
     token, outgoing, replicas = None, selection.tensors, parts.ranks.replica_layout
     if since is not None:
-        digests = digests_of(
-            outgoing, selection.stored, group, replicas.ranks_per_replica, parts.partition.placement
-        )
+        digests = digests_of(outgoing, selection.stored, group, replicas.ranks_per_replica, parts.partition.placement)
         outgoing = [tensor for tensor in outgoing if since.digests.get(tensor.name) != digests[tensor.name]]
         token = since.next(digests, gatherer)
     buckets = arguments.plan(outgoing, nbytes)

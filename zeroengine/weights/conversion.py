@@ -58,8 +58,3 @@ class ConversionPlan:
         """Return the shapes and dtypes of the new layout, from those of the old one."""
         renamed = {name: specs[old_name] for name, old_name in self.old_names.items()}
         return renamed | {name: spec for group in self.groups for name, spec in group.targets.items()}
-
-
-def same_names(names: Iterable[str]) -> ConversionPlan:
-    """Return the plan that changes nothing."""
-    return ConversionPlan({name: name for name in names}, [], lambda name: name)

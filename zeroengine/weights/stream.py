@@ -354,24 +354,16 @@ def _filled(
         with group.collective_errors("to stream weights"):
             reads.raise_error()
             bucket = None if memory is None else Bucket(memory.take(), runs)
-        with _filling(fill_stream, group.device):
+        if fill_stream is not None:
+            # What the consumer has issued may still read the memory that is filled.
+            fill_stream.wait_stream(torch.cuda.current_stream(group.device))
+        # The consumer computes with the last bucket meanwhile. Without a stream this changes nothing.
+        with torch.cuda.stream(fill_stream):
             for run in runs:
                 target = None if bucket is None else bucket.values(run)
                 reads.read(target, run.tensor, run.start, run.start + run.numel)
         if bucket is not None and not reads.errors:
             yield bucket
-
-
-@contextlib.contextmanager
-def _filling(fill_stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """Let the consumer compute with the last bucket meanwhile."""
-    if fill_stream is None:
-        yield
-        return
-    # What the consumer has issued may still read the memory that is filled.
-    fill_stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(fill_stream):
-        yield
 
 
 def _refuse(stream: WeightStream | None, call: str) -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from zeroengine.checkpoint.entries import part_of_box
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
-from zeroengine.weights.conversion import BoxValues, ConversionPlan, TensorConversion, same_names
+from zeroengine.weights.conversion import BoxValues, ConversionPlan, TensorConversion
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.sources import WeightSource
 
@@ -241,7 +241,7 @@ def plan_for_files(module: nn.Module, tensors: Mapping[str, TensorSpec]) -> Conv
     """
     model = _converted_model(module)
     if model is None:
-        return same_names(tensors)
+        return ConversionPlan({name: name for name in tensors}, [], lambda name: name)
     library = _library("core_model_loading")
     # `from_pretrained` leaves on the model what it has converted by.
     transforms = getattr(model, "_weight_conversions", None)
