@@ -62,6 +62,8 @@ class TensorReads:
     def read(self, target: torch.Tensor | None, tensor: OutgoingTensor, start: int, stop: int) -> None:
         """Copy the elements [start, stop) of a flattened tensor into ``target``, and cast them.
 
+        Page-locked memory is filled when the current stream has come so far.
+
         Args:
             target: 1-D, contiguous. None on a rank that gets no values.
             tensor: The tensor.
@@ -80,7 +82,7 @@ class TensorReads:
                 part_box, values = self._results[name]
                 first, last = max(start, part_box.start), min(stop, part_box.start + part_box.numel)
                 own = values.reshape(-1)[first - part_box.start : last - part_box.start]
-                target[first - start : last - start].copy_(own)
+                target[first - start : last - start].copy_(own, non_blocking=True)
 
     def close(self) -> None:
         """Release what is gathered."""
@@ -131,7 +133,8 @@ class TensorReads:
             self._pin(unit)
         if target is not None:
             # User code may have given the parameter other memory.
-            target.copy_(unit.params[source.param_index].detach().reshape(-1)[start:stop])
+            values = unit.params[source.param_index].detach().reshape(-1)[start:stop]
+            target.copy_(values, non_blocking=True)
 
     def _exchange(self, target: torch.Tensor | None, unit: Unit, start: int, stop: int) -> None:
         """Send the elements [start, stop) of a unit's flat buffer to the receiver."""
@@ -161,4 +164,4 @@ class TensorReads:
             work = self._transport.gather.all_to_all(received, sent, unit.name, slices)
         work.wait_stream()
         if target is not None and not is_direct:
-            target.copy_(received)
+            target.copy_(received, non_blocking=True)
