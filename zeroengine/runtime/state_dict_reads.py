@@ -42,13 +42,11 @@ class ModelState:
         values: The state dict. A value that is a parameter or a buffer, detached or copied, is that tensor itself,
             which may be released. Others are what the model's code computed, such as extra state.
         tensors: The keys that hold a parameter or a buffer, with that tensor.
-        slot_names: The name in its unit of each parameter.
         wrappers: By key, the quantized weights of which ``values`` has the storages alone, each under a key of its own.
     """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
-    slot_names: Mapping[nn.Parameter, str]
     wrappers: Mapping[str, nn.Parameter]
 
     def like(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,10 +65,7 @@ def read_model_state(model: nn.Module, units: Sequence[Unit], gatherer: Gatherer
     Raises:
         ZeroEngineError: A hook wrote in place to the values of a released parameter.
     """
-    slot_names = {
-        param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)
-    }
-    params = {name: param for param, name in slot_names.items()}
+    params = {s.name: param for unit in units for param, s in zip(unit.params, unit.layout.slots, strict=True)}
     values: OrderedDict[str, Any] = OrderedDict()
     wrappers: dict[str, nn.Parameter] = {}
     with StandIns(model, units, gatherer) as stand_ins:
@@ -91,7 +86,7 @@ def read_model_state(model: nn.Module, units: Sequence[Unit], gatherer: Gatherer
     if hasattr(state, "_metadata"):
         values._metadata = state._metadata  # type: ignore[attr-defined]
     tensors = {key: value for key, value in values.items() if stand_ins.knows(value)}
-    return ModelState(values, tensors, slot_names, wrappers)
+    return ModelState(values, tensors, wrappers)
 
 
 class StandIns(TorchFunctionMode):
