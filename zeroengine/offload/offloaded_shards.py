@@ -26,11 +26,13 @@ class _SendBuffer:
         memory: Its bytes.
         gather: The last all-gather that was sent from it; None if nothing reads it any more.
         busy: Whether it holds, or is receiving, a shard that was not sent yet.
+        address: The address of the shard that it holds, if `all_to_all` may send from it again.
     """
 
     memory: torch.Tensor
     gather: Work | None = None
     busy: bool = False
+    address: int = 0
 
 
 class OffloadedShards:
@@ -106,9 +108,15 @@ class OffloadedShards:
 
     def all_to_all(self, received: torch.Tensor, shard: torch.Tensor, part: slice, label: str, slices: Slices) -> Work:
         """Read a shard, and start to exchange a part of it. As ``Channel.all_to_all`` with ``shard[part]``."""
-        # The current stream orders this behind earlier uses of ``received``.
-        buffer, values = self._read(shard, label)
+        # Several parameters of a unit are sent one after another. The last shard stays in its buffer for that.
+        last = self._buffers[-1] if self._buffers else None
+        if last is not None and last.address == shard.data_ptr() and not last.busy:
+            buffer, values = last, last.memory[: shard.nbytes].view(shard.dtype)
+        else:
+            # The current stream orders this behind earlier uses of ``received``.
+            buffer, values = self._read(shard, label)
         buffer.gather = self._transport.gather.all_to_all(received, values[part], label, slices)
+        buffer.address = shard.data_ptr()
         return buffer.gather
 
     def _read(self, shard: torch.Tensor, label: str) -> tuple[_SendBuffer, torch.Tensor]:
@@ -128,6 +136,8 @@ class OffloadedShards:
 
         Waits for the reads, so that the shard may be written afterwards.
         """
+        for buffer in self._buffers:
+            buffer.address = 0
         if shard is None:
             # The reads are removed before they are awaited, so that a failed one raises only once.
             discarded, self._prefetched = self._prefetched, {}
@@ -147,7 +157,7 @@ class OffloadedShards:
 
     def _start_read(self, shard: torch.Tensor) -> tuple[_SendBuffer, Work]:
         buffer = self._free_buffer(shard.nbytes)
-        buffer.busy = True
+        buffer.busy, buffer.address = True, 0
         return buffer, self.store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
 
     def _free_buffer(self, nbytes: int) -> _SendBuffer:

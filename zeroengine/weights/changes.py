@@ -14,7 +14,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.weights.selection import OutgoingTensor, Slot, StoredValue, values_of
+from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue, values_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class WeightsToken:
     """What a consumer of streams has. `WeightsToken()` stands for one that has nothing yet.
 
     Attributes:
-        digests: By tensor, its dtype in the stream and the digests of what its values come from.
+        digests: By tensor, its dtype in the stream, how it is converted, and the digests of what its values come from.
         number: How many streams the consumer has taken.
         gatherer: Tells engines apart. None: any engine.
     """
@@ -84,4 +84,5 @@ def digests_of(
     # The digests add up modulo 2**64.
     group.all_reduce(sums)
     digests = dict(zip(numbers, sums.tolist(), strict=True))
-    return {t.name: (str(t.spec.dtype), *(digests[source] for source in sources[t.name])) for t in tensors}
+    settings = {t.name: t.source.group.settings if isinstance(t.source, Converted) else "" for t in tensors}
+    return {t.name: (str(t.spec.dtype), settings[t.name], *(digests[s] for s in sources[t.name])) for t in tensors}

@@ -22,11 +22,16 @@ class TensorConversion(Protocol):
         sources: The names of all tensors that are taken.
         targets: The tensors that are computed.
         num_parts: The number of parts.
+        settings: What the results depend on besides the values of the sources.
     """
 
     sources: list[str]
     targets: dict[str, TensorSpec]
     num_parts: int
+
+    @property
+    def settings(self) -> str:
+        """See above."""
 
     def boxes(self, part: int) -> list[tuple[str, Box]]:
         """Return what a part is computed from: boxes of tensors by name, in the order that `convert` takes values."""

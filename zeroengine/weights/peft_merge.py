@@ -46,6 +46,13 @@ class MergedLayers:
     targets: dict[str, TensorSpec]
     num_parts: int = 1
 
+    @property
+    def settings(self) -> str:
+        """As of `TensorConversion`: which adapters are merged, and by which factors."""
+        names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+        modules = [module for layer in self.layers for module in layer.modules()]
+        return repr([getattr(module, name, None) for module in modules for name in names])
+
     def boxes(self, part: int) -> list[tuple[str, Box]]:
         """Return all parameters of the layers."""
         params = [self.placeholders[param_id] for param_id in self.param_ids]

@@ -101,6 +101,11 @@ class TensorGroup:
             self._has_rows_of_sources = len(lengths) == 1 and per_source == {1} and _keep_rows(first)
         return lengths.pop() if self._has_rows_of_targets or self._has_rows_of_sources else 1
 
+    @property
+    def settings(self) -> str:
+        """As of `TensorConversion`."""
+        return type(self).__name__
+
     def boxes(self, part: int) -> list[tuple[str, Box]]:
         """Return what a part is computed from: boxes of tensors by name, in the order that `convert` takes values."""
         if self._has_rows_of_sources:
