@@ -131,6 +131,21 @@ def partitioned(model: Any, stage: int) -> zeroengine.Engine:
     return zeroengine.initialize(model, torch.optim.AdamW(trainable) if trainable else None, config=config)
 
 
+def check_changes() -> None:
+    """Check that a stream since an earlier one has the layers whose adapters count otherwise, with the same values."""
+    model = with_adapter(tiny_llama(), lora())
+    engine = partitioned(model, 3)
+    first = engine.stream_weights(merge="peft", since=zeroengine.WeightsToken())
+    num_tensors = len(list(first))
+    layer = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    layer.scaling["default"] *= 2
+    second = engine.stream_weights(merge="peft", since=first.token)
+    assert len(list(second)) == 1 < num_tensors
+    assert not list(engine.stream_weights(merge="peft", since=second.token))
+    assert len(list(engine.stream_weights(since=second.token))) > 1, "the adapters themselves were not sent yet"
+    engine.close()
+
+
 def check_refusals() -> None:
     """Check that what cannot be merged is an error on all ranks, after which the engine works."""
     # peft finds out when it merges, which one rank does.
@@ -186,6 +201,7 @@ def main() -> None:
                     check_equal(LlamaForCausalLM.from_pretrained(folder).state_dict(), expected, (kind, stage, "saved"))
             engine.close()
     check_refusals()
+    check_changes()
     report([len(KINDS), pieces])
 
 
