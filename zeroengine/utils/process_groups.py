@@ -4,9 +4,9 @@
 A thread of Gloo drops the tensors of a collective a moment after the collective is over. It takes the interpreter's
 lock (GIL) for that, because Python has seen the tensors. Before Python 3.14, a thread that asks for the lock while the
 interpreter shuts down is ended, and in the midst of C++ this aborts the process: "terminate called without an active
-exception", after a run that has trained well. So ``run_collective`` returns when no thread has the tensors any more.
-Where torch communicates by itself, as its checkpoints do, the engine has a group of its own, and destroys it before the
-interpreter shuts down: that joins the threads (``destroy_group``).
+exception", after a run that has trained well. So ``PendingCollective.wait`` returns when no thread has the tensors any
+more. Where torch communicates by itself, as its checkpoints do, the engine has a group of its own, and destroys it
+before the interpreter shuts down: that joins the threads (``destroy_group``).
 """
 
 from __future__ import annotations
@@ -27,27 +27,49 @@ T = TypeVar("T")
 DROP_POLL_S = 1e-5
 
 
-def run_collective(issue: Callable[..., dist.Work | None], *tensors: torch.Tensor) -> None:
-    """Run a collective and wait for it. No thread refers to the tensors afterwards, even after an error.
+class PendingCollective:
+    """A collective under way. No thread refers to its tensors after `wait`, even after an error.
 
     Args:
         issue: Starts the collective of its arguments (``async_op=True``), which share the memory of ``tensors``.
         tensors: The inputs and outputs.
+    """
+
+    def __init__(self, issue: Callable[..., dist.Work | None], *tensors: torch.Tensor) -> None:
+        # Nothing else refers to these objects, so their counts say whether a thread still does.
+        self._aliases = [tensor.detach() for tensor in tensors]
+        self._work = issue(*self._aliases)
+
+    def test(self) -> bool:
+        """Return whether the collective is over. If it is, do what `wait` does."""
+        if is_completed := self._work is None or self._work.is_completed():
+            self.wait()
+        return is_completed
+
+    def wait(self) -> None:
+        """Wait for the collective.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        try:
+            if self._work is not None:
+                self._work.wait()
+        finally:
+            # The work refers to the tensors as well.
+            self._work = None
+            while any(alias.device.type == "cpu" and alias._use_count() > 1 for alias in self._aliases):  # type: ignore[attr-defined]
+                time.sleep(DROP_POLL_S)
+            self._aliases = []
+
+
+def run_collective(issue: Callable[..., dist.Work | None], *tensors: torch.Tensor) -> None:
+    """Run a collective and wait for it. See ``PendingCollective``.
 
     Raises:
         RuntimeError: The collective failed.
     """
-    # Nothing else refers to these objects, so their counts say whether a thread still does.
-    aliases = [tensor.detach() for tensor in tensors]
-    work = issue(*aliases)
-    try:
-        if work is not None:
-            work.wait()
-    finally:
-        # The work refers to the tensors as well.
-        del work
-        while any(alias.device.type == "cpu" and alias._use_count() > 1 for alias in aliases):  # type: ignore[attr-defined]
-            time.sleep(DROP_POLL_S)
+    PendingCollective(issue, *tensors).wait()
 
 
 def all_gather_objects(group: dist.ProcessGroup, value: T, device: torch.device) -> list[T]:
