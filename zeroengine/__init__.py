@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zeroengine.optim.muon import Muon
     from zeroengine.plan.api import plan
     from zeroengine.weights.changes import WeightsToken
+    from zeroengine.weights.transfer import receive_weights
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
     _MODULES = {
         "zeroengine.deferred_init.meta_init": ["meta_init"],
@@ -60,6 +61,7 @@ else:  # Names are imported when they are first used, so the commands that need 
         "zeroengine.optim.mixed_optimizer": ["MixedOptimizer"],
         "zeroengine.optim.muon": ["Muon"],
         "zeroengine.weights.changes": ["WeightsToken"],
+        "zeroengine.weights.transfer": ["receive_weights"],
     }
     _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -102,6 +104,7 @@ __all__ = [
     "initialize",
     "meta_init",
     "plan",
+    "receive_weights",
     "set_full_gradient",
     "set_full_master",
     "set_full_optimizer_state",

@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -34,12 +35,14 @@ from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.live_loads import LoadResult, Weights
     from zeroengine.weights.stream import WeightStream
+    from zeroengine.weights.vllm_source import VllmWeightSource
 
 
 class Engine:
@@ -575,6 +578,55 @@ class Engine:
 
         arguments = StreamArguments(dtype, bucket_bytes, names, ranks, device, since, merge, buffers, layout)
         return open_stream(self._parts, self._checkpoints.tensors, arguments)
+
+    def send_weights(
+        self,
+        target: ProcessGroup | Store | None,
+        *,
+        receivers: int = 1,
+        timeout: float = 20.0,
+        start_timeout: float = 300.0,
+        **stream_arguments: Any,
+    ) -> WeightsToken | None:
+        """Send the weights from rank 0 to other processes, which call ``zeroengine.receive_weights``.
+
+        Call it on every training rank. Buckets go to all receivers at once; each is filled while they take the one
+        before. After an error the engine trains on. If a broadcast has failed, as when a receiver was killed inside of
+        it, the group is of no more use.
+
+        Args:
+            target: A torch process group of training rank 0 and the receivers, for broadcasts; or a store, such as
+                ``torch.distributed.TCPStore``, for shared memory on one host. The other training ranks may pass None.
+            receivers: The number of receivers at a store.
+            timeout: Seconds that a receiver may take for a bucket.
+            start_timeout: Seconds to wait for the receivers.
+            stream_arguments: Those of ``stream_weights``, except ``ranks`` and ``device``.
+
+        Returns:
+            With ``since``, the token for the next call.
+
+        Raises:
+            ZeroEngineError: On every rank, as ``stream_weights``; or a receiver has not come, has failed, has ended or
+                does not answer. Names the receiver.
+        """
+        from zeroengine.engine.weight_stream import send_weights
+
+        sender_arguments = target, receivers, timeout, start_timeout, self.device
+        return send_weights(self._parts, self._checkpoints.tensors, sender_arguments, stream_arguments)
+
+    def weight_source(self, **stream_arguments: Any) -> VllmWeightSource:
+        """Return the weights as what vLLM calls a ``WeightSource``, for its own trainer engines.
+
+        Args:
+            stream_arguments: Those of ``stream_weights``, except ``ranks``. ``layout`` is "files", whose names vLLM
+                loads, and ``bucket_bytes`` vLLM's ``packed_buffer_size_bytes``.
+        """
+        from zeroengine.engine.weight_stream import StreamArguments, open_stream
+        from zeroengine.weights.vllm_source import VllmWeightSource, plan_packed_buffers
+
+        # The plan leaves tensors whole.
+        arguments = StreamArguments(ranks=0, plan=plan_packed_buffers, **({"layout": "files"} | stream_arguments))
+        return VllmWeightSource(partial(open_stream, self._parts, self._checkpoints.tensors, arguments))
 
     # -- data -------------------------------------------------------------------------------------
 

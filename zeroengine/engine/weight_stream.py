@@ -1,9 +1,10 @@
-"""Open a stream of whole tensors, and collect a state dict: checks, names, and what reads the values."""
+"""Open a stream of whole tensors, send one, and collect a state dict: checks, names, and what reads the values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from zeroengine.weights.output_folder import parse_dtype
 from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
 from zeroengine.weights.stream import BucketMemory, Run, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
+from zeroengine.weights.transfer import Sender
 
 PlanBuckets = Callable[[list[OutgoingTensor], int], list[list[Run]]]
 
@@ -102,6 +104,36 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
     fill_stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     specs = {tensor.name: tensor.spec for tensor in outgoing}
     return WeightStream(group, gatherer, reads, specs, buckets, memory, fill_stream, token)
+
+
+def send_weights(
+    parts: EngineParts, tensors: EngineTensors, sender_arguments: tuple[Any, ...], stream_arguments: Mapping[str, Any]
+) -> WeightsToken | None:
+    """Send the weights, and return the token of the stream, if it has one. A collective. See ``Engine.send_weights``.
+
+    Args:
+        parts: The engine.
+        tensors: Its tensors.
+        sender_arguments: Those of `Sender`, which rank 0 has.
+        stream_arguments: The arguments of the stream.
+    """
+    group = parts.ranks.group
+    sender: Sender | None = None
+    with group.collective_errors("to send weights"):
+        arguments = StreamArguments(ranks=0, **stream_arguments)
+        if group.rank == 0:
+            sender = Sender(*sender_arguments)
+            arguments = replace(arguments, device=sender.device, allocate=sender.allocate)
+    with sender or nullcontext(), open_stream(parts, tensors, arguments) as stream:
+        if sender is None:
+            list(stream)
+        else:
+            sender.send(stream, is_whole=arguments.names is None and arguments.since is None)
+        # The stream has ended, and the other ranks still wait for what becomes of its last bucket.
+        with group.collective_errors("to send weights"):
+            if sender is not None:
+                sender.end()
+    return None if arguments.since is None else stream.token
 
 
 def collect_state_dict(

@@ -261,6 +261,7 @@ class WeightStream:
         """
         bucket, self._ahead = self._ahead or self._next_filled(), None
         if bucket is not None:
+            self._last_name = next((run.tensor.name for run in bucket.runs), None)
             self._wait_for_fills()
             if self._fill_stream is not None and not bucket.memory.is_cuda:
                 self._fill_stream.synchronize()
