@@ -10,10 +10,11 @@ that are one larger than the digit before. What a sampling engine such as vLLM w
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pickle
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -62,7 +63,16 @@ def run_sampler(port: int, rounds: int, count: int) -> None:
     policy = Policy()
     for number in range(rounds):
         zeroengine.receive_weights(store, into=policy)
-        store.set(f"samples {number}", pickle.dumps(sample(policy, count).tolist()))
+        store.set(f"samples {number}", json.dumps(sample(policy, count).tolist()))
+
+
+def wait_for_samples(store: dist.Store, sampler: subprocess.Popen[bytes], number: int) -> list[list[int]]:
+    while not store.check([key := f"samples {number}"]):
+        if sampler.poll() is not None:
+            raise RuntimeError(f"the sampler has ended with exit code {sampler.returncode}")
+        time.sleep(1e-3)
+    samples: list[list[int]] = json.loads(store.get(key))
+    return samples
 
 
 def main() -> None:
@@ -90,9 +100,13 @@ def main() -> None:
         sampler = subprocess.Popen(list(map(str, command)), env=environment)
     token = zeroengine.WeightsToken()
     for step in range(args.steps):
-        token = engine.send_weights(store, since=token)
-        samples = pickle.loads(store.get(f"samples {step}")) if store is not None else None
-        digits = torch.tensor(engine.group.all_gather_object(samples)[0])[engine.rank :: engine.world_size]
+        token = engine.send_weights(store, since=token, start_timeout=20)
+        samples: list[list[int]] = []
+        # An error of rank 0 becomes an error of all ranks, and its samples come to all.
+        with engine.group.collective_errors("to receive samples", samples) as samples_of_ranks:
+            if store is not None and sampler is not None:
+                samples += wait_for_samples(store, sampler, step)
+        digits = torch.tensor(samples_of_ranks[0])[engine.rank :: engine.world_size]
         rewards = reward(digits)
         log_probs = engine(digits[:, :-1]).log_softmax(2).gather(2, digits[:, 1:, None]).sum((1, 2))
         engine.backward(-((rewards - rewards.mean()) * log_probs).mean())
