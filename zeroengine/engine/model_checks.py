@@ -15,7 +15,7 @@ from zeroengine.config.zero import ZeroOptimization
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.storages import is_quantized, storages_of
+from zeroengine.partition.storages import exact_storages
 from zeroengine.runtime.quantized_parameters import library_of
 
 # The call that makes each class, by the class's module and name, so that none of these modules must be imported.
@@ -130,7 +130,7 @@ def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan], model: 
     Raises:
         ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16, or is a quantized one already.
     """
-    exact = {storage for param in model.parameters() if is_quantized(param) for _, storage in storages_of(param)}
+    exact = exact_storages(model)
     for plan in plans:
         quantized = {
             "zero_quantized_weights": zero.zero_quantized_weights,

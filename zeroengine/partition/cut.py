@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.storages import is_quantized, storages_of
+from zeroengine.partition.storages import exact_storages, storages_of
 from zeroengine.partition.unit_lists import find_unit_lists
 
 # Counted in elements. Outside of the blocks, a parameter of at least this size, such as an embedding, is a unit.
@@ -156,10 +156,9 @@ def cut_units(
     """
     check_has_parameters(model)
     names: dict[nn.Parameter, str] = {}
-    exact: set[nn.Parameter] = set()
+    exact = exact_storages(model)
     for name, param in model.named_parameters():
         names |= {storage: plain_name(name) + suffix for suffix, storage in storages_of(param)}
-        exact.update(storage for _, storage in storages_of(param) if is_quantized(param))
     roots = dict(_repeated_blocks(model)) if patterns is None else _match(model, patterns)
     params_of: dict[str, list[nn.Parameter]] = {name: [] for name in roots}
     taken: set[nn.Parameter] = set()

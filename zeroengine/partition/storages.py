@@ -20,6 +20,11 @@ def is_quantized(param: nn.Parameter) -> bool:
     return STORAGES_ATTRIBUTE in param.__dict__
 
 
+def exact_storages(model: nn.Module) -> set[nn.Parameter]:
+    """Return the storages of all quantized parameters of a model, whose values mean nothing in another dtype."""
+    return {storage for param in model.parameters() if is_quantized(param) for _, storage in storages_of(param)}
+
+
 def storages_of(param: nn.Parameter) -> tuple[tuple[str, nn.Parameter], ...]:
     """Return the storages of ``param``, each with what follows the name of ``param`` in the name of the storage."""
     storages: tuple[tuple[str, nn.Parameter], ...] = param.__dict__.get(STORAGES_ATTRIBUTE, (("", param),))
