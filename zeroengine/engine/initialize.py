@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroengine.comm.group import Group, as_process_group, backend_of, default_device, shard_ranks_of
+from zeroengine.comm.group import Group, backend_of, default_device
 from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.comm.process_group_argument import as_process_group, shard_ranks_of
 from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
