@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.listed import listed
 from zeroengine.utils.paths import checked_path
+from zeroengine.utils.postponed_errors import postponed
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights.conversion import TensorConversion
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
@@ -195,12 +195,3 @@ def _gather_box(
         if is_receiver:
             gathered_values[first - box.start : stop - box.start].copy_(values)
     return gathered_values.view(box.sizes) if is_receiver else gathered_values
-
-
-@contextlib.contextmanager
-def postponed(errors: list[Exception]) -> Iterator[None]:
-    """Keep an error for later, since the other ranks would wait for this one in the next exchange."""
-    try:
-        yield
-    except Exception as error:
-        errors.append(error)

@@ -15,8 +15,8 @@ from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.postponed_errors import postponed
 from zeroengine.weights.conversion import BoxValues, TensorConversion
-from zeroengine.weights.live_weights import postponed
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
 
