@@ -14,7 +14,7 @@ from zeroengine import ops
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_backward
+from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
@@ -65,8 +65,9 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
     with group.collective_errors("to stream weights", compared) as all_compared:
         gatherer.check_no_stream(call)
         check_outside_of_backward(call)
-        if gatherer.num_pins or parts.passes.forward.num_model_forwards:
-            raise ZeroEngineError(f"{call} inside of gathered() or of a forward: call it outside")
+        check_outside_of_forward(parts.passes.forward, call)
+        if gatherer.num_pins:
+            raise ZeroEngineError(f"{call} inside of gathered(): call it outside")
         parts.loop.state_offloader.check_resident(call, ["parameters"])
         parts.loop.foreign_parameters.check()
         options, nbytes, receiver, device = _checked(arguments, call, group.world_size, group.device)
@@ -164,11 +165,15 @@ def collect_state_dict(
     state: dict[str, Any] = {}
     try:
         for tensor in selection.tensors:
+            values = None
             if isinstance(tensor.source, LocalValue):
-                state[tensor.name] = tensor.source.value.detach().to("cpu", copy=True)
-                continue
-            values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu") if returns_values else None
-            reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
+                if returns_values:
+                    # In its own layout, such as a sparse one.
+                    values = tensor.source.value.detach().to("cpu", copy=True)
+            else:
+                if returns_values:
+                    values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu")
+                reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
             state[tensor.name] = values
         with group.collective_errors("to collect the state dict"):
             reads.raise_error()
