@@ -49,6 +49,8 @@ for line in sys.stdin:
 
 
 class IoVec(ctypes.Structure):
+    """The struct `iovec` of Linux."""
+
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
@@ -62,6 +64,7 @@ class Receiver:
         self._address, self._libc = int(self._process.stdout.readline()), ctypes.CDLL(None, use_errno=True)
 
     def copy(self, values: torch.Tensor, offset: int) -> None:
+        """Copy values to a byte of the memory there."""
         start, nbytes = values.data_ptr(), values.nbytes
         done = 0
         while done < nbytes:
@@ -74,18 +77,21 @@ class Receiver:
             done += written
 
     def digest(self) -> int:
+        """Return the digest of all bytes there."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
     def close(self) -> None:
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def tensors_of_zeroengine(model: nn.Module, bucket: str, ranks: Any, **options: Any) -> Callable[[], Iterator[Any]]:
+    """Return what yields the tensors of the model by a stream."""
     import zeroengine
 
     engine = zeroengine.engine_of(model)
@@ -135,11 +141,13 @@ def cases(engine: str, model: nn.Module, args: argparse.Namespace) -> dict[str, 
 
 
 def resident(key: str) -> int:
+    """Return a size of this process in bytes, by its key in `/proc/self/status`."""
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith(key)) * 1024
 
 
 def work(args: argparse.Namespace) -> None:
+    """Run one rank of one engine. Rank 0 prints a line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.bfloat16)

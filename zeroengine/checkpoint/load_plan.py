@@ -197,7 +197,7 @@ def _plan_averages(
         for name, of_model in names.model.stored_names.items()
         if name in own
     }
-    read = {name: at for name, at in present.items() if at in stored and not weights_only}
+    read = {name: stored_name for name, stored_name in present.items() if stored_name in stored and not weights_only}
     restarted = [name for name in present if name not in read]
     if tensors.group.rank == 0 and restarted and not weights_only:
         shown = listed(restarted, NUM_SHOWN)
@@ -207,7 +207,7 @@ def _plan_averages(
             '%s has moving averages of the weights, which are not loaded: they belong to "ema" in the configuration',
             path,
         )
-    return {at: own[name] for name, at in read.items()}, restarted
+    return {stored_name: own[name] for name, stored_name in read.items()}, restarted
 
 
 def _without_left_out(
@@ -303,10 +303,10 @@ def _check_blocks(names: CheckpointNames, name: str, key: str, path: Path, *, is
     if scales is None and (values.dtype != "uint8" or not is_moment):
         return
     blocks = (-(-math.prod(values.shape) // MOMENT_BLOCK),)
-    found = "without scales" if scales is None else f"with scales of {scales.dtype} and shape {scales.shape}"
+    with_scales = "without scales" if scales is None else f"with scales of {scales.dtype} and shape {scales.shape}"
     if scales is None or (values.dtype, scales.dtype, scales.shape) != ("uint8", "float32", blocks):
         raise CheckpointError(
-            f"{path}: the state {key} of {name} is {values.dtype} of shape {values.shape} {found}. A moment of 8 bits "
-            f"is uint8 of the parameter's shape, with scales of float32 and shape {blocks}: one for each "
+            f"{path}: the state {key} of {name} is {values.dtype} of shape {values.shape} {with_scales}. A moment of 8 "
+            f"bits is uint8 of the parameter's shape, with scales of float32 and shape {blocks}: one for each "
             f"{MOMENT_BLOCK} elements. Load with weights_only=True, or with optimizer=False."
         )

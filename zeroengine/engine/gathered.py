@@ -87,6 +87,7 @@ class ParameterOwner:
         self.parts.passes.outside_writes.reset_baseline(unit)
 
         def update_masters() -> None:
+            """Let the masters take the values."""
             for shard in self.parts.states.optimizer.shards:
                 if shard.unit is unit:
                     shard.reload_master()

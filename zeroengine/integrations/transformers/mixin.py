@@ -157,8 +157,8 @@ class ZeroTrainerMixin(Trainer):
     @classmethod
     def get_optimizer_cls_and_kwargs(cls, args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
         """Return the class of `args.optim` and its arguments: those of 8 bits need neither bitsandbytes nor torchao."""
-        found: tuple[Any, Any] = own_optimizer(args) or super().get_optimizer_cls_and_kwargs(args, model)
-        return found
+        class_and_arguments: tuple[Any, Any] = own_optimizer(args) or super().get_optimizer_cls_and_kwargs(args, model)
+        return class_and_arguments
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the trainer's own schedule, or a stand-in if the configuration names one, which the engine steps."""

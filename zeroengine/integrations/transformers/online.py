@@ -41,11 +41,11 @@ class StreamedModel(nn.Module):
                 for name, spec in stream.tensors.items():
                     yield name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
                 return
-            whole = torch.empty(0)
+            tensor = torch.empty(0)
             for piece in stream:
                 if piece.row == 0:
-                    whole = piece.values.new_empty(piece.shape)
-                rows = whole[piece.row : piece.row + len(piece.values)] if piece.shape else whole
+                    tensor = piece.values.new_empty(piece.shape)
+                rows = tensor[piece.row : piece.row + len(piece.values)] if piece.shape else tensor
                 rows.copy_(piece.values)
                 if piece.is_whole or piece.row + len(piece.values) == piece.shape[0]:
-                    yield piece.name, whole
+                    yield piece.name, tensor
