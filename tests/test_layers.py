@@ -28,7 +28,7 @@ TIERS = [
     {"comm", "disk"},
     {"offload", "deferred_init"},
     {"runtime"},
-    {"optim"},
+    {"optim", "sequence"},
     {"plan"},
     {"checkpoint"},
     {"weights"},

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from zeroengine.optim.mixed_optimizer import MixedOptimizer
     from zeroengine.optim.muon import Muon
     from zeroengine.plan.api import plan
+    from zeroengine.sequence import sequence_parallel
+    from zeroengine.sequence.batches import shard_sequence
+    from zeroengine.sequence.mean_loss import mean_loss
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.transfer import receive_weights
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
@@ -60,15 +63,18 @@ else:  # Names are imported when they are first used, so the commands that need 
         ],
         "zeroengine.optim.mixed_optimizer": ["MixedOptimizer"],
         "zeroengine.optim.muon": ["Muon"],
+        "zeroengine.sequence.batches": ["shard_sequence"],
+        "zeroengine.sequence.mean_loss": ["mean_loss"],
         "zeroengine.weights.changes": ["WeightsToken"],
         "zeroengine.weights.transfer": ["receive_weights"],
     }
+    # `plan` is a package that can be called.
+    _SUBMODULES = {"plan": "zeroengine.plan", "sequence_parallel": "zeroengine.sequence.sequence_parallel"}
     _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> Any:
-        if name == "plan":
-            # A package that can be called.
-            return importlib.import_module("zeroengine.plan")
+        if name in _SUBMODULES:
+            return importlib.import_module(_SUBMODULES[name])
         if name not in _MODULE_OF_NAME:
             from zeroengine.migration.messages import module_attribute
 
@@ -79,7 +85,7 @@ else:  # Names are imported when they are first used, so the commands that need 
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULE_OF_NAME, "plan"})
+        return sorted({*globals(), *_MODULE_OF_NAME, *_SUBMODULES})
 
 
 __version__ = "0.1.0"
@@ -102,12 +108,15 @@ __all__ = [
     "full_optimizer_state",
     "gathered",
     "initialize",
+    "mean_loss",
     "meta_init",
     "plan",
     "receive_weights",
+    "sequence_parallel",
     "set_full_gradient",
     "set_full_master",
     "set_full_optimizer_state",
+    "shard_sequence",
 ]
 
 if "torch" in sys.modules:  # a training script: it loads the engine here, not in the midst of its own start

@@ -20,10 +20,9 @@ from tests.distributed.training import start
 from zeroengine.engine.duplicate_inputs import (
     MICRO_STEPS,
     InputComparison,
-    digest_inputs,
     ranks_with_same_inputs,
-    sample_digest,
 )
+from zeroengine.runtime.input_digest import digest_inputs, sample_digest
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,8 @@
 """The contract between communication and the rest of the program.
 
-A ``Transport`` moves bytes between the ranks of one process group. It has two channels, ``gather`` and ``reduce``, each
-with its own order: all ranks issue the same operations on a channel in the same order, and an operation may be issued
-on one channel while another is under way on the other.
+A ``Transport`` moves bytes between the ranks of one process group. It has the channels ``gather`` and ``reduce``, and
+``exchange`` among ranks that share a sample. Each has its own order: all ranks issue the same operations on a channel
+in the same order, and an operation may be issued on one channel while another is under way on another one.
 
 [Note: Memory and streams]
 On CUDA the caching allocator gives freed memory to whoever next allocates on the stream that it was allocated on, at
@@ -284,6 +284,10 @@ class Transport(TransportTraits, Protocol):
     @property
     def reduce(self) -> Channel:
         """The channel that gradients are summed on."""
+
+    @property
+    def exchange(self) -> Channel:
+        """The channel that the ranks which share a sample exchange activations on. See ``open_groups``."""
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return uninitialized memory, 1-D, that operations may send from.

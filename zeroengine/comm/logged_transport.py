@@ -46,7 +46,8 @@ class _LoggedTransport:
 
     def __init__(self, transport: Transport, recorder: _Recorder) -> None:
         self._transport, self._recorder = transport, recorder
-        self.gather, self.reduce = (_LoggedChannel(c, recorder) for c in (transport.gather, transport.reduce))
+        channels = (transport.gather, transport.reduce, transport.exchange)
+        self.gather, self.reduce, self.exchange = (_LoggedChannel(channel, recorder) for channel in channels)
         self.packed_sums = None if transport.packed_sums is None else self.reduce
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
+from zeroengine.comm.interfaces import Channel, Transport
+from zeroengine.utils.work import Work
+
 # The seconds to wait until peers have read a buffer (``Channel.reusable``), before another buffer is made.
 REUSE_TIMEOUT_S = 1.0
 # So many buffers of one size suffice: one is filled while the other is sent. Waiting for fewer would stop the overlap.
@@ -32,3 +37,35 @@ def buffer_to_reuse(
     if buffer is None and len(buffers) >= enough and is_reusable(buffers[0], REUSE_TIMEOUT_S):
         buffer = buffers[0]
     return buffer
+
+
+class SendMemory:
+    """Memory that a channel sends from.
+
+    Where the transport ``keeps_memory`` it is used again. Elsewhere it is temporary.
+    """
+
+    def __init__(self, transport: Transport, channel: Channel) -> None:
+        self._transport, self._channel = transport, channel
+        self._reuses = transport.keeps_memory
+        # The memory with the last operation that sent it.
+        self._sent: list[tuple[torch.Tensor, Work]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is kept."""
+        return sum(memory.nbytes for memory, _ in self._sent)
+
+    def acquire(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 memory, 1-D, that no peer reads any more."""
+        fitting = [entry for entry in self._sent if entry[0].numel() == nbytes]
+        free = buffer_to_reuse(fitting, lambda entry, timeout_s: self._channel.reusable(entry[1], timeout_s))
+        if free is None:
+            return self._transport.empty(nbytes, torch.uint8)
+        self._sent = [entry for entry in self._sent if entry is not free]
+        return free[0]
+
+    def mark_sent(self, memory: torch.Tensor, work: Work) -> None:
+        """Record the operation that sends ``memory``."""
+        if self._reuses:
+            self._sent.append((memory, work))

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Channel, Levels, Ranks, Slices, Transport
-from zeroengine.comm.memory_reuse import buffer_to_reuse
+from zeroengine.comm.interfaces import Levels, Ranks, Slices, Transport
+from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
@@ -41,38 +41,6 @@ from zeroengine.utils.work import Then, Work, synchronize_stream
 GATHER_BITS = 8
 # Issues one hop for each item: its work, and whether it is the last.
 Hops = Iterator[tuple[Work, bool]]
-
-
-class SendMemory:
-    """Memory for packets that a channel sends.
-
-    Where the transport ``keeps_memory`` the packets' memory is used again. Elsewhere it is temporary.
-    """
-
-    def __init__(self, transport: Transport, channel: Channel) -> None:
-        self._transport, self._channel = transport, channel
-        self._reuses = transport.keeps_memory
-        # The memory with the last operation that sent it.
-        self._sent: list[tuple[torch.Tensor, Work]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that is kept."""
-        return sum(memory.nbytes for memory, _ in self._sent)
-
-    def acquire(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 memory, 1-D, that no peer reads any more."""
-        fitting = [entry for entry in self._sent if entry[0].numel() == nbytes]
-        free = buffer_to_reuse(fitting, lambda entry, timeout_s: self._channel.reusable(entry[1], timeout_s))
-        if free is None:
-            return self._transport.empty(nbytes, torch.uint8)
-        self._sent = [entry for entry in self._sent if entry is not free]
-        return free[0]
-
-    def mark_sent(self, memory: torch.Tensor, work: Work) -> None:
-        """Record the operation that sends ``memory``."""
-        if self._reuses:
-            self._sent.append((memory, work))
 
 
 def rounded(shard: torch.Tensor) -> torch.Tensor:

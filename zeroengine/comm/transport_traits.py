@@ -52,12 +52,13 @@ class TransportTraits(Protocol):
         """
         return 0
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
         """Prepare operations among some of the ranks. A collective.
 
         Args:
             degrees: The degrees that units have, in the same order on every rank.
             group: All ranks.
+            exchanging: The consecutive ranks that share a sample with this one, on the channel ``exchange``.
         """
         # Ranks exchange with one another directly.
         return

@@ -1,4 +1,4 @@
-"""Resolve the batch sizes: train_batch_size = micro-batch size x gradient_accumulation_steps x world_size."""
+"""Resolve the batch sizes: train_batch_size = micro-batch size x gradient_accumulation_steps x ranks (or groups)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("zeroengine")
 
 
 def resolve(
-    train: int | None, micro: int | None, steps: int | str | None, *, world_size: int, source: str
+    train: int | None, micro: int | None, steps: int | str | None, *, world_size: int, group_size: int = 1, source: str
 ) -> dict[str, Any]:
     """Return the three sizes by key, with the missing ones filled in.
 
@@ -34,6 +34,7 @@ def resolve(
         micro: The micro-batch size, or None if it is missing.
         steps: The number of micro-steps, "manual", or None if it is missing.
         world_size: The number of ranks.
+        group_size: The number of ranks that share each sample.
         source: The name of the configuration, for messages.
 
     Raises:
@@ -44,7 +45,8 @@ def resolve(
         if train is not None:
             raise ConfigError(f"{source}: {manual_with_train(train)}.")
         return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
-    full = int(os.environ.get(FULL_VARIABLE) or world_size)
+    full = int(os.environ.get(FULL_VARIABLE) or world_size) // group_size
+    world_size //= group_size
     if train and micro and steps and train == micro * steps * world_size:
         # The sizes fit this world size, so they have been resolved for it already, and an elastic run must not adapt
         # them again.
@@ -56,18 +58,18 @@ def resolve(
     # Without a number of micro-steps, the whole share of a rank is one micro-batch.
     elif micro is None:
         steps = steps or 1
-        micro = _divide(train, STEPS, steps, full, source)
+        micro = _divide(train, STEPS, steps, full, group_size, source)
     elif steps is None:
-        steps = _divide(train, MICRO, micro, full, source)
+        steps = _divide(train, MICRO, micro, full, group_size, source)
     elif train != micro * steps * full:
         product = micro * steps * full
         raise ConfigError(
-            f"{source}: {TRAIN} is {train}, but {MICRO} ({micro}) x {STEPS} ({steps}) x {_ranks(full)} = {product}. "
-            f"Change {TRAIN} to {product}, or remove one of the three."
+            f"{source}: {TRAIN} is {train}, but {MICRO} ({micro}) x {STEPS} ({steps}) x "
+            f"{_ranks(full, group_size)} = {product}. Change {TRAIN} to {product}, or remove one of the three."
         )
     if full != world_size:
         # Fewer ranks take over the work of those that are gone, so the loss curve stays comparable.
-        micro, steps = _adapt(train, micro, steps, world_size, full, source)
+        micro, steps = _adapt(train, micro, steps, world_size, full, group_size, source)
     if train > MAX_BATCH:
         raise ConfigError(f"{source}: {TRAIN} would be {train}, more than the {MAX_BATCH} that can be. Lower {MICRO}.")
     return {TRAIN: train, MICRO: micro, STEPS: steps}
@@ -81,12 +83,14 @@ def manual_with_train(train: int) -> str:
     )
 
 
-def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, source: str) -> tuple[int, int]:
+def _adapt(
+    train: int, micro: int, steps: int, world_size: int, full: int, group_size: int, source: str
+) -> tuple[int, int]:
     """Return micro-batch size and accumulation on another number of ranks, with a micro-batch no larger than before."""
     if train % world_size:
         raise ConfigError(
-            f"{source}: {TRAIN} is {train}, which {_ranks(world_size)} cannot share equally, and so many are left of "
-            f"{full}. Change {TRAIN} to a multiple of every number of ranks that --nnodes allows."
+            f"{source}: {TRAIN} is {train}, which {_ranks(world_size, group_size)} cannot share equally, and so "
+            f"many are left of {full}. Change {TRAIN} to a multiple of every number of ranks that --nnodes allows."
         )
     share = train // world_size
     # A micro-batch above the configured size might not fit into memory, so accumulation grows instead.
@@ -95,11 +99,13 @@ def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, sourc
     # All ranks compute the same sizes, and one line in the log is enough.
     if os.environ.get("RANK", "0") == "0":
         description = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
-        log.warning("%s of %s: %s, so that %s stays %d.", world_size, _ranks(full), description, TRAIN, train)
+        log.warning(
+            "%s of %s: %s, so that %s stays %d.", world_size, _ranks(full, group_size), description, TRAIN, train
+        )
     return fitting, share // fitting
 
 
-def _divide(train: int, name: str, value: int, world_size: int, source: str) -> int:
+def _divide(train: int, name: str, value: int, world_size: int, group_size: int, source: str) -> int:
     """Return the missing factor of `train`, where the factor `name` is `value`."""
     divisor = value * world_size
     if train % divisor == 0:
@@ -109,8 +115,8 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
     # Where the ranks do not divide the train batch, no other value of the key fits.
     share = f", or {name} to a divisor of {train // world_size}" if train % world_size == 0 else ""
     raise ConfigError(
-        f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {divisor}. "
-        f"Change {TRAIN} to {' or '.join(map(str, nearest))}{share}."
+        f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size, group_size)} = "
+        f"{divisor}. Change {TRAIN} to {' or '.join(map(str, nearest))}{share}."
     )
 
 
@@ -120,5 +126,7 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // d for d in small)]
 
 
-def _ranks(world_size: int) -> str:
+def _ranks(world_size: int, group_size: int) -> str:
+    if group_size > 1:
+        return f"{world_size} group{'s' if world_size > 1 else ''} of {group_size} ranks"
     return "1 rank" if world_size == 1 else f"{world_size} ranks"

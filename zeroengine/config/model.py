@@ -93,6 +93,9 @@ class Config(Section):
     """The optimizer, if none is passed to `initialize`."""
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule, if none is passed to `initialize`."""
+    sequence_parallel_size: Annotated[Positive, AUTO] = 1
+    """Number of consecutive ranks that share each sample, and have a part of its tokens each. States are partitioned
+    over all ranks as without it. 1: every rank has samples of its own."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is partitioned, and how its communication is divided and overlapped."""
     local_steps: LocalStepsField = None
@@ -287,6 +290,7 @@ class Config(Section):
             self.train_micro_batch_size_per_gpu,
             self.gradient_accumulation_steps,
             world_size=world_size,
+            group_size=self._check_sequence_groups(world_size),
             source=self._source,
         )
         # An explicit precision wins over the dtype of the model's parameters.
@@ -333,6 +337,17 @@ class Config(Section):
         """Return the number of ranks that hold every state once: those of a replica, or all. Needs `resolve`."""
         return world_size if self.local_steps is None else int(self.local_steps.replica_ranks or world_size)
 
+    def _check_sequence_groups(self, world_size: int) -> int:
+        """Return the number of ranks that share a sample, if it divides all ranks."""
+        size = self.sequence_parallel_size
+        if world_size % size:
+            fitting = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+            raise ConfigError(
+                f"{self._source}: sequence_parallel_size is {size}, and must divide the {world_size} "
+                f"rank{'s' if world_size > 1 else ''}; write {fitting}"
+            )
+        return size
+
     def _check_schedule(self) -> None:
         """Refuse "auto" where it has no default and no framework has filled in a value."""
         for name, value in self.scheduler.params.items() if self.scheduler is not None else ():
@@ -361,6 +376,11 @@ class Config(Section):
             raise ValueError(batch.manual_with_train(self.train_batch_size))
         if self.local_steps is not None and self.scales_loss:
             raise ValueError(SCALED_REPLICAS)
+        if self.local_steps is not None and self.sequence_parallel_size > 1:
+            raise ValueError(
+                "local_steps and sequence_parallel_size do not go together, because the ranks of a sample take every "
+                'step together; write "local_steps": null, or "sequence_parallel_size": 1'
+            )
         if self.local_steps is not None and self.ema is not None:
             raise ValueError(
                 "local_steps and ema do not go together, because replicas would have different averages between "

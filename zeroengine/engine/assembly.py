@@ -33,6 +33,8 @@ from zeroengine.engine.parts import (
 from zeroengine.engine.reports import Reports, start_reports
 from zeroengine.engine.step import StepRunner
 from zeroengine.offload.state_offloader import StateOffloader
+from zeroengine.sequence import model_check, transformers_models
+from zeroengine.sequence.group import SequenceGroup
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -51,6 +53,7 @@ class LoopParts:
         input_comparison: Warns where ranks train on the same samples.
         state_offloader: Moves states away from the device on request.
         save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
+        sequences: The ranks that share each sample.
     """
 
     accumulation: Accumulation
@@ -60,6 +63,7 @@ class LoopParts:
     input_comparison: InputComparison
     state_offloader: StateOffloader
     save_on_signal: SaveOnSignal | None
+    sequences: SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,15 @@ def build_parts(
     if save_on_signal is not None:
         setup.undo.callback(save_on_signal.close)
     partition = partition_model(setup, ranks, reports.timer)
+    sequences = SequenceGroup(
+        ranks.transport, setup.config.sequence_parallel_size, ranks.group.device, reports.timer, setup.undo
+    )
+    if sequences.size > 1:
+        transformers_models.connect(setup.model, sequences, setup.undo)
     passes = connect_passes(setup, ranks, partition, reports.timer)
+    if sequences.size > 1:
+        # The check comes before the engine's own hooks, which then see ordinary forwards.
+        model_check.install(setup.model, sequences, setup.undo)
     states = build_states(setup, ranks, partition, passes, reports.timer, calls)
     config, clipping = setup.config, GradientClipping(setup.config.gradient_clipping)
     micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
@@ -117,9 +129,10 @@ def build_parts(
         clipping,
         StepRunner(config, ranks, passes, states, clipping, reports),
         ForeignParameters(setup.model, partition.units, setup.base_optimizer),
-        InputComparison(ranks.sums, group.device),
+        InputComparison(ranks.sums, group.device, sequences.size),
         StateOffloader(config, group.rank, group.device),
         save_on_signal,
+        sequences,
     )
     # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
     trim_heap()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ResumableLoader:
 
     Attributes:
         epoch: The number of the current epoch from 0, or between epochs of the next one.
+        cut: Returns the part of a batch that this rank takes.
 
     Raises:
         ZeroEngineError: The data set has no length or too few samples, or an option is one that the loader chooses.
@@ -72,6 +73,7 @@ class ResumableLoader:
                 "train_micro_batch_size_per_gpu"
             )
         self.epoch = 0
+        self.cut: Callable[[Any], Any] = lambda batch: batch
         self._rank, self._world_size, self._shuffle, self._seed = rank, world_size, shuffle, seed
         # This rank's samples in the epoch, which each epoch replaces.
         self._indices: list[int] = []
@@ -108,7 +110,7 @@ class ResumableLoader:
         for batch in self._loader:
             # This comes before the yield, because a checkpoint saved while this batch is used must not repeat it.
             self._consumed += self._samples_per_step
-            yield batch
+            yield self.cut(batch)
         self.epoch += 1
         self._consumed = 0
 

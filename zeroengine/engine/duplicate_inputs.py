@@ -6,29 +6,22 @@ Nothing fails in such a run: all ranks compute the same gradient, and the work o
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroengine.comm.replicas import RankSums
-from zeroengine.ops import digest
+from zeroengine.errors import DivergenceError
+from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.listed import listed
-from zeroengine.utils.small_transfers import HostCopy, to_device
-from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.small_transfers import HostCopy
 
 log = logging.getLogger("zeroengine")
 
 # The number of micro-steps, at the start of a run, whose inputs are compared.
 MICRO_STEPS = 3
-# The most elements of a tensor that are read. They are spread evenly over a larger tensor.
-MAX_ELEMENTS = 1 << 20
 MAX_RANKS_SHOWN = 8
-# The sum of two digests of this many bits is exact in float64.
-DIGEST_BITS = 51
-DIGEST_MASK = (1 << DIGEST_BITS) - 1
 
 
 class InputComparison:
@@ -43,13 +36,14 @@ class InputComparison:
     Args:
         transport: Sums the digests over the ranks.
         device: The device that the model computes on.
+        group_size: The number of consecutive ranks that share each sample.
 
     Attributes:
         is_recording: Whether forwards are still to be observed.
     """
 
-    def __init__(self, transport: RankSums, device: torch.device) -> None:
-        self._transport, self._device = transport, device
+    def __init__(self, transport: RankSums, device: torch.device, group_size: int = 1) -> None:
+        self._transport, self._device, self._group_size = transport, device, group_size
         self.is_recording = transport.has_peers
         # The digest of each micro-step that has ended, and that of the micro-step in progress.
         self._digests: list[torch.Tensor | None] = []
@@ -101,9 +95,16 @@ class InputComparison:
     def _report(self) -> None:
         """Read the sums, if there are any, and warn."""
         summed, self._summed = self._summed, None
+        groups = [] if summed is None else ranks_with_same_inputs(summed.read())
+        for ranks in groups:
+            if len({rank // self._group_size for rank in ranks}) < len(ranks):
+                raise DivergenceError(
+                    f"ranks {listed(ranks, MAX_RANKS_SHOWN)} were given the same tokens, and ranks that share a sample "
+                    f"(sequence_parallel_size is {self._group_size}) take a part of it each: pass each batch through "
+                    "zeroengine.shard_sequence(batch), as engine.dataloader(dataset) does"
+                )
         # Every rank has the same sums, and one warning is enough.
-        groups = ranks_with_same_inputs(summed.read()) if summed is not None and self._transport.rank == 0 else []
-        if not groups:
+        if not groups or self._transport.rank != 0:
             return
         who = " and on ".join(f"ranks {listed(ranks, MAX_RANKS_SHOWN)}" for ranks in groups)
         log.warning(
@@ -113,60 +114,6 @@ class InputComparison:
             "all ranks" if len(groups[0]) == self._transport.world_size else who,
             MICRO_STEPS,
         )
-
-
-def digest_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the digest of tensors and numbers in nested containers, without waiting for ``device``.
-
-    Returns:
-        A positive whole number, 0-d float64, on ``device``. None if there is nothing to compare: no tensor with a
-        dimension, because one number may be the same on all ranks by chance; or an object or a tensor whose values
-        cannot be read.
-    """
-    texts: list[str] = []
-    # The sums over tensors in CPU memory, and over those on a GPU.
-    on_host, on_device = 0, torch.zeros((), dtype=torch.int64, device=device)
-    has_data = False
-    for place, leaf in enumerate(leaves_in(inputs)):
-        if isinstance(leaf, torch.Tensor):
-            # If a tensor cannot be read, the rest of the input could be equal by chance.
-            if not _is_readable(leaf, device):
-                return None
-            texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
-            has_data = has_data or leaf.dim() > 0
-            # The odd factor makes the digest depend on the order of tensors, and loses no bits modulo a power of two.
-            part = sample_digest(leaf) * (2 * place + 1)
-            if leaf.device.type == "cpu":
-                on_host += int(part)
-            else:
-                on_device = on_device + part
-        elif isinstance(leaf, (type(None), bool, int, float, str)):
-            texts.append(repr(leaf))
-        else:
-            return None
-    if not has_data:
-        return None
-    # The last bit is set, so that no digest of inputs is 0, which stands for inputs that cannot be compared.
-    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & DIGEST_MASK | 1
-    return to_device([on_host], device)[0] + (on_device & DIGEST_MASK)
-
-
-def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
-    return (
-        # The operations below may compute something else in a subclass, or may communicate, as with a DTensor.
-        type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and (tensor.device.type == "cpu" or tensor.device == device)
-    )
-
-
-def sample_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest of ``tensor`` or, if it is large, of a sample: 0-d int64, on its device."""
-    flat = tensor.detach().reshape(-1)
-    # The stride is rounded up, so at most MAX_ELEMENTS are read, and a large input costs no more than a small one.
-    return digest(flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))])
 
 
 def ranks_with_same_inputs(digests: Sequence[float]) -> list[list[int]]:

@@ -31,6 +31,7 @@ from zeroengine.migration import messages
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.unit import Unit
+from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -64,6 +65,10 @@ class Engine:
         device: The device that the model computes on.
         rank: The number of this rank among all ranks of the engine.
         world_size: The number of these ranks.
+        sequence_group: The ranks that share each sample with this one (``sequence_parallel_size``).
+        sample_group: The number of that group among all groups; without sequence parallelism that of this rank. A
+            sampler of the user's own takes it as its rank.
+        num_sample_groups: The number of groups: such a sampler's number of replicas.
         group: These ranks: exchanges objects between them, and makes an error of one rank an error of all.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buffers and reduces them.
@@ -85,6 +90,8 @@ class Engine:
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
         self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
+        self.sequence_group = parts.loop.sequences
+        self.sample_group, self.num_sample_groups = self.sequence_group.number, self.sequence_group.num_groups
         ending.engines.add(self)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
@@ -155,12 +162,17 @@ class Engine:
         scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
         self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
         # A backward that raises is no part of the step, so this comes after it.
-        self._parts.reports.note_loss(loss)
+        self._note_loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        self._parts.reports.note_loss(loss)
+        self._note_loss(loss)
         return self._parts.passes.backward.mark_scaled(self.loss_scaler.scaled(loss))
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        self._parts.reports.note_loss(loss)
+        if self.sequence_group.size > 1:
+            self.sequence_group.facts.note_loss(loss)
 
     @property
     def loss_scale(self) -> float:
@@ -647,7 +659,9 @@ class Engine:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
         """
         micro_batch = self.config.train_micro_batch_size_per_gpu
-        loader = ResumableLoader(dataset, self.rank, self.world_size, micro_batch, shuffle, seed, options)
+        group = self.sequence_group
+        loader = ResumableLoader(dataset, group.number, group.num_groups, micro_batch, shuffle, seed, options)
+        loader.cut = partial(shard_sequence, engine=self)
         # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
         return loader

@@ -151,7 +151,10 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     rules = DegreeRules.of_settings(zero, transport.world_size)
     sharing = group if replicas is None else replicas.group
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
-    transport.open_groups(tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans)), sharing)
+    size = config.sequence_parallel_size
+    first = transport.rank // size * size
+    degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans))
+    transport.open_groups(degrees, sharing, tuple(range(first, first + size)))
     if config.comms_logger.enabled and group.rank == 0:
         transport = log_collectives(transport, config.comms_logger, setup.undo)
     has_peers = transport.world_size > 1

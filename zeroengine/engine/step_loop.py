@@ -195,6 +195,8 @@ class StepLoop(BackwardListener):
         """Take a step on behalf of ``call``. Return the result of ``Engine.step``."""
         parts, loop, placement = self._parts, self._loop, self._parts.partition.placement
         self._finish_gradients(call)
+        if loop.sequences.size > 1:
+            loop.sequences.facts.end_step(parts.ranks.sums, loop.sequences.size)
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
         self.forwards.end_step()

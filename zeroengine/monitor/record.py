@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 # The number of the format of a run folder. Readers of an older format refuse a newer one.
 FORMAT = 1
 
-Kind = Literal["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation"]
+Kind = Literal["forward", "backward", "gather", "reduce", "exchange", "update", "offload", "checkpoint", "evaluation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # The kinds that are no work of training. Rates, such as tokens per second, leave them out.
 OUTSIDE_TRAINING: tuple[Kind, ...] = ("checkpoint", "evaluation")

@@ -274,6 +274,7 @@ class GlooTransport(TransportTraits):
         self._watchdog, self._group = watchdog, group
         self.gather = GlooChannel("gather", group, watchdog, limit, hosts)
         self.reduce = GlooChannel("reduce", group, watchdog, limit, hosts)
+        self.exchange = GlooChannel("exchange", group, watchdog, limit, hosts)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory: Gloo can send from any memory."""

@@ -94,7 +94,8 @@ class HostStagedTransport:
 
     def __init__(self, inner: GlooTransport, device: torch.device) -> None:
         self._inner, self._device = inner, device
-        self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
+        channels = (inner.gather, inner.reduce, inner.exchange)
+        self.gather, self.reduce, self.exchange = map(HostStagedChannel, channels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -96,7 +96,8 @@ class NCCLChannel:
         # There are few sets of ranks, and each serves many operations, so they are sorted once.
         if ranks not in self._peers:
             ascending = tuple(sorted(ranks))
-            group = self.group if ascending == self._all_ranks else self._groups[ascending]
+            group = self._groups.get(ascending, self.group)
+            assert group.size() == len(ranks), "open_groups makes the communicators of parts of the ranks"
             places = [ascending.index(rank) for rank in ranks]
             self._peers[ranks] = Peers(group, None if ranks == ascending else torch.tensor(places, device=self._device))
         return self._peers[ranks]
@@ -244,12 +245,16 @@ class NCCLTransport(TransportTraits):
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog)
         self.reduce = NCCLChannel(reduce, device, watchdog)
+        # Its communicator is that of the ranks that share a sample, which ``open_groups`` adds.
+        self.exchange = NCCLChannel(reduce, device, watchdog)
         # The orders that were summed but not yet compared: the sums over ranks of the two channels' checksums, this
         # rank's checksums, and its last operations for people.
         self._orders: tuple[HostCopy, list[float], str] | None = None
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
-        """Make the communicators that units of these degrees need. A collective."""
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
+        """Make the communicators that units of these degrees need, and those of exchanges. A collective."""
+        if len(exchanging) > 1:
+            self.exchange.add_group(exchanging, group.new_group(group.backend, self._timeout, exchanging))
         for channel, rank_sets in (
             (self.gather, (ranks for unit in degrees for ranks in unit.gather_groups(self.rank))),
             (self.reduce, (ranks for unit in degrees for ranks in unit.reduce_groups(self.rank, self.world_size))),
@@ -299,7 +304,7 @@ class NCCLTransport(TransportTraits):
             self._watchdog.close()
             # After an error a communicator may be stuck in an operation, and ends with the process.
             if sys.exc_info()[0] is None:
-                for group in (*self.gather.groups, *self.reduce.groups):
+                for group in (*self.gather.groups, *self.reduce.groups, *self.exchange.groups[1:]):
                     destroy_group(group)
 
 

@@ -53,11 +53,11 @@ class SharedMemoryTransport(TransportTraits):
         # All channels refer to this list, because a rank that waits on one executes operations of all. The list is
         # complete once all exist. The last two serve ``TwoLevelTransport`` alone.
         self._channels: list[SharedMemoryChannel] = []
-        names = CHANNELS if progress_others is not None else CHANNELS[:2]
+        names = CHANNELS if progress_others is not None else CHANNELS[:3]
         self._channels += [
             SharedMemoryChannel(memory, name, timeout, self._channels, progress_others, report) for name in names
         ]
-        self.gather, self.reduce, *self.of_other_hosts = self._channels
+        self.gather, self.reduce, self.exchange, *self.of_other_hosts = self._channels
         self._scalars: list[torch.Tensor] = []
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:

@@ -30,7 +30,7 @@ from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.rounding import round_up
 
 # What came from other hosts is exchanged within the host on channels of its own. See ``two_level``.
-CHANNELS = ("gather", "reduce", "gather of other hosts", "reduce of other hosts")
+CHANNELS = ("gather", "reduce", "exchange", "gather of other hosts", "reduce of other hosts")
 # The operations that a rank may post ahead of its peers. Their records are in a ring of this length.
 MAX_POSTED = 256
 # Sequence number, kind, bytes, offset and label.

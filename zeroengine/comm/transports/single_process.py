@@ -54,7 +54,7 @@ class SingleProcessTransport(TransportTraits):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.gather = self.reduce = SingleProcessChannel()
+        self.gather = self.reduce = self.exchange = SingleProcessChannel()
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""

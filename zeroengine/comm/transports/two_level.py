@@ -41,7 +41,7 @@ from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.gloo import GlooChannel, GlooTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
-from zeroengine.comm.transports.two_level_channel import TwoLevelChannel
+from zeroengine.comm.transports.two_level_channel import TwoLevelChannel, WithinHost
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.process_groups import destroy_group
@@ -83,28 +83,31 @@ class TwoLevelTransport(TransportTraits):
         self._memory, self._layout, self._group, self._watchdog = memory, layout, group, watchdog
         self._local = local = SharedMemoryTransport(memory, timeout, self.progress, watchdog.report)
         limit, hosts = timedelta(seconds=timeout), layout.ranks_by_host()
-        self._direct = [GlooChannel(name, group, watchdog, limit, hosts) for name in ("gather", "reduce")]
+        self._direct = [GlooChannel(name, group, watchdog, limit, hosts) for name in ("gather", "reduce", "exchange")]
         self._two_level = [
             TwoLevelChannel(layout, memory, within, of_other_hosts, between, watchdog, self.progress)
             for within, of_other_hosts, between in zip(
-                (local.gather, local.reduce), local.of_other_hosts, self._direct, strict=True
+                (local.gather, local.reduce), local.of_other_hosts, self._direct[:2], strict=True
             )
         ]
         self.gather: Channel = self._two_level[0]
         self.reduce: Channel = self._two_level[1]
         self.packed_sums: PackedSums | None = self._two_level[1]
+        self.exchange: Channel = WithinHost(local.exchange, layout)
 
     def progress(self) -> None:
         """Take the steps of both channels that peers are ready for."""
         for channel in self._two_level:
             channel.progress()
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group) -> None:
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
         """Choose the way of all operations. See "Degrees" above."""
+        if {rank // self._layout.ranks_per_host for rank in exchanging} - {self._layout.host}:
+            self.exchange = self._direct[2]
         unfit = self._layout.unfit(degrees)
         if not unfit:
             return
-        self.gather, self.reduce = self._direct
+        self.gather, self.reduce = self._direct[:2]
         self.packed_sums = None
         if self.rank == 0:
             log.warning(

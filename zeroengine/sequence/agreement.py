@@ -1,0 +1,118 @@
+"""What ranks that share a sample must have alike: the sample and the loss.
+
+Nothing fails where they differ. Each rank would train on tokens of another sample, or weigh tokens by the number of
+labels of its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zeroengine.comm.replicas import RankSums
+from zeroengine.errors import DivergenceError
+from zeroengine.runtime.input_digest import digest_inputs
+from zeroengine.utils.small_transfers import HostCopy
+
+WRITE_MEAN = (
+    "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
+    "place of the mean"
+)
+
+
+class SharedFacts:
+    """Collects what the ranks of a group have done in a step, and compares it when the step ends.
+
+    One small collective of all ranks exchanges the facts of each. On a GPU the host reads the result when the next step
+    ends, when it has arrived, and on the CPU at once.
+
+    Args:
+        device: The device that the model computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._summed: HostCopy | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        # Sums of several micro-steps, each with a factor of its own so that differences do not cancel.
+        self._batches, self._labels, self._losses = (self._zero() for _ in range(3))
+        self._num_batches = self._num_labels = self._num_losses = self._num_means = 0
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def note_batch(self, batch: Iterable[Any]) -> None:
+        """Note a batch of whole sequences, before it is cut."""
+        digest = digest_inputs(list(batch), self._device)
+        self._num_batches += 1
+        if digest is not None:
+            # Digests have 51 bits, so those of several batches are added modulo 2 to the 50th.
+            self._batches = (self._batches + digest * (2 * self._num_batches + 1) % 2**50) % 2**50
+
+    def note_labels(self, labels: torch.Tensor, ignore_index: int) -> None:
+        """Note the labels of this rank's part of a batch."""
+        self._num_labels += 1
+        count = (labels != ignore_index).sum().to(self._device, torch.float64)
+        self._labels = self._labels + count * self._num_labels
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Note a loss that a backward begins with."""
+        self._num_losses += 1
+        self._losses = self._losses + loss.detach().double().view(()) * self._num_losses
+
+    def note_mean(self) -> None:
+        """Note a call of ``mean_loss``."""
+        self._num_means += 1
+
+    def end_step(self, transport: RankSums, group_size: int) -> None:
+        """Compare the facts of the step. A collective of all ranks.
+
+        Args:
+            transport: Sums over all ranks.
+            group_size: The number of consecutive ranks that share a sample.
+
+        Raises:
+            DivergenceError: On every rank: ranks that share a sample were given different ones, or have different
+                losses, or means over different numbers of labels.
+        """
+        self._check(group_size)
+        own = torch.stack([self._batches, self._labels, self._losses])
+        counts = [float(self._num_labels), float(self._num_losses), float(self._num_means)]
+        rows = torch.zeros(transport.world_size, 6, dtype=torch.float64, device=self._device)
+        rows[transport.rank] = torch.cat([own, torch.tensor(counts, dtype=torch.float64, device=self._device)])
+        self._reset()
+        self._summed = HostCopy(transport.all_reduce_scalars(rows.flatten(), "compare what ranks share"))
+        if self._device.type == "cpu":
+            self._check(group_size)
+
+    def _check(self, group_size: int) -> None:
+        summed, self._summed = self._summed, None
+        values = [] if summed is None else summed.read()
+        rows = [values[start : start + 6] for start in range(0, len(values), 6)]
+        for first in range(0, len(rows), group_size):
+            error = _difference(rows[first : first + group_size])
+            if error is not None:
+                last = first + group_size - 1
+                raise DivergenceError(f"ranks {first} to {last} share each sample (sequence_parallel_size): {error}.")
+
+
+def _difference(rows: list[list[float]]) -> str | None:
+    """Return in what the ranks of a group differ, and what to write instead."""
+    batches, labels, losses, num_labels, _, num_means = zip(*rows, strict=True)
+    if len(set(batches)) > 1:
+        return (
+            "they were given different samples. Give the ranks of a group the same: engine.dataloader(dataset), or "
+            "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)"
+        )
+    is_mean = any(num_means)
+    if any(num_labels) and len(set(labels)) > 1 and not is_mean:
+        return f"their parts have different numbers of labels, and the loss is a mean over each part. {WRITE_MEAN}"
+    has_one_loss = len({repr(loss) for loss in losses}) == 1
+    if not has_one_loss and (is_mean or not any(num_labels)):
+        values = ", ".join(f"{loss:.6g}" for loss in losses)
+        return f"they began backwards with different losses, {values}. {WRITE_MEAN}"
+    return None

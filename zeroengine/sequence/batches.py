@@ -1,0 +1,101 @@
+"""Cuts a batch of whole sequences into the parts of the ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
+
+IGNORE_INDEX = -100
+# What is put behind a sequence whose length the ranks do not divide. Everything else is filled up with zeros.
+PADDING: dict[Any, int] = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+# Tensors that name the beginnings of packed documents in the whole sequence.
+WHOLE_KEYS = ("cu_seq_lens", "cu_seqlens", "max_length")
+
+
+def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any:
+    """Return the part of a batch that belongs to this rank, where ranks share each sample.
+
+    All ranks of a group pass the same batch, which ``engine.dataloader`` gives them. Its tensors are cut along their
+    second dimension, [batch, tokens, ...], after these have been added to a mapping:
+
+    - ``position_ids``, so that each part knows where it begins.
+    - ``shift_labels``, from ``labels``: for each token the label of the next one, which may belong to the next part.
+    - Padding, where the ranks do not divide the length: zeros, and -100 as labels. A model in which tokens attend to
+      later ones gets an ``attention_mask`` that leaves the padding out.
+
+    Tensors of other lengths stay whole, and so do ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``max_length_*``, which
+    concern the whole sequence. With ``sequence_parallel_size`` of 1, or without an engine, the batch is returned as it
+    is.
+
+    Args:
+        batch: A mapping of tensors by the names of the model's arguments, of which ``input_ids``, ``inputs_embeds`` or
+            the first one has the length of the sequence; or a tensor, or a tuple or list of tensors, which are cut and
+            not shifted.
+        engine: The engine whose ranks share the batch. None: that of this process.
+
+    Raises:
+        ZeroEngineError: The sequence has fewer tokens than there are ranks, or there is no tensor of tokens.
+    """
+    group = group_for(engine)
+    if group is None or group.size == 1:
+        return batch
+    is_mapping = isinstance(batch, Mapping)
+    items = dict(batch) if is_mapping else dict(enumerate([batch] if isinstance(batch, torch.Tensor) else batch))
+    length = _length_of(items)
+    if length < group.size:
+        raise ZeroEngineError(
+            f"shard_sequence(): a sequence of {length} tokens has less than one for each of the {group.size} ranks "
+            "that share it (sequence_parallel_size). Leave such short sequences out, or put several into one."
+        )
+    group.facts.note_batch(items.values())
+    if is_mapping:
+        _add_positions_and_labels(items, length, group)
+    padding = -length % group.size
+    part = {
+        name: _part_of(value, PADDING.get(name, 0), padding, group) if _is_cut(name, value, length) else value
+        for name, value in items.items()
+    }
+    labels = part.get("shift_labels", part.get("labels"))
+    if labels is not None:
+        group.facts.note_labels(labels, IGNORE_INDEX)
+    if is_mapping:
+        return type(batch)(part) if type(batch) is not dict else part
+    return part[0] if isinstance(batch, torch.Tensor) else type(batch)(part.values())
+
+
+def _length_of(items: Mapping[Any, Any]) -> int:
+    named = [items[name] for name in ("input_ids", "inputs_embeds") if name in items]
+    tensors = [value for value in (*named, *items.values()) if isinstance(value, torch.Tensor) and value.dim() > 1]
+    if not tensors:
+        raise ZeroEngineError(
+            "shard_sequence() takes tensors of [batch, tokens, ...], and found none. Pass the batch as the model takes "
+            'it, such as {"input_ids": ..., "labels": ...}.'
+        )
+    return tensors[0].shape[1]
+
+
+def _is_cut(name: Any, value: Any, length: int) -> bool:
+    is_whole = isinstance(name, str) and name.startswith(WHOLE_KEYS)
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length and not is_whole
+
+
+def _add_positions_and_labels(items: dict[Any, Any], length: int, group: SequenceGroup) -> None:
+    tokens = next(value for name, value in items.items() if _is_cut(name, value, length))
+    if "position_ids" not in items:
+        items["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
+    if "labels" in items and "shift_labels" not in items:
+        items["shift_labels"] = F.pad(items["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+    if length % group.size and group.is_bidirectional and "attention_mask" not in items:
+        items["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+
+
+def _part_of(value: torch.Tensor, filler: int, padding: int, group: SequenceGroup) -> torch.Tensor:
+    if padding:
+        value = torch.cat([value, value.new_full((value.shape[0], padding, *value.shape[2:]), filler)], dim=1)
+    return value.chunk(group.size, dim=1)[group.position].contiguous()

@@ -1,0 +1,218 @@
+"""The ranks that share a sample, each of which holds a part of its tokens: sequence parallelism.
+
+[Note: Exchange]
+Between attention, a rank has all heads of its own tokens. An all-to-all gives it all tokens of its own heads, and one
+more brings the result back: DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Each of the two is the adjoint of the
+other. What is sent is laid out token by token, so what arrives is one tensor of all tokens without a further copy.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from zeroengine.comm.interfaces import Slices, Transport
+from zeroengine.comm.memory_reuse import SendMemory
+from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.timer import Timer
+from zeroengine.sequence.agreement import SharedFacts
+from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
+
+# The groups of all engines that are open, in the order in which they were made.
+_groups: list[weakref.ref[SequenceGroup]] = []
+
+
+class SequenceGroup:
+    """This rank's group: as many consecutive ranks as the degree, which share each sample.
+
+    Args:
+        transport: Moves bytes between all ranks.
+        size: The degree: the number of ranks of a group.
+        device: The device that the model computes on.
+        timer: Times the exchanges.
+        undo: Lets functions without an engine find this group no more.
+
+    Attributes:
+        size: See above. 1: every rank has samples of its own.
+        ranks: The ranks of the group.
+        position: The place of this rank among them, which is that of its part of a sample.
+        number: The number of the group among all groups, which is that of its samples.
+        num_groups: The number of groups.
+        facts: What the ranks of a group must have alike.
+        is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
+    """
+
+    def __init__(self, transport: Transport, size: int, device: torch.device, timer: Timer, undo: ExitStack) -> None:
+        self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
+        self.num_groups = transport.world_size // size
+        self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
+        self.facts, self.is_bidirectional = SharedFacts(device), False
+        self._transport, self._device, self._timer = transport, device, timer
+        self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
+        self._has_whole_sequences = False
+        reference = weakref.ref(self)
+        _groups.append(reference)
+        undo.callback(_groups.remove, reference)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this rank has a part of each sequence, and not the whole."""
+        return self.size > 1 and not self._has_whole_sequences
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Let forwards inside the ``with`` take whole sequences, as if every rank had samples of its own."""
+        self._has_whole_sequences = True
+        try:
+            yield
+        finally:
+            self._has_whole_sequences = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is kept to send from."""
+        return self._memory.nbytes
+
+    @disable_compile
+    def all_gather(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Return the tensors of all ranks of the group, stacked in the order of ranks. A collective of the group.
+
+        Args:
+            values: Of one shape and dtype on all of these ranks.
+            label: Names the collective.
+
+        Returns:
+            On the device that the model computes on.
+        """
+        values, nbytes = values.to(self._device), values.nbytes
+
+        def issue(sent: torch.Tensor, received: torch.Tensor) -> Any:
+            return self._transport.exchange.all_gather(received, sent, label, self.ranks)
+
+        with hidden_from_activation_checkpoint(), torch.no_grad():
+            received = values.new_empty((self.size, *values.shape))
+            source = values.contiguous().view(-1).view(torch.uint8)
+            self._send(nbytes, lambda sent: sent.copy_(source), received.view(-1).view(torch.uint8), issue)
+        return received
+
+    def scatter_heads(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Return all tokens of this rank's heads. A collective of the group.
+
+        Args:
+            tensors: All heads of this rank's tokens, of one dtype: [batch, heads, tokens / degree, head size].
+            label: Names the collective.
+
+        Returns:
+            Views of one buffer: [batch, heads / degree, tokens, head size].
+        """
+        size, (batch, _, length, _) = self.size, tensors[0].shape
+        shapes = [(batch, tensor.shape[1] // size, tensor.shape[3]) for tensor in tensors]
+        widths = [batch * heads * head_size for _, heads, head_size in shapes]
+        received = self._empty(tensors[0].dtype, size * length, sum(widths))
+
+        def pack(sent: torch.Tensor) -> None:
+            columns = sent.view(tensors[0].dtype).view(size, length, -1).split(widths, dim=-1)
+            for tensor, target, shape in zip(tensors, columns, shapes, strict=True):
+                target.unflatten(-1, shape).copy_(tensor.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4))
+
+        self._all_to_all(received, pack, label)
+        columns = received.split(widths, dim=-1)
+        return [part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(columns, shapes, strict=True)]
+
+    def gather_heads(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Return all heads of this rank's tokens: the reverse of ``scatter_heads``, and its adjoint.
+
+        Args:
+            tensors: All tokens of this rank's heads, of one dtype: [batch, heads / degree, tokens, head size].
+            label: Names the collective.
+
+        Returns:
+            New tensors, [batch, heads, tokens / degree, head size], in the memory order of
+            [batch, tokens / degree, heads, head size].
+        """
+        size, (batch, _, tokens, _) = self.size, tensors[0].shape
+        shapes = [(batch, tensor.shape[1], tensor.shape[3]) for tensor in tensors]
+        widths = [batch * heads * head_size for _, heads, head_size in shapes]
+        received = self._empty(tensors[0].dtype, size, tokens // size, sum(widths))
+
+        def pack(sent: torch.Tensor) -> None:
+            columns = sent.view(tensors[0].dtype).view(tokens, -1).split(widths, dim=-1)
+            for tensor, target, shape in zip(tensors, columns, shapes, strict=True):
+                target.unflatten(-1, shape).copy_(tensor.permute(2, 0, 1, 3))
+
+        self._all_to_all(received, pack, label)
+        columns = received.split(widths, dim=-1)
+        gathered = []
+        for part, (_, heads, head_size) in zip(columns, shapes, strict=True):
+            target = self._empty(part.dtype, batch, tokens // size, size, heads, head_size)
+            target.copy_(part.unflatten(-1, (batch, heads, head_size)).permute(2, 1, 0, 3, 4))
+            gathered.append(target.flatten(2, 3).transpose(1, 2))
+        return gathered
+
+    def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        # On a CPU such memory lies in huge pages. Small pages, which come anew with each tensor, would take longer than
+        # the copy.
+        return self._transport.buffer(math.prod(shape), dtype, copied=True).tensor.view(shape)
+
+    def _all_to_all(self, received: torch.Tensor, pack: Callable[[torch.Tensor], Any], label: str) -> None:
+        slices = Slices(self.ranks)
+
+        def issue(sent: torch.Tensor, target: torch.Tensor) -> Any:
+            return self._transport.exchange.all_to_all(target, sent.view(received.dtype), label, slices)
+
+        with hidden_from_activation_checkpoint(), torch.no_grad():
+            self._send(received.nbytes, pack, received.view(-1), issue)
+
+    def _send(
+        self,
+        nbytes: int,
+        pack: Callable[[torch.Tensor], Any],
+        received: torch.Tensor,
+        issue: Callable[[torch.Tensor, torch.Tensor], Any],
+    ) -> None:
+        """Fill memory to send from with ``pack``, issue a collective, and order the current stream behind it."""
+        with self._timer.span("exchange", label="exchange"):
+            # One size serves all exchanges and lengths. It grows by powers of two, as memory that peers read stays.
+            self._sent_bytes = max(self._sent_bytes, 1 << max(nbytes - 1, 1).bit_length())
+            memory = self._memory.acquire(self._sent_bytes)
+            pack(memory[:nbytes])
+            work = issue(memory[:nbytes], received)
+            self._memory.mark_sent(memory, work)
+            work.wait_stream()
+
+
+class HasSequenceGroup(Protocol):
+    """An engine, as functions that take one see it."""
+
+    @property
+    def sequence_group(self) -> SequenceGroup:
+        """The ranks that share each sample with this one."""
+
+
+def group_for(engine: HasSequenceGroup | None) -> SequenceGroup | None:
+    """Return the group that a function without access to a model belongs to.
+
+    Args:
+        engine: The engine; None if the caller named none.
+
+    Returns:
+        None if there is no engine.
+
+    Raises:
+        ZeroEngineError: Engines of this process have different groups, and the caller named none.
+    """
+    if engine is not None:
+        return engine.sequence_group
+    groups = [group for group in (reference() for reference in _groups) if group is not None]
+    if len({group.ranks for group in groups}) > 1:
+        sizes = " and ".join(sorted({str(group.size) for group in groups}))
+        raise ZeroEngineError(
+            f"this process has engines whose sequence_parallel_size is {sizes}: say which one is meant, with "
+            "engine=engine"
+        )
+    return groups[0] if groups else None

@@ -1,0 +1,63 @@
+"""The mean of a loss over tokens that several ranks have parts of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
+from zeroengine.utils.compiler_disable import disable_compile
+
+
+class _MeanOverGroup(torch.autograd.Function):
+    """The sum of all totals over the sum of all counts."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        own = torch.stack([total.double(), count.double()])
+        # The sum has the order of the ranks, so all of them have the same bits.
+        total_of_group, count_of_group = group.all_gather(own, "mean_loss").cumsum(0)[-1]
+        # Each rank begins its backward with the gradient of the mean, and gradients are averaged over all ranks.
+        ctx.factor = group.size / count_of_group
+        mean: torch.Tensor = total_of_group / count_of_group
+        return mean.to(total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, (grad * ctx.factor).to(grad.dtype), None
+
+
+def mean_loss(
+    total: torch.Tensor, count: torch.Tensor | float, *, engine: HasSequenceGroup | None = None
+) -> torch.Tensor:
+    """Return the mean of a loss over the tokens of all ranks that share a sample.
+
+    The parts of a sequence may have different numbers of labels, so the mean of each rank's own part would weigh tokens
+    differently:
+
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = zeroengine.mean_loss(total, (labels != -100).sum())
+
+    Args:
+        total: The sum of the losses of this rank's tokens. 0-d.
+        count: The number of these tokens, or the sum of their weights. A number, or 0-d.
+        engine: The engine whose ranks share the sample. None: that of this process.
+
+    Returns:
+        The same value on all of these ranks, 0-d, in the dtype of ``total``. Without sequence parallelism
+        ``total / count``.
+    """
+    return mean_of_group(group_for(engine), total, count)
+
+
+@disable_compile
+def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    """Do the same as ``mean_loss`` for the ranks of a group."""
+    if group is None or not group.exchanges:
+        return total / count
+    group.facts.note_mean()
+    mean: torch.Tensor = _MeanOverGroup.apply(  # type: ignore[no-untyped-call]
+        group, total, torch.as_tensor(count, device=total.device)
+    )
+    return mean

@@ -1,0 +1,144 @@
+"""Attention over the whole sequence where each rank has a part of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
+from zeroengine.utils.compiler_disable import disable_compile
+
+
+class _ScatterHeads(torch.autograd.Function):
+    """See ``SequenceGroup.scatter_heads``."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, label: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.label = group, label
+        return tuple(group.scatter_heads(tensors, label))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *_GatherHeads.apply(ctx.group, ctx.label, *grads)  # type: ignore[no-untyped-call]
+
+
+class _GatherHeads(torch.autograd.Function):
+    """See ``SequenceGroup.gather_heads``."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, label: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.label = group, label
+        return tuple(group.gather_heads(tensors, label))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *_ScatterHeads.apply(ctx.group, ctx.label, *grads)  # type: ignore[no-untyped-call]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    kernel: Callable[..., torch.Tensor] | None = None,
+    engine: HasSequenceGroup | None = None,
+    name: str = "attention",
+    **options: Any,
+) -> torch.Tensor:
+    """Attend over all tokens of a sequence, of which each rank of the group has a part.
+
+    It takes the place of the kernel in a model's own attention: an all-to-all gives each rank all tokens of a part of
+    the heads, ``kernel`` computes their attention, and another all-to-all brings the result back
+    (DeepSpeed-Ulysses, arXiv 2309.14509). With ``sequence_parallel_size`` of 1, or without an engine, it is the kernel.
+
+    Args:
+        query: [batch, heads, tokens of this rank, head size], whose positions are already encoded.
+        key: [batch, key heads, tokens of this rank, head size]. The heads are those of ``query`` divided by a whole
+            number. Where the ranks do not divide them, they are repeated before they travel.
+        value: As ``key``; the head size may differ.
+        kernel: Takes query, key, value and ``options``, and returns [batch, heads, tokens, head size of ``value``].
+            None: ``torch.nn.functional.scaled_dot_product_attention``.
+        engine: The engine whose ranks share the sample. None: that of this process.
+        name: Names the exchange in messages and records.
+        options: For the kernel, such as ``is_causal=True``. They concern the whole sequence: a mask has all tokens.
+
+    Returns:
+        [batch, heads, tokens of this rank, head size of ``value``].
+
+    Raises:
+        ZeroEngineError: The ranks do not divide the heads.
+    """
+    group = group_for(engine)
+    compute: Callable[..., torch.Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
+    exchanges = group is not None and group.exchanges
+    if group is not None and exchanges:
+        query, key, value = scatter_heads(group, query, key, value, name)
+    if kernel is None:
+        options = {"enable_gqa": key.shape[1] != query.shape[1], **options}
+    attended = compute(query, key, value, **options)
+    return gather_heads(group, attended, name) if group is not None and exchanges else attended
+
+
+def whole_sequences(*, engine: HasSequenceGroup | None = None) -> AbstractContextManager[None]:
+    """Let forwards inside the ``with`` take whole sequences, such as to generate, or to evaluate short samples.
+
+    Each rank then has samples of its own, as with ``sequence_parallel_size`` of 1. Use it for forwards without a
+    backward.
+
+    Args:
+        engine: The engine. None: that of this process.
+    """
+    group = group_for(engine)
+    return nullcontext() if group is None else group.whole_sequences()
+
+
+@disable_compile
+def scatter_heads(
+    group: SequenceGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, name: str
+) -> tuple[torch.Tensor, ...]:
+    """Return all tokens of this rank's heads, each [batch, heads / degree, tokens, head size]. A collective.
+
+    Args:
+        group: The ranks.
+        query: [batch, heads, tokens / degree, head size].
+        key: Fewer heads, perhaps.
+        value: As many heads as ``key``.
+        name: The name of the attention.
+    """
+    num_heads, num_key_heads, size = query.shape[1], key.shape[1], group.size
+    if num_heads % size:
+        fitting = [number for number in range(2, num_heads + 1) if num_heads % number == 0]
+        raise ZeroEngineError(
+            f"{name} has {num_heads} heads, and sequence_parallel_size is {size}: each rank takes equally many heads. "
+            f"Write a size that divides them: {', '.join(map(str, fitting)) or '1'}."
+        )
+    if num_key_heads % size:
+        # The heads of keys are repeated as rarely as possible, so that those of the queries of a rank are its own.
+        repeats = next(
+            number
+            for number in range(2, num_heads // num_key_heads + 1)
+            if num_key_heads * number % size == 0 and num_heads % (num_key_heads * number) == 0
+        )
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    scattered: tuple[torch.Tensor, ...] = _ScatterHeads.apply(  # type: ignore[no-untyped-call]
+        group, name, query, key, value
+    )
+    return scattered
+
+
+@disable_compile
+def gather_heads(group: SequenceGroup, attended: torch.Tensor, name: str) -> torch.Tensor:
+    """Return all heads of this rank's tokens, [batch, heads, tokens / degree, head size]. A collective.
+
+    Args:
+        group: The ranks.
+        attended: [batch, heads / degree, tokens, head size].
+        name: The name of the attention.
+    """
+    gathered: tuple[torch.Tensor, ...] = _GatherHeads.apply(group, name, attended)  # type: ignore[no-untyped-call]
+    return gathered[0]
