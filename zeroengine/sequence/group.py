@@ -177,9 +177,10 @@ class SequenceGroup:
     ) -> None:
         """Fill memory to send from with ``pack``, issue a collective, and order the current stream behind it."""
         with self._timer.span("exchange", label="exchange"):
-            # One size serves all exchanges and lengths. It grows by powers of two, as memory that peers read stays.
-            self._sent_bytes = max(self._sent_bytes, 1 << max(nbytes - 1, 1).bit_length())
-            memory = self._memory.acquire(self._sent_bytes)
+            if self._transport.keeps_memory:
+                # One size serves all exchanges and lengths. It grows by powers of two, because this memory stays.
+                self._sent_bytes = max(self._sent_bytes, 1 << max(nbytes - 1, 1).bit_length())
+            memory = self._memory.acquire(self._sent_bytes or nbytes)
             pack(memory[:nbytes])
             work = issue(memory[:nbytes], received)
             self._memory.mark_sent(memory, work)
