@@ -21,7 +21,7 @@ tensors. These share the memory of the full buffer, which is therefore not freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -94,41 +94,49 @@ def replace_saved_views(
         return set()
     unit_of = {id(param): unit for unit in units for param in unit.params}
     saved_by_user_hooks: set[Unit] = set()
-    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    visited = set(pending)
     # A saved parameter may be released by now. Inspecting it must not gather its unit.
     with torch._C.DisableTorchFunctionSubclass():
-        while pending and len(visited) < MAX_NODES:
-            node = pending.pop()
-            # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
-            if node._sequence_nr() < first_node:
-                continue
-            for name in _names_of_saved(node.__class__):
-                try:
-                    value = getattr(node, name)
-                except RuntimeError:
-                    # A backward inside this forward, such as torch.autograd.grad, has freed it.
-                    continue
-                if name == _SAVED_BY_FUNCTION:
-                    _return_parameters(node, value, unit_of)
-                    _replace_attributes(node, ranges)
-                for saved in value if type(value) in (tuple, list) else (value,):
-                    if saved is None:
-                        continue
-                    # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the
-                    # user's.
-                    if saved.unpack_hook is None:
-                        unit = _unit_at(saved, ranges)
-                        if unit is not None:
-                            _replace(saved, unit, read)
-                    else:
-                        leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
-                        saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
-            for next_node, _ in node.next_functions:
-                if next_node is not None and next_node not in visited:
-                    visited.add(next_node)
-                    pending.append(next_node)
+        for node, name, saved_tensors in saved_behind(outputs, first_node):
+            if name == _SAVED_BY_FUNCTION:
+                _return_parameters(node, saved_tensors, unit_of)
+                _replace_attributes(node, ranges)
+            for saved in filter(None, saved_tensors):
+                # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the user's.
+                if saved.unpack_hook is None:
+                    unit = _unit_at(saved, ranges)
+                    if unit is not None:
+                        _replace(saved, unit, read)
+                else:
+                    leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
+                    saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
     return saved_by_user_hooks
+
+
+def saved_behind(tensors: Iterable[torch.Tensor], first_node: int) -> Iterator[tuple[Any, str, Sequence[Any]]]:
+    """Yield what the graph behind ``tensors`` has saved: node, name of the attribute, and saved tensors.
+
+    Args:
+        tensors: Tensors of the graph.
+        first_node: The number of the first node that is looked at. Older nodes are left alone.
+    """
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    visited = set(pending)
+    while pending and len(visited) < MAX_NODES:
+        node = pending.pop()
+        # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
+        if node._sequence_nr() < first_node:
+            continue
+        for name in _names_of_saved(node.__class__):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                # A backward inside this forward, such as torch.autograd.grad, has freed it.
+                continue
+            yield node, name, value if type(value) in (tuple, list) else (value,)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                pending.append(next_node)
 
 
 def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping[int, Unit]) -> None:
