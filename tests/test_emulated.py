@@ -27,6 +27,7 @@ SHORT = (
     "tests/test_gpu.py::test_states_away_give_the_losses_of_states_on_the_gpu[both-bf16]",
     "tests/ops/test_cuda_device.py::test_a_step_does_not_make_the_host_wait",
     "tests/ops/test_cuda_device.py::test_a_graph_replays_the_step_with_the_present_values",
+    "tests/sequence/test_host_activations.py::test_peak_on_the_device_is_lower_by_the_inputs_and_nothing_waits",
     "tests/distributed/test_accumulation.py::test_plain_loss_backward_is_engine_backward",
     "tests/distributed/test_offload.py::test_nvme_gives_the_bits_of_memory[2 ranks, stage 3, both-bf16]",
     "tests/distributed/test_states_away.py::test_training_goes_on_with_the_same_bits_after_states_were_away",

@@ -98,7 +98,6 @@ _ROWS = {
         _fixed("aio.overlap_events", "requests are always under way together"),
         _no_effect("aio.use_gds", "states go through CPU memory"),
         _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own"),
-        _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint: the same results", switch=""),
         _fixed("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank"),
         _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
         _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
@@ -137,6 +136,8 @@ _ROWS = {
         _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
             off=(-1, None)),
     ],
+    "activation_checkpointing.": [_no_effect("partition_activations contiguous_memory_optimization number_checkpoints "
+        "synchronize_checkpoint_boundary profile", "wrap blocks in torch.utils.checkpoint: the same results")],
     "zero_optimization.": [
         _fixed("contiguous_gradients", "gradients always go through contiguous buckets"),
         _fixed("reduce_scatter", "it is used wherever gradients are partitioned"),

@@ -16,7 +16,7 @@ from zeroengine.config.ema import Ema
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
 from zeroengine.config.local_steps import LocalStepsField
 from zeroengine.config.monitor import Monitor, TraceSteps
-from zeroengine.config.offload import Aio
+from zeroengine.config.offload import ActivationCheckpointing, Aio
 from zeroengine.config.optimizers import EIGHT_BIT_TYPES, OptimizerConfig
 from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
@@ -143,6 +143,8 @@ class Config(Section):
     inside of it is a unit of its own: ["layers.*", "layers.*.experts.*"]. null: units are chosen automatically."""
     checkpoint: Checkpoint = Checkpoint()
     """How checkpoints are saved."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    """Where activation checkpoints keep their inputs."""
     comm: Comm = Comm()
     """How ranks communicate."""
     aio: Aio = Aio()

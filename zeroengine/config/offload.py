@@ -54,6 +54,13 @@ class OffloadParam(_Offload):
     """Largest number of shards that are on their way from disk to the other ranks."""
 
 
+class ActivationCheckpointing(Section):
+    """Where activation checkpoints keep their inputs. The model itself calls `torch.utils.checkpoint`."""
+
+    cpu_checkpointing: Annotated[bool, AUTO] = False
+    """Keep them in page-locked CPU memory between forward and backward. No effect where the CPU computes."""
+
+
 class Aio(Section):
     """How files on NVMe are read and written. "auto" values are measured on the disk, in less than a second."""
 

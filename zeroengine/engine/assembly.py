@@ -139,7 +139,7 @@ def build_parts(
     # Nothing above has failed, so gradients from before are dropped now.
     dropped = passes.reducer.user_gradients.drop()
     if group.rank == 0:
-        _log_notices(config, ranks, partition)
+        _log_notices(config, ranks, partition, passes)
         if dropped:
             log.warning(
                 "%d parameters had a .grad from before initialize(), such as that of a test backward. It is dropped: "
@@ -150,13 +150,15 @@ def build_parts(
     return EngineParts(setup, ranks, reports, partition, passes, states, loop, sys.exc_info()[1])
 
 
-def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel) -> None:
+def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes) -> None:
     notices = [*config.notices, *unused_keys(config.comm, ranks.transport, ranks.group.device)]
     zero = config.zero_optimization
     gathers = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     if gathers and not any(unit.is_releasable for unit in partition.units):
         name = "zero_quantized_weights" if zero.zero_quantized_weights else "zero_quantized_nontrainable_weights"
         notices.insert(0, f"{name} has no effect: every rank holds the parameters whole, as at stages 0 to 2")
+    if config.activation_checkpointing.cpu_checkpointing and passes.host_activations is None:
+        notices.append("activation_checkpointing.cpu_checkpointing has no effect: activations are in CPU memory")
     for notice in notices:
         log.warning(notice)
     if config.dump_state:

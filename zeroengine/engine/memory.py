@@ -37,7 +37,8 @@ class Memory:
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
         staging: Buffers between the stores of offloaded states and the computation, between hosts whose ranks share
             memory, between the replicas of ``local_steps``, and, where they share memory, between shards and the
-            owners of matrices; and what Gloo receives gradients into.
+            owners of matrices; what Gloo receives gradients into; and, in ``cpu``, the buffers of
+            ``activation_checkpointing.cpu_checkpointing``.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above, those that ``offload_states`` moved
@@ -108,6 +109,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     # The memory that transports keep is that of the host.
     host_staging = parts.partition.placement.host_buffer_bytes + parts.ranks.transport.staging_bytes()
     host_staging += 0 if parts.ranks.replicas is None else parts.ranks.replicas.between.staging_bytes()
+    host_staging += 0 if parts.passes.host_activations is None else parts.passes.host_activations.nbytes
     computes_on_cpu = parts.ranks.group.device.type == "cpu"
     return Memory(
         device=str(parts.ranks.group.device),

@@ -46,6 +46,7 @@ from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
+from zeroengine.sequence.host_activations import HostActivations
 from zeroengine.utils.byte_counter import call_every
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -265,6 +266,7 @@ class Passes:
         backward: Gathers what backwards need, and lets units be reduced.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         outside_writes: Finds values that user code wrote into the model.
+        host_activations: Moves inputs of activation checkpoints to the host; None if nothing asks for it.
     """
 
     scaler: LossScaler
@@ -273,6 +275,7 @@ class Passes:
     backward: Backward
     gatherer: Gatherer
     outside_writes: OutsideWrites
+    host_activations: HostActivations | None
 
 
 def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, timer: Timer) -> Passes:
@@ -299,7 +302,10 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
     digests, compares = reducer.assigned_digests, config.check_parameter_writes
     outside_writes = OutsideWrites(units, ranks.replica_group, digests, compares)
-    return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes)
+    copies, host_activations = partition.placement.copies, None
+    if config.activation_checkpointing.cpu_checkpointing and copies is not None:
+        host_activations = HostActivations(setup.model, units, copies, setup.undo)
+    return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes, host_activations)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def place_states(
         has_device_memory=copies is not None,
     )
     if placed.is_empty:
-        return Placement((), (), [None] * len(plans), [None] * len(placed.optimizer_offloaded), None)
+        return Placement((), (), [None] * len(plans), [None] * len(placed.optimizer_offloaded), None, copies)
     _check_disk_blocks(plans, rules, placed, transport)
     bytes_by_location = placed.bytes_by_location
     # The size of each store is known before it is opened, so that a full disk is an error at the start.
