@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from zeroengine.sequence import sequence_parallel
     from zeroengine.sequence.batches import shard_sequence
     from zeroengine.sequence.mean_loss import mean_loss
+    from zeroengine.sequence.tiled_loss import tiled_loss
+    from zeroengine.sequence.tiled_mlp import tiled_mlp
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.transfer import receive_weights
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
@@ -65,6 +67,8 @@ else:  # Names are imported when they are first used, so the commands that need 
         "zeroengine.optim.muon": ["Muon"],
         "zeroengine.sequence.batches": ["shard_sequence"],
         "zeroengine.sequence.mean_loss": ["mean_loss"],
+        "zeroengine.sequence.tiled_loss": ["tiled_loss"],
+        "zeroengine.sequence.tiled_mlp": ["tiled_mlp"],
         "zeroengine.weights.changes": ["WeightsToken"],
         "zeroengine.weights.transfer": ["receive_weights"],
     }
@@ -117,6 +121,8 @@ __all__ = [
     "set_full_master",
     "set_full_optimizer_state",
     "shard_sequence",
+    "tiled_loss",
+    "tiled_mlp",
 ]
 
 if "torch" in sys.modules:  # a training script: it loads the engine here, not in the midst of its own start

@@ -5,6 +5,7 @@
 - `zero.py`, `degrees.py`, `offload.py`: the models of what is partitioned, over how many ranks, and where it lives.
 - `local_steps.py`: the model of replicas that are averaged now and then.
 - `ema.py`: the model of the moving average of the weights.
+- `tiling.py`: the model of losses and MLPs in tiles.
 - `precision.py`, `optimizers.py`, `schedulers.py`, `monitor.py`, `sinks.py`: the models of those sections.
 - `fields.py`: types of fields, and `"auto"`.
 - `batch.py`: the batch sizes, of which two give the third.

@@ -36,6 +36,7 @@ ZEROENGINE_ONLY = {
     "local_steps",
     "monitor",
     "optimizer_state_dtype",
+    "tiling",
     "trace",
     "units",
     "zero_optimization.degrees",

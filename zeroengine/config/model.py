@@ -21,6 +21,7 @@ from zeroengine.config.optimizers import EIGHT_BIT_TYPES, OptimizerConfig
 from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
 from zeroengine.config.source import ConfigSource, walk
+from zeroengine.config.tiling import Tiling
 from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ConfigError
 
@@ -141,6 +142,8 @@ class Config(Section):
     units: list[str] | None = None
     """Patterns of module names, such as "layers.*". Each module that matches is one unit. What another pattern matches
     inside of it is a unit of its own: ["layers.*", "layers.*.experts.*"]. null: units are chosen automatically."""
+    tiling: Annotated[Tiling, NULL] = Tiling()
+    """Losses and MLPs that compute a part of the tokens at a time."""
     checkpoint: Checkpoint = Checkpoint()
     """How checkpoints are saved."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()

@@ -43,6 +43,7 @@ from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
+from zeroengine.sequence.tiled_models import tile_model
 
 log = logging.getLogger("zeroengine")
 
@@ -108,6 +109,7 @@ def make_engine(
             _check_model(model, optimizer)
             split_quantized_parameters(model, undo)
             settings = config if isinstance(config, Config) else load(config)
+            tile_model(model, settings.tiling, undo)
             # Some settings depend on the model's dtype or the number of ranks.
             dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
             settings = settings.resolve(

@@ -37,7 +37,7 @@ _METHODS = (
     "__len__ is_inference has_names"
 )
 # Operations that a released parameter allows, because none of them reads a value.
-_METADATA = {
+METADATA = {
     *(getattr(_T, name).__get__ for name in _PROPERTIES.split() if hasattr(_T, name)),
     *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
     *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
@@ -62,7 +62,7 @@ class ReleasedParameter(nn.Parameter):
         if func in _AUTOGRAD:
             return func(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
         # torch.compile runs functions on parameters to infer shapes, which must gather nothing.
-        if func not in _METADATA and not _tracing():
+        if func not in METADATA and not is_tracing():
             tensors = list(tensors_in((args, kwargs)))
             for param in tensors:
                 # Resolving one parameter may have gathered the others of its unit.
@@ -74,7 +74,7 @@ class ReleasedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
-        if result is None and not _tracing():
+        if result is None and not is_tracing():
             if func == _READ_GRADIENT:
                 _notify_owner(args[0], "note_gradient_read")
             elif func in _ASSIGN_GRADIENT:
@@ -97,7 +97,7 @@ class ReleasedParameter(nn.Parameter):
             return self.__reduce_ex__(protocol)
 
 
-def _tracing() -> bool:
+def is_tracing() -> bool:
     """Return whether torch.compile is tracing, which reads the metadata of tensors and not their values."""
     # A process that has not imported this module is not tracing. Importing it here would make every start slower.
     guards = sys.modules.get("torch._guards")

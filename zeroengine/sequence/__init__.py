@@ -6,5 +6,6 @@
 - ``agreement``: compares what these ranks must have alike.
 - ``model_check``: refuses a model that mixes tokens elsewhere than in attention.
 - ``transformers_models``: connects models of transformers.
+- ``tiled_loss``, ``tiled_mlp``: both in tiles of tokens; ``tiled_models``: switches them on in models of transformers.
 - ``host_activations``: keeps the inputs of activation checkpoints in CPU memory between forward and backward.
 """

@@ -1,6 +1,6 @@
 """Trains under DDP and on the engine, and reports the losses, norms and rates that were logged, and how weights differ.
 
-The arguments are stages.
+The arguments are stages. Models in tiles are checked at these as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.integrations.environments import report
 from tests.integrations.transformers.models import Tokens, tiny_llama, training_arguments
+from tests.integrations.transformers.tiled_models import check_models
 from zeroengine import MixedOptimizer, Muon
 from zeroengine.integrations.transformers import ZeroTrainer
 
@@ -87,6 +88,7 @@ def main() -> None:
             differences = (torch.max(torch.abs(weights[name] - expected[name])) for name in weights)
             found[case][f"stage {stage}"]["weights"] = float(max(differences))
     check_optimizers_of_few_bits(int(sys.argv[1]))
+    check_models(list(map(int, sys.argv[1:])))
     report(found)
 
 
