@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.sequence.group import HasSequenceGroup
 from zeroengine.sequence.mean_loss import mean_loss
 from zeroengine.utils.compiler_disable import disable_compile
 
@@ -43,6 +44,7 @@ def tiled_loss(
     reduction: Literal["mean", "sum"] = "mean",
     transform: Callable[[Tensor], Tensor] | None = None,
     tile_tokens: int | None = None,
+    engine: HasSequenceGroup | None = None,
 ) -> Tensor:
     """Return the cross entropy of ``F.linear(hidden, weight, bias)`` without the memory of these logits.
 
@@ -62,6 +64,7 @@ def tiled_loss(
             both are 0, where torch's mean is NaN.
         transform: What else is done to each logit, before ``scale``: a differentiable function of a part of the logits.
         tile_tokens: The tokens of a tile. None: as many as have logits of 64 MiB, on GPUs 256 MiB.
+        engine: As for ``mean_loss``.
 
     Returns:
         A scalar in fp32, or in fp64 for hidden states in fp64.
@@ -103,7 +106,7 @@ def tiled_loss(
     flat = hidden.flatten(0, -2), weight, bias, labels.flatten().long()
     total: Tensor = _TiledLoss.apply(*flat, needs, sizes, loss_of)  # type: ignore[no-untyped-call]
     # So little changes no other count, and without labels the mean is 0 and not NaN.
-    return total if reduction == "sum" else mean_loss(total, is_kept.sum().float().clamp(min=1e-30))
+    return total if reduction == "sum" else mean_loss(total, is_kept.sum().float().clamp(min=1e-30), engine=engine)
 
 
 class _TiledLoss(torch.autograd.Function):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def tile_model(model: nn.Module, tiling: Tiling, undo: ExitStack) -> None:
             raise _error("loss", need, model, [type(head).__name__, getattr(loss, "__name__", loss)])
         _replace_forward(head, _lazy_forward, undo)
         undo.callback(vars(causal).pop, "_loss_function", None)
-        causal.loss_function = partial(_tiled_causal_loss, loss)
+        causal.loss_function = update_wrapper(partial(_tiled_causal_loss, loss), loss)
 
 
 def _error(key: str, need: str, model: nn.Module, found: object) -> ConfigError:
@@ -135,5 +135,7 @@ def _tiled_causal_loss(original: Any, logits: Any, labels: Any = None, *rest: An
     shifted, count = named.get("shift_labels"), named.get("num_items_in_batch")
     shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shifted is None else shifted
     options: Any = {"bias": head.bias, "ignore_index": ignored, "transform": partial(_run, steps)}
-    loss = tiled_loss(hidden, head.weight, shifted, **options, reduction="mean" if count is None else "sum")
-    return loss if count is None else loss / torch.as_tensor(count, device=loss.device)
+    # Where ranks share a sample, ``transformers_models`` gives a count, and takes the mean over all of them.
+    count = (shifted != ignored).sum().clamp(min=1) if count is None else count
+    total = tiled_loss(hidden, head.weight, shifted, **options, reduction="sum")
+    return total / torch.as_tensor(count, device=total.device)
