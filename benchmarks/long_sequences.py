@@ -201,8 +201,26 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def calls_of_zeroengine(parts: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Return what sends ``parts[rank]`` to each rank by the all-to-all of zeroengine: to be filled in."""
-    return {}
+    """Return what sends ``parts[rank]`` to each rank: the all-to-all alone, and with the layout of heads around it."""
+    from torch import nn
+
+    import zeroengine
+    from zeroengine.comm.interfaces import Slices
+
+    ranks, tokens, heads, head_size = parts.shape
+    config = {"sequence_parallel_size": ranks, "optimizer": {"type": "Adam"}}
+    group = zeroengine.initialize(nn.Linear(8, 8), config=config).sequence_group
+    transport = group._transport
+    sent, received = transport.empty(parts.numel(), parts.dtype), torch.empty(parts.numel())
+    query = torch.randn(1, tokens, ranks * heads, head_size).transpose(1, 2)
+
+    def all_to_all() -> None:
+        transport.exchange.all_to_all(received, sent, "benchmark", Slices(group.ranks)).wait_stream()
+
+    return {
+        "zeroengine, all-to-all": all_to_all,
+        "zeroengine, heads to tokens": lambda: group.scatter_heads([query], "benchmark"),
+    }
 
 
 def exchange(args: argparse.Namespace) -> dict[str, Any]:

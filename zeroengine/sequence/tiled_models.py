@@ -61,7 +61,7 @@ def tile_model(model: nn.Module, tiling: Tiling, undo: ExitStack) -> None:
             raise _error("loss", need, model, [type(head).__name__, getattr(loss, "__name__", loss)])
         _replace_forward(head, _lazy_forward, undo)
         undo.callback(vars(causal).pop, "_loss_function", None)
-        causal.loss_function = update_wrapper(partial(_tiled_causal_loss, loss), loss)
+        causal.loss_function = update_wrapper(partial(_tiled_causal_loss, loss), loss)  # type: ignore[arg-type]
 
 
 def _error(key: str, need: str, model: nn.Module, found: object) -> ConfigError:
