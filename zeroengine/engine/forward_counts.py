@@ -25,6 +25,7 @@ class ForwardCounts:
         # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
         from zeroengine.monitor import flops
 
+        self._ranks_per_sample = setup.config.sequence_parallel_size
         self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(setup.model)
         trainable = sum(plan.numel for plan in setup.plans if plan.trainable)
         self._trainable_share = trainable / max(sum(plan.numel for plan in setup.plans), 1)
@@ -81,11 +82,14 @@ class ForwardCounts:
         self._counts.clear()
 
     def take(self) -> dict[str, float | None]:
-        """Return the numbers of a step that ends, and begin with the next. None for what no forward had."""
+        """Return the numbers of a step that ends, and begin with the next. None for what no forward had.
+
+        Ranks that share a sample count equal shares of it, so that the sum over all ranks is that of the samples.
+        """
         flops, counts = self._flops_per_element, self._counts
         self._counts, self._has_stepped = Counter(), True
         return {
-            "samples": counts.get("samples"),
+            "samples": counts["samples"] / self._ranks_per_sample if "samples" in counts else None,
             "tokens": counts.get("tokens"),
             "flops": flops * counts["elements"] if flops else None,
         }

@@ -37,8 +37,8 @@ class Memory:
         put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
         staging: Buffers between the stores of offloaded states and the computation, between hosts whose ranks share
             memory, between the replicas of ``local_steps``, and, where they share memory, between shards and the
-            owners of matrices; what Gloo receives gradients into; and, in ``cpu``, the buffers of
-            ``activation_checkpointing.cpu_checkpointing``.
+            owners of matrices; what Gloo receives gradients into; what parts of sequences are sent from; and, in
+            ``cpu``, the buffers of ``activation_checkpointing.cpu_checkpointing``.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
         checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above, those that ``offload_states`` moved
@@ -118,6 +118,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         put_off={unit.name: unit.gathered_bytes() for unit in parts.passes.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.partition.units),
         staging=parts.partition.placement.send_buffer_bytes
+        + parts.loop.sequences.nbytes
         + parts.states.optimizer.backend.exchange_bytes
         + (0 if parts.states.outer_step is None else parts.states.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),

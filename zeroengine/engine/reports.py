@@ -217,8 +217,7 @@ class EngineMonitor:
             self._memory = {f"{kind}.{state}": float(kinds[kind].get(state, 0)) for kind in MEDIA for state in STATES}
         received = self.timer.received
         numbers: dict[str, float | None] = {
-            "gather_bytes": received["gather"],
-            "reduce_bytes": received["reduce"],
+            **{f"{kind}_bytes": nbytes for kind, nbytes in received.items()},
             "disk_read_bytes": disk_traffic[0] - self._disk_traffic[0],
             "disk_write_bytes": disk_traffic[1] - self._disk_traffic[1],
             **self.forwards.take(),

@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 OUTSIDE_TRAINING: tuple[Kind, ...] = ("checkpoint", "evaluation")
 # The keys of a record's split: the kinds, and the rest of the step's time.
 SPLIT = (*KINDS, "other")
-TRAFFIC = ("gather_bytes", "reduce_bytes", "disk_read_bytes", "disk_write_bytes")
+TRAFFIC = ("gather_bytes", "reduce_bytes", "exchange_bytes", "disk_read_bytes", "disk_write_bytes")
 Cause = Literal["compute", "offload", "other", "link"]
 EventKind = Literal["start", "resume", "checkpoint", "skip", "restart", "eviction", "warning", "error", "trace", "end"]
 

@@ -35,7 +35,7 @@ MEDIA = ("device", "cpu", "nvme")
 # Kinds of work in the terms in which ranks are compared.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("forward", "backward", "update"),
-    "wait": ("gather", "reduce"),
+    "wait": ("gather", "reduce", "exchange"),
     "offload": ("offload",),
     "other": ("other", "checkpoint", "evaluation"),
 }
@@ -133,7 +133,8 @@ def summarize(rows: Array, layout: RankRow, facts: CommonFacts, peak_flops: floa
         grad_norm=facts.grad_norm,
         loss_scale=facts.loss_scale,
         skipped=facts.skipped,
-        samples=None if samples is None else int(samples),
+        # A rank counts its share of a sample.
+        samples=None if samples is None else round(samples),
         tokens=None if tokens is None else int(tokens),
         flops=flops,
         mfu=mfu,
@@ -176,7 +177,7 @@ def find_slowest(
         rate = _rate(traffic, ("disk_read_bytes", "disk_write_bytes"), disk)
         return SlowestRank(rank, disk, "offload", f"every rank waits {disk:.3f} s for its disk or CPU memory{rate}")
     rank = max(range(len(busy)), key=ranks["wait"].__getitem__)
-    rate = _rate(traffic, ("gather_bytes", "reduce_bytes"), link)
+    rate = _rate(traffic, ("gather_bytes", "reduce_bytes", "exchange_bytes"), link)
     return SlowestRank(rank, link, "link", f"every rank waits {link:.3f} s for messages, and no rank is behind{rate}")
 
 

@@ -86,7 +86,7 @@ class Timer:
     def __init__(self, units: Sequence[str] = (), device: torch.device | None = None) -> None:
         self.enabled, self.tracing = device is not None, False
         self.slot_names = [("other", ""), *((kind, unit) for kind in KINDS for unit in ("", *units))]
-        self.received = {"gather": 0, "reduce": 0}
+        self.received = {"gather": 0, "reduce": 0, "exchange": 0}
         self._slots = {names: slot for slot, names in enumerate(self.slot_names)}
         self._on_cuda = device is not None and device.type == "cuda"
         # The work in progress, and that of the spans around it, the outermost first.

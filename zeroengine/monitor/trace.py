@@ -23,6 +23,7 @@ LANES = {
     "compute": ("forward", "backward"),
     "gather": ("gather",),
     "reduce": ("reduce",),
+    "exchange": ("exchange",),
     "offload": ("offload",),
     "update": ("update",),
     "checkpoint": ("checkpoint",),

@@ -10,7 +10,7 @@ from zeroengine.view.run_reader import RunReader
 from zeroengine.view.step_group import StepGroup
 
 # The parts of a step's time, in the order in which they are shown.
-SPLIT = ("forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation", "other")
+SPLIT = tuple("forward backward gather reduce exchange update offload checkpoint evaluation other".split())
 PLACES = ("device", "cpu", "nvme")
 SHOWN_EVENTS = 20
 

@@ -30,6 +30,7 @@ COLORS = {
     "backward": "blue",
     "gather": "yellow",
     "reduce": "bright_red",
+    "exchange": "bright_magenta",
     "update": "green",
     "offload": "magenta",
     "checkpoint": "white",
@@ -38,7 +39,7 @@ COLORS = {
 }
 SPARKS = "▁▂▃▄▅▆▇█"
 # The blocks of a bar where there are no colors. A part that is not listed has its first letter.
-LETTERS = {"other": "."}
+LETTERS = {"other": ".", "exchange": "x"}
 STATE_COLORS = {"running": "green", "ended": "green", "failed": "red", "silent": "yellow", "starting": "cyan"}
 TOP_ROWS = 5
 LAST_EVENTS = 8

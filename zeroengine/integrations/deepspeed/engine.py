@@ -164,7 +164,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
 
     def _samples_of_backwards(self) -> int:
         """Return the samples of all ranks in the backwards since the last update."""
-        return self.engine.backwards_in_step * self.train_micro_batch_size_per_gpu() * self.world_size
+        return self.engine.backwards_in_step * self.train_micro_batch_size_per_gpu() * self.engine.num_sample_groups
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""

@@ -1,6 +1,7 @@
 // The cards of the page: charts of a run's numbers, slow ranks, events, configuration.
 
-const SPLIT = ["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "evaluation", "other"];
+const WORK = ["forward", "backward", "gather", "reduce", "exchange", "update", "offload"];
+const SPLIT = [...WORK, "checkpoint", "evaluation", "other"];
 const STATES = ["parameters", "gradients", "master", "optimizer", "buckets", "gathered", "staging", "checkpoint"];
 const STATE_TEXTS = {
   running: "It was running when this page was written.",

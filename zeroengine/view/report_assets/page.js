@@ -20,7 +20,7 @@ function figures() {
     MFU: (s) => [formatShare(s.run.mfu), "of the peak rate"],
     "A step": (s) => [formatSeconds(s.run.seconds_per_step), `longest ${formatSeconds(s.run.longest_step_seconds)}`],
     "Exposed waits": (s) => {
-      const wait = (s.run.split.gather || 0) + (s.run.split.reduce || 0);
+      const wait = ["gather", "reduce", "exchange"].reduce((sum, kind) => sum + (s.run.split[kind] || 0), 0);
       return [
         s.run.seconds_per_step ? formatShare(wait / s.run.seconds_per_step) : MISSING,
         `${formatSeconds(wait)} a step`,
