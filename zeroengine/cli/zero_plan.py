@@ -114,6 +114,7 @@ def _parser() -> CommandParser:
         add(name, choices=("none", "cpu", "nvme"), metavar="PLACE", help="none, cpu or nvme")
     add("--micro-batch", **count, help="samples of a micro-step of a rank")
     add("--accumulation", **count, help="micro-steps of a step")
+    add("--sequence-parallel", **count, nargs="+", default=[], help="numbers of ranks that share a sample, to compare")
     add("--checkpointing", choices=("on", "off"), help="recompute activations in backward")
     add = parser.add_argument_group("the result").add_argument
     add("--all", action="store_true", help="show every candidate")
@@ -159,6 +160,7 @@ def _plan(
         _machine(options, sizes, network),
         batch=options.batch,
         checkpointing={"on": True, "off": False}.get(options.checkpointing or ""),
+        sequence_parallel=options.sequence_parallel,
         overrides=overrides,
         progress=progress,
     )

@@ -49,6 +49,7 @@ def plan(
     batch: int | None = None,
     example: Any = None,
     checkpointing: bool | None = None,
+    sequence_parallel: Sequence[int] = (),
     overrides: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -71,6 +72,8 @@ def plan(
         example: For a module: arguments of its forward, as a tensor, a tuple or a dict. The samples are the first
             dimension of tensors, and their number does not matter. None: activations and times stay unknown.
         checkpointing: Whether activations are checkpointed. None: both are compared.
+        sequence_parallel: Numbers of ranks that share a sample, to compare, each with the longest sequence that fits.
+            Empty: as configured.
         overrides: Values to set in the configuration, as in ``"zero_optimization.stage=3"``.
         progress: Called with what is being done.
 
@@ -87,9 +90,12 @@ def plan(
         tree[TRAIN] = batch
     # This checks the sizes, and finds the one that the others determine.
     open_sizes = tree.get(STEPS) is None and tree.get(MICRO) is None
-    sizes = load({**tree, MICRO: 1} if open_sizes else tree).resolve(
-        world_size=target.world_size, ranks_per_node=target.ranks_per_node
-    )
+    written = tree.pop("sequence_parallel_size", 1)
+    sharings = tuple(sequence_parallel) or (written if isinstance(written, int) else 1,)
+    for sharing in sharings:
+        sizes = load({**tree, "sequence_parallel_size": sharing} | ({MICRO: 1} if open_sizes else {})).resolve(
+            world_size=target.world_size, ranks_per_node=target.ranks_per_node
+        )
     if sizes.local_steps is not None:
         tree["local_steps"] = sizes.local_steps.model_dump()
         notes.append(
@@ -107,8 +113,7 @@ def plan(
         can_offload=can_offload(optimizer),
         degrees=degree_choices(has_degrees, target, sizes),
     )
-    if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
-        choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
+    choices = replace(choices, sequence_parallel=sharings)
     if checkpointing is not None:
         choices = replace(choices, checkpointing=(checkpointing,))
     estimator = Estimator(facts, tree, target)
@@ -116,16 +121,20 @@ def plan(
         "The model's inputs are unknown. Give an example, or let the function return a model and a function that makes "
         "batches"
         if facts.make_batch is None
-        else _why_untraceable(estimator)
+        else _why_untraceable(estimator, max(sharings))
     )
     if problem is not None:
         estimator = Estimator(replace(facts, make_batch=None), tree, target)
         choices = replace(choices, checkpointing=(False,), micro_batch=choices.micro_batch or 1)
         notes.append(f"{problem}. Activations, micro-batches and times are left out.")
-    return search(estimator, choices, notes, progress)
+    asks = problem is None and facts.tokens_per_sample and (sequence_parallel or written != 1)
+    progress("searching the longest sequence")
+    longest = {sharing: estimator.longest_sequence(choices, sharing) for sharing in sharings if asks}
+    notes += [f"The longest sequence with sequence_parallel_size {n}: {size:,} tokens." for n, size in longest.items()]
+    return replace(search(estimator, choices, notes, progress), longest_sequence=longest)
 
 
-def _why_untraceable(estimator: Estimator) -> str | None:
+def _why_untraceable(estimator: Estimator, sharing: int) -> str | None:
     """Return why a micro-step cannot be traced without values, or None if it can be.
 
     Raises:
@@ -136,7 +145,7 @@ def _why_untraceable(estimator: Estimator) -> str | None:
     level = torch_log.level
     torch_log.setLevel(logging.CRITICAL + 1)
     try:
-        estimator.micro_step(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
+        estimator.micro_step(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False, sequence_parallel=sharing))
     except ZeroEngineError as error:
         if type(error.__cause__).__name__ not in NEEDS_VALUES:
             raise

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from zeroengine.plan.bytes.meta_copy import copy_to_meta
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
 from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks
+from zeroengine.plan.bytes.sequence_parts import TracedTransport, connect_parts
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
@@ -61,9 +62,11 @@ class MicroStep:
         micro_batch: Samples.
         saved_bytes: The batch and the activations that live between forward and backward.
         peak_bytes: The most bytes at any time of activations, their gradients, the gradient of a parameter before it is
-            copied into its bucket, and temporaries. Parameters and buffers of the model do not count.
+            copied into its bucket, temporaries, and memory that parts of sequences are sent from. Parameters and
+            buffers of the model do not count.
         forward: The operations of forward.
         backward: The operations of backward. Recomputation counts.
+        exchanged_bytes: That leave the rank for those which share its samples, in forward, backward and recomputation.
     """
 
     micro_batch: int
@@ -71,6 +74,7 @@ class MicroStep:
     peak_bytes: int
     forward: Sequence[OperationCount]
     backward: Sequence[OperationCount]
+    exchanged_bytes: int = 0
 
 
 def trace_micro_step(
@@ -97,6 +101,8 @@ def trace_micro_step(
             f"{model.name}: no batch is known, so activations cannot be traced. Return `model, make_batch` from the "
             "function, where make_batch(n) returns the arguments of a call with n samples"
         )
+    if config.sequence_parallel_size > 1:
+        model = model.with_tokens(model.tokens_per_sample or 0, config.sequence_parallel_size)
     try:
         return _trace(model, config, micro_batch, checkpointing, device, omits_blocks=True)
     except Exception:
@@ -125,13 +131,15 @@ def _trace(
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
         if checkpointing:
             _checkpoint_blocks(units, attention)
+        transport = TracedTransport(trace, config.sequence_parallel_size, device)
+        connect_parts(replica, transport, undo)
         for run in runs:
             count_omitted_blocks(run, trace, undo)
         trace.ignore([*replica.parameters(), *replica.buffers()])
         undo.enter_context(attention())
         undo.enter_context(trace)
         try:
-            return _run(model, replica, trace, micro_batch)
+            micro = _run(model, replica, trace, micro_batch)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
@@ -141,6 +149,9 @@ def _trace(
             raise ZeroEngineError(
                 f"{model.name}: a micro-step with micro-batch {micro_batch} failed: {type(error).__name__}: {error}"
             ) from error
+    if transport.world_size > 1 and not transport.sent_bytes:
+        raise ZeroEngineError(f"{model.name}: sequence_parallel_size needs zeroengine.sequence_parallel.attention")
+    return replace(micro, exchanged_bytes=transport.sent_bytes)
 
 
 def _run(model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int) -> MicroStep:

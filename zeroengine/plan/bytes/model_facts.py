@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.runtime.quantized_parameters import quantize_on_meta, split_quantized_parameters
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 # The arguments and keyword arguments of one call of the model.
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -70,6 +70,30 @@ class ModelFacts:
     def dtype(self) -> torch.dtype | None:
         """Return the dtype of the parameters, for ``Config.resolve``."""
         return next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
+
+    def with_tokens(self, tokens: int, sharing: int = 1) -> ModelFacts:
+        """Return the facts of the same model with samples of another length.
+
+        Args:
+            tokens: The tokens of a sample.
+            sharing: The number of ranks that share a sample. A batch is the part of one of them, with labels as
+                ``shard_sequence`` adds them.
+        """
+        make_batch, length = self.make_batch, self.tokens_per_sample
+        if make_batch is None or length is None:
+            raise ZeroEngineError(f"{self.name}: sequence_parallel_size needs tokens, and its samples have none")
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            size = (*tensor.shape[:1], -(-tokens // sharing), *tensor.shape[2:])
+            return tensor.new_empty(size) if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+
+        def make_resized(samples: int) -> Batch:
+            args, kwargs = map_tensors(resized, make_batch(samples))
+            if sharing > 1 and "labels" in kwargs:
+                kwargs = {**kwargs, "shift_labels": kwargs["labels"]}
+            return args, kwargs
+
+        return replace(self, make_batch=make_resized, tokens_per_sample=tokens)
 
     def plans(self, config: Config) -> list[UnitPlan]:
         """Return the units that ``initialize`` cuts the model into. A configuration without an optimizer gets AdamW.

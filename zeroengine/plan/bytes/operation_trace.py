@@ -49,7 +49,7 @@ def _grouped_output(a: Any, b: Any, offs: Any = None, *_: Any, **__: Any) -> tor
 
 
 # Elements up to which tensors of integers are computed.
-MAX_REAL_NUMEL = 1 << 20
+MAX_REAL_NUMEL = 1 << 24
 
 # FLOPs, bytes, the name of a dtype, bytes of the largest new tensor, tokens of attention's sequences.
 OperationKind = tuple[int, int, str, int, int]

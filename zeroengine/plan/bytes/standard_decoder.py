@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from zeroengine.sequence.sequence_parallel import attention
+
 
 class StandardDecoderBlock(nn.Module):
     """Attention with rotary positions left out, and a gated feed-forward of SwiGLU, both after an RMS norm.
@@ -36,7 +38,7 @@ class StandardDecoderBlock(nn.Module):
         if self.kv_heads != self.heads:
             # As libraries do where the kernel takes equal numbers of heads alone.
             key, value = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = attention(query, key, value, is_causal=True)
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
         normed = self.feed_forward_norm(x)
         change: torch.Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))

@@ -59,9 +59,10 @@ def _offload_text(candidate: Json) -> str:
 
 
 def _stage_text(candidate: Json) -> str:
-    """Return a candidate's stage, with the name of its degrees where they are not those of the stage: `3 hpZ`."""
+    """Return a candidate's stage, with other degrees than those of the stage and sequence parallelism: `3 hpZ SP 2`."""
     degrees = "" if candidate["degrees"] == DEFAULT else f" {candidate['degrees']}"
-    return f"{candidate['stage']}{degrees}"
+    sharing = f" SP {size}" if (size := candidate["sequence_parallel"]) > 1 else ""
+    return f"{candidate['stage']}{degrees}{sharing}"
 
 
 def _machine_text(plan: Json) -> str:
@@ -138,16 +139,17 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     on_host = any(candidate["host_total"] and sum(candidate["cpu"].values()) for candidate in candidates)
     on_disk = any(candidate["disk_total"] for candidate in candidates)
     candidates_offload = any(_offload_text(candidate) != "-" for candidate in candidates)
+    exposed = (*EXPOSED, *["exchange"] * any(candidate["sequence_parallel"] > 1 for candidate in candidates))
     numbers = [memory, *(STATE_COLUMNS if wide else ()), "free"]
     numbers += ["node CPU"] * (wide and on_host) + ["disk"] * (wide and on_disk)
     numbers += [
         "s/step",
-        *(EXPOSED if wide else ()),
+        *(exposed if wide else ()),
         "tokens/s" if plan["model"]["tokens_per_sample"] else "per second",
     ]
     columns: list[Column | str] = [
         Column("#", justify="right"),
-        Column("stage", no_wrap=any(candidate["degrees"] != DEFAULT for candidate in candidates)),
+        Column("stage", no_wrap=any(" " in _stage_text(candidate) for candidate in candidates)),
         Column("offload", min_width=13 if candidates_offload else 7),
         Column("batch", justify="right", no_wrap=True),
         Column("ckpt"),
@@ -164,7 +166,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
         cells += [_gib(candidate["disk_total"])] * (wide and on_disk)
         cells += [_seconds_text(seconds["total"]) if seconds else "-"]
         if wide:
-            cells += [_seconds_text(seconds[kind]) if seconds else "-" for kind in EXPOSED]
+            cells += [_seconds_text(seconds[kind]) if seconds else "-" for kind in exposed]
         style = "bold green" if candidate["number"] == 1 else None if candidate["has_headroom"] else "yellow"
         rows.add_row(
             str(candidate["number"]),

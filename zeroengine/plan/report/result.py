@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zeroengine.plan.report.report import table
@@ -33,6 +33,8 @@ class Plan:
         largest_micro_batch: The largest micro-batch of each setting that fits, or 0.
         configurations: The configuration of each estimate.
         notes: Sentences that the user should read, such as what was assumed.
+        longest_sequence: The most tokens of a sample that fit, by the number of ranks that share it, where
+            ``sequence_parallel`` asks for it. 0: fewer than 1,024.
     """
 
     model_name: str
@@ -47,6 +49,7 @@ class Plan:
     largest_micro_batch: Mapping[ZeroSetting, int]
     configurations: Sequence[Mapping[str, Any]]
     notes: tuple[str, ...] = ()
+    longest_sequence: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def best(self) -> Estimate | None:
@@ -75,6 +78,7 @@ class Plan:
             "precision": self.precision,
             "optimizer": self.optimizer,
             "notes": list(self.notes),
+            "longest_sequence": dict(self.longest_sequence),
             "shown": self.num_shown,
             "candidates": [
                 {"number": number, **self._entry(estimate), "configuration": dict(configuration)}

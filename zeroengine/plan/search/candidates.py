@@ -36,6 +36,7 @@ class ZeroSetting(NamedTuple):
     offload_optimizer: Place
     checkpointing: bool
     degrees: str = DEFAULT  # a name of ``degree_choices``
+    sequence_parallel: int = 1
 
     @property
     def title(self) -> str:
@@ -44,6 +45,7 @@ class ZeroSetting(NamedTuple):
         moved = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         parts = [f"{state} {names[place]}" for state, place in moved.items() if place != "none"]
         degrees = [] if self.degrees == DEFAULT else [f"degrees {self.degrees}"]
+        degrees += [f"{self.sequence_parallel} ranks a sample"] * (self.sequence_parallel > 1)
         return ", ".join([f"stage {self.stage}", *degrees, *parts, *["checkpointing"] * self.checkpointing])
 
 
@@ -60,6 +62,7 @@ class PlanCandidate:
         checkpointing: Whether the activations of each unit are computed again in backward. The model does this: no
             configuration key switches it on.
         degrees: The name of the degrees; see ``degree_choices``.
+        sequence_parallel: The number of ranks that share each sample.
     """
 
     stage: int
@@ -69,11 +72,16 @@ class PlanCandidate:
     accumulation: int
     checkpointing: bool
     degrees: str = DEFAULT
+    sequence_parallel: int = 1
+
+    def samples(self, world_size: int) -> int:
+        """Return the samples of a step over all ranks."""
+        return self.micro_batch * self.accumulation * world_size // self.sequence_parallel
 
     @property
     def setting(self) -> ZeroSetting:
         """Return the candidate without its batch sizes."""
-        return ZeroSetting(self.stage, self.offload_param, self.offload_optimizer, self.checkpointing, self.degrees)
+        return ZeroSetting(*(getattr(self, name) for name in ZeroSetting._fields))
 
     def changes(self) -> dict[str, Any]:
         """Return the keys of a configuration that make it this candidate, as nested dicts."""
@@ -86,6 +94,7 @@ class PlanCandidate:
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": zero,
+            **({"sequence_parallel_size": self.sequence_parallel} if self.sequence_parallel > 1 else {}),
         }
 
 
@@ -142,6 +151,7 @@ class Choices:
         accumulation: The number of micro-steps, or None if the batch decides.
         batch: Samples of a step over all ranks, or None.
         degrees: Names of degrees.
+        sequence_parallel: Numbers of ranks that share each sample.
     """
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -152,6 +162,7 @@ class Choices:
     accumulation: int | None = None
     batch: int | None = None
     degrees: tuple[str, ...] = (DEFAULT,)
+    sequence_parallel: tuple[int, ...] = (1,)
 
 
 def choices_of(
@@ -217,34 +228,38 @@ def settings_of(choices: Choices, world_size: int) -> Iterator[ZeroSetting]:
             stage != STAGE or (param != "none" and (len(choices.offload_param) > 1 or has_second_copy(degrees)))
         ):
             continue
-        yield ZeroSetting(stage, param, optimizer, checkpointing, degrees)
+        for sharing in choices.sequence_parallel:
+            yield ZeroSetting(stage, param, optimizer, checkpointing, degrees, sharing)
 
 
-def micro_batches(choices: Choices, world_size: int, largest: int, largest_with_headroom: int) -> list[int]:
+def micro_batches(choices: Choices, num_groups: int, largest: int, largest_with_headroom: int) -> list[int]:
     """Return the micro-batch sizes to compare: powers of two, the largest that fits, and that with headroom.
 
     Args:
-        choices: A given micro-batch is the only one; of a given batch, each size divides a rank's share.
-        world_size: The number of ranks.
+        choices: A given micro-batch is the only one; of a given batch, each size divides a group's share.
+        num_groups: The number of ranks, or of groups of them that share samples.
         largest: The largest micro-batch that fits. At least 1, even if that does not fit.
         largest_with_headroom: The largest that fits with headroom, or 0.
     """
+    if choices.batch is not None and choices.accumulation is not None:
+        return [choices.batch // (num_groups * choices.accumulation)]
     if choices.micro_batch is not None:
         return [choices.micro_batch]
     sizes = {1 << n for n in range(largest.bit_length())} | {largest, largest_with_headroom}
     if choices.batch is not None:
-        share = choices.batch // world_size
+        share = choices.batch // num_groups
         allowed = [d for d in range(1, min(share, largest) + 1) if share % d == 0]
         sizes = {max(d for d in allowed if d <= max(size, 1)) for size in sizes}
     return sorted(sizes - {0})
 
 
-def order_of(setting: ZeroSetting) -> tuple[int, int, int, bool, int]:
+def order_of(setting: ZeroSetting) -> tuple[int, int, int, int, bool, int]:
     """Return the place of a setting among others: the fields as numbers, the simplest values first."""
     return (
         setting.stage,
         PLACES.index(setting.offload_param),
         PLACES.index(setting.offload_optimizer),
+        setting.sequence_parallel,
         setting.checkpointing,
         list(DEGREES).index(setting.degrees),
     )
@@ -274,7 +289,8 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that a table shows: the best of each setting, without dominated settings.
 
     A setting is dominated if another one is at least as fast and holds at least as large a micro-batch. The best of
-    every stage and of all degrees, and its best without offload, are shown in any case, so that they can be compared.
+    every stage, of all degrees and of each sequence parallelism, and its best without offload, are shown in any
+    case, so that they can be compared.
 
     Args:
         ranked: Estimates in the order of `rank_estimates`.
@@ -291,7 +307,8 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
         # The first estimate of a setting is its best.
         dominated = any(largest[other.candidate.setting] >= largest[setting] for other in shown)
         others = [other.candidate.setting for other in shown]
-        alike = [other for other in others if (other.stage, other.degrees) == (setting.stage, setting.degrees)]
+        # These differ in the offload and in checkpointing alone.
+        alike = [other for other in others if (other.stage, *other[4:]) == (setting.stage, *setting[4:])]
         is_first = not alike or (setting in has_no_offload and not has_no_offload.intersection(alike))
         if is_first or not dominated:
             shown.append(estimate)

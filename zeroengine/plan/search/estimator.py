@@ -11,6 +11,7 @@ from zeroengine.config import Config, load
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts
+from zeroengine.plan.bytes.operation_trace import MAX_REAL_NUMEL
 from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
 from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
@@ -42,6 +43,9 @@ HEAP_SHARE = 0.5
 MAX_MICRO_BATCH = 1 << 16
 # Traces at these sizes determine those of all larger ones, because bytes and FLOPs grow linearly with the samples.
 TRACED_SIZES = (1, 2)
+# The longest sequence is searched in steps of so many tokens, from the second number on, in few traces. Positions of
+# longer ones would have no values in a trace.
+TOKEN_UNIT, FIRST_TOKENS, MAX_TRACES, MAX_TOKENS = 1024, 8192, 8, MAX_REAL_NUMEL - 1024
 
 
 class Estimator:
@@ -69,7 +73,7 @@ class Estimator:
         if self._tree.get("gradient_accumulation_steps") == "manual":
             tree["gradient_accumulation_steps"] = "manual"
         elif "train_batch_size" in tree:
-            tree["train_batch_size"] = candidate.micro_batch * candidate.accumulation * self.machine.world_size
+            tree["train_batch_size"] = candidate.samples(self.machine.world_size)
         # A section that says nothing but the default would only distract.
         sections = tree["zero_optimization"].items()
         zero = {key: value for key, value in sections if value not in ({"device": "none"}, None)}
@@ -107,7 +111,7 @@ class Estimator:
     def states(self, candidate: PlanCandidate) -> StateBytes:
         """Return the bytes of the states of one rank."""
         # Several micro-steps may accumulate in another dtype than one.
-        key = (candidate.setting._replace(checkpointing=False), candidate.accumulation > 1)
+        key = (candidate.setting._replace(checkpointing=False, sequence_parallel=1), candidate.accumulation > 1)
         if key not in self._states:
             self._states[key] = predict_states(self._plans, self.config(candidate), self._topology, self._probe)
         return self._states[key]
@@ -116,13 +120,14 @@ class Estimator:
         """Return what one micro-step of a rank takes, or None if the model's inputs are unknown."""
         if self.model.make_batch is None:
             return None
-        return self._micro_step(candidate.micro_batch, candidate.checkpointing)
+        return self._micro_step(candidate.micro_batch, candidate.checkpointing, candidate.sequence_parallel)
 
     @functools.cache  # noqa: B019  the estimator lives as long as one plan is made
-    def _micro_step(self, size: int, checkpointing: bool) -> MicroStep:
+    def _micro_step(self, size: int, checkpointing: bool, sharing: int) -> MicroStep:
         if size in TRACED_SIZES:
-            return trace_micro_step(self.model, self._base_config, size, checkpointing, self.machine.device)
-        first, second = (self._micro_step(n, checkpointing) for n in TRACED_SIZES)
+            config = self.config(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False, sequence_parallel=sharing))
+            return trace_micro_step(self.model, config, size, checkpointing, self.machine.device)
+        first, second = (self._micro_step(n, checkpointing, sharing) for n in TRACED_SIZES)
         return extrapolated(first, second, size)
 
     def estimate(self, candidate: PlanCandidate) -> Estimate:
@@ -165,7 +170,7 @@ class Estimator:
             disk_total=disk_total,
             headroom=headroom,
             time=None,
-            samples=candidate.micro_batch * candidate.accumulation * machine.world_size,
+            samples=candidate.samples(machine.world_size),
             fits=not reasons,
             has_headroom=not reasons and free_share >= HEADROOM,
             reasons=reasons,
@@ -173,9 +178,9 @@ class Estimator:
 
     def candidate(self, setting: ZeroSetting, micro_batch: int, choices: Choices) -> PlanCandidate:
         """Return the candidate of a setting and a micro-batch, with the micro-steps that the choices ask for."""
-        accumulation = choices.accumulation or 1
+        accumulation, num_groups = choices.accumulation or 1, self.machine.world_size // setting.sequence_parallel
         if choices.batch is not None and choices.accumulation is None:
-            accumulation = max(choices.batch // (micro_batch * self.machine.world_size), 1)
+            accumulation = max(choices.batch // (micro_batch * num_groups), 1)
         return PlanCandidate(
             setting.stage,
             setting.offload_optimizer,
@@ -184,6 +189,7 @@ class Estimator:
             accumulation,
             setting.checkpointing,
             setting.degrees,
+            setting.sequence_parallel,
         )
 
     def largest_micro_batch(self, setting: ZeroSetting, choices: Choices, *, headroom: bool = False) -> int:
@@ -198,6 +204,35 @@ class Estimator:
 
         return largest(fits, MAX_MICRO_BATCH)
 
+    def longest_sequence(self, choices: Choices, sharing: int) -> int:
+        """Return the most tokens of a sample, in steps of ``TOKEN_UNIT``, that fit with one of the settings.
+
+        Activations grow nearly linearly with the tokens. So the length on the line through the last two traced ones is
+        traced next, until it is the last one.
+
+        Args:
+            choices: What is left open. Blocks are checkpointed if they may be.
+            sharing: The number of ranks that share each sample.
+        """
+        kind = replace(choices, checkpointing=choices.checkpointing[-1:], sequence_parallel=(sharing,))
+        settings, size = settings_of(kind, self.machine.world_size), choices.micro_batch or 1
+        candidates = [self.candidate(setting, size, choices) for setting in settings]
+        # The others lack memory in any case, perhaps of the host.
+        candidates = [each for each in candidates if self._weigh(each, self.states(each), None).fits]
+
+        def free_bytes(micro: MicroStep | None) -> int:
+            needs = (self._weigh(each, self.states(each), micro).device_total for each in candidates)
+            return self.machine.device_bytes - min(needs)
+
+        points, tokens = [(0, free_bytes(None))] if candidates else [], FIRST_TOKENS * bool(candidates)
+        while 0 < tokens != points[-1][0] and len(points) <= MAX_TRACES:
+            model = Estimator(self.model.with_tokens(tokens), self._tree, self.machine)
+            points.append((tokens, free_bytes(model.micro_step(candidates[0]))))
+            (before, free_before), (_, free) = points[-2:]
+            per_unit = max((free_before - free) * TOKEN_UNIT // (tokens - before), 1)
+            tokens = min(tokens + free // per_unit * TOKEN_UNIT, MAX_TOKENS)
+        return max((tokens for tokens, free in points if free >= 0), default=0)
+
     def estimates(self, choices: Choices, progress: Callable[[str], None]) -> tuple[list[Estimate], dict[Any, int]]:
         """Return an estimate of every candidate, and the largest micro-batch of each setting that fits.
 
@@ -208,10 +243,11 @@ class Estimator:
         estimates: list[Estimate] = []
         sizes: dict[ZeroSetting, int] = {}
         for setting in settings_of(choices, self.machine.world_size):
+            num_groups = self.machine.world_size // setting.sequence_parallel
             progress(f"estimating {setting.title}")
             sizes[setting] = self.largest_micro_batch(setting, choices)
             with_headroom = self.largest_micro_batch(setting, choices, headroom=True)
-            for size in micro_batches(choices, self.machine.world_size, max(sizes[setting], 1), with_headroom):
+            for size in micro_batches(choices, num_groups, max(sizes[setting], 1), with_headroom):
                 estimates.append(self.estimate(self.candidate(setting, size, choices)))
         return estimates, sizes
 

@@ -58,7 +58,7 @@ class RingCollectives:
         self._rates, self._world_size = machine.rates, machine.world_size
         self._ranks_per_node = machine.ranks_per_node
 
-    def _rate(self, link: float, degree: int, within: int) -> float:
+    def rate(self, link: float, degree: int, within: int) -> float:
         """Return the bytes per second that a rank receives from ``degree // within`` ranks, ``within`` apart."""
         if degree <= self._ranks_per_node:
             return link
@@ -72,12 +72,12 @@ class RingCollectives:
 
     def _gather(self, nbytes: int, degree: int, within: int) -> float:
         received = nbytes / within - nbytes / degree
-        return self._rates.latency + received / self._rate(self._rates.link, degree, within) if received else 0.0
+        return self._rates.latency + received / self.rate(self._rates.link, degree, within) if received else 0.0
 
     def all_reduce(self, nbytes: int, count: int, within: int) -> float:
         """Return the seconds of an all-reduce of ``nbytes`` over ``count`` ranks, ``within`` apart."""
         received = 2 * nbytes * (count - 1) / count
-        return self._rates.latency + received / self._rate(self._rates.reduce_link, count * within, within)
+        return self._rates.latency + received / self.rate(self._rates.reduce_link, count * within, within)
 
     def reduce(self, unit: UnitBytes) -> Seconds:
         """Return the seconds of the reduction of a unit's gradients.
@@ -89,10 +89,10 @@ class RingCollectives:
         assert unit.gradients is not None
         nbytes, degree = unit.layout.numel * unit.gradients.reduce_dtype.itemsize, unit.sum_degree
         seconds = self._rates.latency
-        seconds += (nbytes - nbytes / degree) / self._rate(self._rates.reduce_link, degree, 1)
+        seconds += (nbytes - nbytes / degree) / self.rate(self._rates.reduce_link, degree, 1)
         if degree < self._world_size:
             received = nbytes / degree - nbytes / self._world_size
-            seconds += received / self._rate(self._rates.reduce_link, self._world_size, degree)
+            seconds += received / self.rate(self._rates.reduce_link, self._world_size, degree)
             seconds += self._gather(nbytes, self._world_size, degree)
         return Seconds(0.0, seconds, self._world_size > self._ranks_per_node)
 

@@ -13,6 +13,7 @@ network   between nodes the gathers of a backward and its sums take turns, so on
           ``CPU_HIDDEN_SHARE``)
 update    reads gradients for the norm, and reads and writes states once, those of an outer step of local_steps too;
           what rules on whole matrices exchange and compute at owners is left out
+exchange  parts of sequences, for attention, among the ranks that share samples. Nothing hides them
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
 
@@ -49,6 +50,7 @@ class StepTime:
         reduce: Exposed reductions of gradients, and their copies into buckets.
         update: The norm of the gradient and the optimizer's update.
         offload: Exposed transfers between the device, the host and the disk.
+        exchange: Exchanges of parts of sequences.
     """
 
     compute: float
@@ -56,11 +58,12 @@ class StepTime:
     reduce: float
     update: float
     offload: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the seconds of the whole step."""
-        return self.compute + self.gather + self.reduce + self.update + self.offload
+        return self.compute + self.gather + self.reduce + self.update + self.offload + self.exchange
 
 
 def topology_of(machine: Machine, config: Config) -> RankTopology:
@@ -126,7 +129,10 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     reduce += outer_step_seconds(units, config, machine)
     update, offload = _update_seconds(units, states, machine)
     offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
-    return StepTime(accumulation * (forward + backward), gather, reduce, update, offload)
+    # All ranks of a node may exchange with other nodes at once.
+    link = RingCollectives(machine).rate(machine.rates.link, config.sequence_parallel_size, machine.ranks_per_node)
+    exchange = accumulation * micro.exchanged_bytes / link if micro.exchanged_bytes else 0.0
+    return StepTime(accumulation * (forward + backward), gather, reduce, update, offload, exchange)
 
 
 def _exposed_seconds(
