@@ -22,6 +22,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.sequence.agreement import SharedFacts
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
+from zeroengine.utils.rounding import round_up
 
 # The groups of all engines that are open, in the order in which they were made.
 _groups: list[weakref.ref[SequenceGroup]] = []
@@ -178,8 +179,8 @@ class SequenceGroup:
         """Fill memory to send from with ``pack``, issue a collective, and order the current stream behind it."""
         with self._timer.span("exchange", label="exchange"):
             if self._transport.keeps_memory:
-                # One size serves all exchanges and lengths. It grows by powers of two, because this memory stays.
-                self._sent_bytes = max(self._sent_bytes, 1 << max(nbytes - 1, 1).bit_length())
+                # One size serves all exchanges and lengths. It grows in few steps, because this memory stays.
+                self._sent_bytes = max(self._sent_bytes, round_up(nbytes, 1 << max(12, nbytes.bit_length() - 3)))
             memory = self._memory.acquire(self._sent_bytes or nbytes)
             pack(memory[:nbytes])
             work = issue(memory[:nbytes], received)
