@@ -86,7 +86,7 @@ class ToyTransport(TransportTraits):
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         self._group, self._watchdog = group, watchdog
-        self.gather, self.reduce = ToyChannel(group, watchdog), ToyChannel(group, watchdog)
+        self.gather, self.reduce, self.exchange = (ToyChannel(group, watchdog) for _ in range(3))
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
