@@ -6,7 +6,6 @@ labels of its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from zeroengine.errors import DivergenceError
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.small_transfers import HostCopy
 
+FACTS = ("batches", "labels", "losses", "means")
 WRITE_MEAN = (
     "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
     "place of the mean"
@@ -38,35 +38,30 @@ class SharedFacts:
         self._reset()
 
     def _reset(self) -> None:
-        # Sums of several micro-steps, each with a factor of its own so that differences do not cancel.
-        self._batches, self._labels, self._losses = (self._zero() for _ in range(3))
-        self._num_batches = self._num_labels = self._num_losses = self._num_means = 0
+        self._sums = {fact: torch.zeros((), dtype=torch.float64, device=self._device) for fact in FACTS}
+        self._counts = dict.fromkeys(FACTS, 0)
 
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._device)
+    def _note(self, fact: str, value: torch.Tensor | float | None) -> None:
+        # Each of several micro-steps has a factor of its own, so that differences do not cancel.
+        self._counts[fact] += 1
+        if value is not None:
+            self._sums[fact] = self._sums[fact] + value * self._counts[fact]
 
-    def note_batch(self, batch: Iterable[Any]) -> None:
+    def note_batch(self, batch: Any) -> None:
         """Note a batch of whole sequences, before it is cut."""
-        digest = digest_inputs(list(batch), self._device)
-        self._num_batches += 1
-        if digest is not None:
-            # Digests have 51 bits, so those of several batches are added modulo 2 to the 50th.
-            self._batches = (self._batches + digest * (2 * self._num_batches + 1) % 2**50) % 2**50
+        self._note("batches", digest_inputs(batch, self._device))
 
     def note_labels(self, labels: torch.Tensor, ignore_index: int) -> None:
         """Note the labels of this rank's part of a batch."""
-        self._num_labels += 1
-        count = (labels != ignore_index).sum().to(self._device, torch.float64)
-        self._labels = self._labels + count * self._num_labels
+        self._note("labels", (labels != ignore_index).sum().to(self._device, torch.float64))
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Note a loss that a backward begins with."""
-        self._num_losses += 1
-        self._losses = self._losses + loss.detach().double().view(()) * self._num_losses
+        self._note("losses", loss.detach().double().view(()))
 
     def note_mean(self) -> None:
         """Note a call of ``mean_loss``."""
-        self._num_means += 1
+        self._note("means", None)
 
     def end_step(self, transport: RankSums, group_size: int) -> None:
         """Compare the facts of the step. A collective of all ranks.
@@ -80,10 +75,9 @@ class SharedFacts:
                 losses, or means over different numbers of labels.
         """
         self._check(group_size)
-        own = torch.stack([self._batches, self._labels, self._losses])
-        counts = [float(self._num_labels), float(self._num_losses), float(self._num_means)]
-        rows = torch.zeros(transport.world_size, 6, dtype=torch.float64, device=self._device)
-        rows[transport.rank] = torch.cat([own, torch.tensor(counts, dtype=torch.float64, device=self._device)])
+        rows = torch.zeros(transport.world_size, 2 * len(FACTS), dtype=torch.float64, device=self._device)
+        counts = torch.tensor(list(self._counts.values()), dtype=torch.float64, device=self._device)
+        rows[transport.rank] = torch.cat([torch.stack(list(self._sums.values())), counts])
         self._reset()
         self._summed = HostCopy(transport.all_reduce_scalars(rows.flatten(), "compare what ranks share"))
         if self._device.type == "cpu":
@@ -92,7 +86,7 @@ class SharedFacts:
     def _check(self, group_size: int) -> None:
         summed, self._summed = self._summed, None
         values = [] if summed is None else summed.read()
-        rows = [values[start : start + 6] for start in range(0, len(values), 6)]
+        rows = [values[start : start + 2 * len(FACTS)] for start in range(0, len(values), 2 * len(FACTS))]
         for first in range(0, len(rows), group_size):
             error = _difference(rows[first : first + group_size])
             if error is not None:
@@ -102,17 +96,18 @@ class SharedFacts:
 
 def _difference(rows: list[list[float]]) -> str | None:
     """Return in what the ranks of a group differ, and what to write instead."""
-    batches, labels, losses, num_labels, _, num_means = zip(*rows, strict=True)
+    batches, labels, losses, _, *_, num_labels, _, num_means = zip(*rows, strict=True)
     if len(set(batches)) > 1:
         return (
             "they were given different samples. Give the ranks of a group the same: engine.dataloader(dataset), or "
             "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)"
         )
+    if len({repr(loss) for loss in losses}) == 1:
+        return None
     is_mean = any(num_means)
     if any(num_labels) and len(set(labels)) > 1 and not is_mean:
         return f"their parts have different numbers of labels, and the loss is a mean over each part. {WRITE_MEAN}"
-    has_one_loss = len({repr(loss) for loss in losses}) == 1
-    if not has_one_loss and (is_mean or not any(num_labels)):
+    if is_mean or not any(num_labels):
         values = ", ".join(f"{loss:.6g}" for loss in losses)
         return f"they began backwards with different losses, {values}. {WRITE_MEAN}"
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
+from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 IGNORE_INDEX = -100
 # What is put behind a sequence whose length the ranks do not divide. Everything else is filled up with zeros.
@@ -35,8 +38,8 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
 
     Args:
         batch: A mapping of tensors by the names of the model's arguments, of which ``input_ids``, ``inputs_embeds`` or
-            the first one has the length of the sequence; or a tensor, or a tuple or list of tensors, which are cut and
-            not shifted.
+            the first one has the length of the sequence; or a tensor, or tensors in nested containers, which are cut
+            and not shifted.
         engine: The engine whose ranks share the batch. None: that of this process.
 
     Raises:
@@ -46,32 +49,44 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
     if group is None or group.size == 1:
         return batch
     is_mapping = isinstance(batch, Mapping)
-    items = dict(batch) if is_mapping else dict(enumerate([batch] if isinstance(batch, torch.Tensor) else batch))
+    items = dict(batch) if is_mapping else {0: batch}
     length = _length_of(items)
     if length < group.size:
         raise ZeroEngineError(
             f"shard_sequence(): a sequence of {length} tokens has less than one for each of the {group.size} ranks "
             "that share it (sequence_parallel_size). Leave such short sequences out, or put several into one."
         )
-    group.facts.note_batch(items.values())
+    group.facts.note_batch(items)
     if is_mapping:
         _add_positions_and_labels(items, length, group)
-    padding = -length % group.size
-    part = {
-        name: _part_of(value, PADDING.get(name, 0), padding, group) if _is_cut(name, value, length) else value
-        for name, value in items.items()
-    }
+    group.padding = padding = -length % group.size
+
+    def part_of(name: Any, value: torch.Tensor) -> torch.Tensor:
+        if padding and isinstance(name, str) and name.startswith(WHOLE_KEYS[:2]) and value.dim() == 1:
+            # The padding is a document of its own.
+            return F.pad(value, (0, 1), value=length + padding)
+        if not _is_cut(name, value, length):
+            return value
+        filler = value.new_full((value.shape[0], padding, *value.shape[2:]), PADDING.get(name, 0))
+        value = torch.cat([value, filler], dim=1) if padding else value
+        return value.chunk(group.size, dim=1)[group.position].contiguous()
+
+    part = {name: map_tensors(partial(part_of, name), value) for name, value in items.items()}
     labels = part.get("shift_labels", part.get("labels"))
     if labels is not None:
         group.facts.note_labels(labels, IGNORE_INDEX)
     if is_mapping:
-        return type(batch)(part) if type(batch) is not dict else part
-    return part[0] if isinstance(batch, torch.Tensor) else type(batch)(part.values())
+        # A copy keeps the type and the attributes, whatever its constructor takes.
+        result = copy.copy(batch)
+        for name, value in part.items():
+            result[name] = value
+        return result
+    return part[0]
 
 
 def _length_of(items: Mapping[Any, Any]) -> int:
     named = [items[name] for name in ("input_ids", "inputs_embeds") if name in items]
-    tensors = [value for value in (*named, *items.values()) if isinstance(value, torch.Tensor) and value.dim() > 1]
+    tensors = [value for value in tensors_in((named, items)) if value.dim() > 1]
     if not tensors:
         raise ZeroEngineError(
             "shard_sequence() takes tensors of [batch, tokens, ...], and found none. Pass the batch as the model takes "
@@ -87,15 +102,11 @@ def _is_cut(name: Any, value: Any, length: int) -> bool:
 
 def _add_positions_and_labels(items: dict[Any, Any], length: int, group: SequenceGroup) -> None:
     tokens = next(value for name, value in items.items() if _is_cut(name, value, length))
-    if "position_ids" not in items:
+    group.has_added_positions = items.get("position_ids") is None
+    if group.has_added_positions:
         items["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
-    if "labels" in items and "shift_labels" not in items:
-        items["shift_labels"] = F.pad(items["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+    labels = items.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape[:2] and items.get("shift_labels") is None:
+        items["shift_labels"] = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     if length % group.size and group.is_bidirectional and "attention_mask" not in items:
         items["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-
-
-def _part_of(value: torch.Tensor, filler: int, padding: int, group: SequenceGroup) -> torch.Tensor:
-    if padding:
-        value = torch.cat([value, value.new_full((value.shape[0], padding, *value.shape[2:]), filler)], dim=1)
-    return value.chunk(group.size, dim=1)[group.position].contiguous()

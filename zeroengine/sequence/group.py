@@ -46,13 +46,16 @@ class SequenceGroup:
         num_groups: The number of groups.
         facts: What the ranks of a group must have alike.
         is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
+        has_added_positions: Whether ``shard_sequence`` numbered the tokens of the last batch.
+        padding: The number of tokens that it put behind them.
     """
 
     def __init__(self, transport: Transport, size: int, device: torch.device, timer: Timer, undo: ExitStack) -> None:
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
         self.num_groups = transport.world_size // size
         self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
-        self.facts, self.is_bidirectional = SharedFacts(device), False
+        self.facts = SharedFacts(device)
+        self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
         self._transport, self._device, self._timer = transport, device, timer
         self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
         self._has_whole_sequences = False

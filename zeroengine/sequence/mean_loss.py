@@ -56,7 +56,8 @@ def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch
     """Do the same as ``mean_loss`` for the ranks of a group."""
     if group is None or not group.exchanges:
         return total / count
-    group.facts.note_mean()
+    if total.requires_grad:
+        group.facts.note_mean()
     mean: torch.Tensor = _MeanOverGroup.apply(  # type: ignore[no-untyped-call]
         group, total, torch.as_tensor(count, device=total.device)
     )

@@ -7,10 +7,10 @@ parts, and compares what each module returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.sequence.batches import WHOLE_KEYS
 from zeroengine.sequence.group import SequenceGroup
+from zeroengine.sequence.transformers_models import outermost_models
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 # The tokens of each rank's part of the short sequence.
@@ -28,9 +29,16 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.1
 
 
-class _Output(NamedTuple):
-    name: str
-    values: list[torch.Tensor]
+LABEL = "check of the model"
+REMEDY = (
+    "Only attention may mix tokens, through transformers' attention interface or "
+    "zeroengine.sequence_parallel.attention. A convolution, a state-space layer, pooling, an attention of its own, or "
+    "a model that counts positions, shifts labels or takes the mean of its loss itself does so, too. Pass position_ids "
+    "and shift_labels, as zeroengine.shard_sequence does, and take means with zeroengine.mean_loss; otherwise write "
+    '"sequence_parallel_size": 1.'
+)
+# What each call of a module has returned, by the module's name and the number of the call.
+_Outputs = dict[tuple[str, int], list[torch.Tensor]]
 
 
 def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
@@ -74,7 +82,7 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
     def shorten(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() < 2 or tensor.shape[1] != num_tokens:
             return tensor
-        of_tokens.append(group.all_gather(tensor[:1, :length], "check of the model").transpose(0, 1).flatten(1, 2))
+        of_tokens.append(group.all_gather(tensor[:1, :length], LABEL).transpose(0, 1).flatten(1, 2))
         return of_tokens[-1]
 
     whole = map_tensors(shorten, inputs)
@@ -88,85 +96,91 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
             value.fill_(1)
     own = slice(group.position * length, (group.position + 1) * length)
     part = map_tensors(lambda tensor: tensor[:, own] if any(tensor is x for x in of_tokens) else tensor, whole)
-    devices = {tensor.device for tensor in of_tokens if tensor.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)), _evaluating(model):
-        with group.whole_sequences():
-            expected = _outputs(model, group, whole, own)
-        found = _outputs(model, group, part, None)
-    _compare(expected, found, group)
+    if group.has_added_positions and outermost_models(model):
+        # Without sequence parallelism the model would get no positions, and may count them in another way.
+        whole = (whole[0], {name: value for name, value in whole[1].items() if name != "position_ids"})
+    failure: Exception | None = None
+    with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]):
+        with ExitStack() as evaluation:
+            # Dropout draws other numbers for parts.
+            for module in [module for module in model.modules() if module.training]:
+                evaluation.callback(setattr, module, "training", True)
+                module.training = False
+            try:
+                found = _outputs(model, part)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if isinstance(error, ZeroEngineError):
+                    raise
+                failure, found = error, {}
+            with group.whole_sequences():
+                expected = _outputs(model, whole)
+        if failure is not None:
+            raise ZeroEngineError(
+                f"{type(model).__name__} takes a whole sequence and no part of it ({failure}), so it cannot train with "
+                f"sequence_parallel_size. {REMEDY}"
+            ) from failure
+        _compare(expected, found, group)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, which draws other numbers for parts."""
-    modules = [module for module in model.modules() if module.training]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
-
-
-def _outputs(model: nn.Module, group: SequenceGroup, inputs: Any, own: slice | None) -> list[_Output]:
-    """Run the model, and return this rank's tokens of what each module returns, in the order in which they end.
+def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
+    """Run the model, and return what each call of a module returns, in the order in which they end.
 
     Args:
         model: The model.
-        group: The ranks that share each sample.
         inputs: The positional inputs, and the others by name.
-        own: The tokens of this rank, where the inputs are those of the whole sequence. None: they are its part.
     """
-    outputs: list[_Output] = []
-    length = None if own is None else (own.stop - own.start) * group.size
-
-    def part_of(value: torch.Tensor) -> torch.Tensor:
-        if own is None:
-            # A loss of parts is a mean over ranks.
-            return value if value.dim() else group.all_gather(value, "check of the model").mean()
-        dim = next((dim for dim, size in enumerate(value.shape) if size == length), None)
-        return value if dim is None else value.narrow(dim, own.start, own.stop - own.start)
+    outputs: _Outputs = {}
+    num_calls: Counter[str] = Counter()
 
     def observe(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        values = [value.detach() for value in tensors_in(output) if value.is_floating_point()]
-        outputs.append(_Output(name, [part_of(value).clone() for value in values]))
+        values = [value.detach().clone() for value in tensors_in(output) if value.is_floating_point()]
+        outputs[name, num_calls[name]] = values
+        num_calls[name] += 1
 
-    args, kwargs = inputs
     with ExitStack() as undo:
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(UncopiedHook(partial(observe, name))).remove)
-        model(*args, **kwargs)
+        model(*inputs[0], **inputs[1])
     return outputs
 
 
-def _compare(whole: list[_Output], parts: list[_Output], group: SequenceGroup) -> None:
-    differing = (
-        index
-        for index, (expected, found) in enumerate(zip(whole, parts, strict=False))
-        if expected.name != found.name or not _are_close(expected.values, found.values)
-    )
-    # The ranks of a group raise together: a rank whose tokens come first may find no difference.
-    own = torch.tensor(next(differing, len(parts)))
-    first = int(group.all_gather(own, "check of the model").min())
+def _compare(whole: _Outputs, parts: _Outputs, group: SequenceGroup) -> None:
+    # A loss of parts is a mean over ranks.
+    whole["", 0] = [value if value.dim() else value.view(1, 1) for value in whole["", 0]]
+    parts["", 0] = [
+        value if value.dim() else group.all_gather(value, LABEL).mean().view(1, 1) for value in parts["", 0]
+    ]
+    places = (n for n, call in enumerate(parts) if not all(map(_has_rows, whole.get(call, ()), parts[call])))
+    # The ranks of a group raise together: in a causal model the first one has no difference.
+    own = torch.tensor(next(places, len(parts)))
+    first = int(group.all_gather(own, LABEL).min())
     if first < len(parts):
-        name = parts[first].name or "the model"
         raise ZeroEngineError(
-            f"{name} returns other values for a part of a sequence than for the whole sequence, so it would train "
-            "wrongly with sequence_parallel_size. Only attention may mix tokens, through transformers' attention "
-            "interface or zeroengine.sequence_parallel.attention; a convolution, a state-space layer, pooling, or a "
-            "model that counts positions or shifts labels itself does so, too. Pass position_ids and shift_labels, as "
-            'zeroengine.shard_sequence does; otherwise write "sequence_parallel_size": 1.'
+            f"{list(parts)[first][0] or 'the model'} returns other values for a part of a sequence than for the whole "
+            f"sequence, so it would train wrongly with sequence_parallel_size. {REMEDY}"
         )
 
 
-def _are_close(whole: list[torch.Tensor], parts: list[torch.Tensor]) -> bool:
-    # Some kernels return the weights of the attention, which parts do not have.
-    for expected, found in zip(whole, parts, strict=False):
-        if expected.shape != found.shape:
-            return False
-        tolerance = TOLERANCE.get(found.dtype, LOW_PRECISION_TOLERANCE)
-        largest = expected.abs().nan_to_num().max() if expected.numel() else torch.zeros(())
-        if not torch.allclose(expected, found, rtol=0.0, atol=float(largest * tolerance) + 1e-7, equal_nan=True):
-            return False
-    return True
+def _has_rows(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether each vector of ``part`` is in ``whole``, in any place.
+
+    Experts of a mixture take the tokens that chose them, so neither shapes nor places need be the same.
+
+    Args:
+        whole: The output for the whole sequence, [..., features], or [..., features, tokens].
+        part: The output for this rank's part of it. What has no vectors, or others, is not compared.
+    """
+    if min(whole.dim(), part.dim()) < 2 or not part.numel():
+        return True
+    if whole.shape[-1] != part.shape[-1]:
+        whole, part = whole.mT, part.mT
+    if whole.shape[-1] != part.shape[-1] or not whole.numel():
+        return True
+    rows, own = (tensor.reshape(-1, tensor.shape[-1]).nan_to_num().double() for tensor in (whole, part))
+    distances = torch.cdist(own, rows, p=float("inf")).amin(1)
+    return bool(distances.max() <= _tolerance(whole))
+
+
+def _tolerance(whole: torch.Tensor) -> float:
+    relative = TOLERANCE.get(whole.dtype, LOW_PRECISION_TOLERANCE)
+    return float(whole.nan_to_num().abs().max()) * relative + 1e-7

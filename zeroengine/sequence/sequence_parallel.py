@@ -77,6 +77,11 @@ def attention(
     compute: Callable[..., torch.Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
     exchanges = group is not None and group.exchanges
     if group is not None and exchanges:
+        if kernel is None and group.padding and not options.get("is_causal") and options.get("attn_mask") is None:
+            raise ZeroEngineError(
+                f"{name} attends to later tokens, and {group.padding} were put behind a sequence whose length the "
+                f"{group.size} ranks do not divide: pass attn_mask, of all tokens, or sequences of other lengths"
+            )
         query, key, value = scatter_heads(group, query, key, value, name)
     if kernel is None:
         options = {"enable_gqa": key.shape[1] != query.shape[1], **options}
@@ -111,6 +116,8 @@ def scatter_heads(
         name: The name of the attention.
     """
     num_heads, num_key_heads, size = query.shape[1], key.shape[1], group.size
+    if num_heads % num_key_heads:
+        raise ZeroEngineError(f"{name} has {num_heads} heads of queries, which {num_key_heads} of keys do not divide")
     if num_heads % size:
         fitting = [number for number in range(2, num_heads + 1) if num_heads % number == 0]
         raise ZeroEngineError(

@@ -8,6 +8,7 @@ the mean over all parts.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import weakref
@@ -63,7 +64,7 @@ def connect(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
         if hasattr(type(inner), "loss_function"):
             original = inner.__dict__.get("_loss_function")
             loss_function: Any = inner.loss_function
-            setattr(inner, "loss_function", partial(_loss_of_group, group, loss_function))  # noqa: B010
+            setattr(inner, "loss_function", _UncopiedLoss(_loss_of_group, group, loss_function))  # noqa: B010
             undo.callback(_restore_loss_function, weakref.ref(inner), original)
 
 
@@ -99,13 +100,13 @@ class _Connection:
         configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
         kernels = {key: config._attn_implementation for key, config in configs.items()}
         for key, config in configs.items():
-            kernel = kernels[key]
-            undo.callback(setattr, config, "_attn_implementation", kernel)
+            undo.callback(setattr, config, "_attn_implementation", kernels[key])
         for key, config in configs.items():
             kernel = kernels[key]
             if kernel is None:
                 continue
-            name = f"zeroengine-{self._number}-{kernel}"
+            name = _KernelName(f"zeroengine-{self._number}-{kernel}")
+            name.kernel = kernel
             functions = {AttentionInterface: self._attention(kernel)}
             if kernel in AttentionMaskInterface._global_mapping:
                 functions[AttentionMaskInterface] = partial(self._make_mask, kernel)
@@ -244,6 +245,22 @@ def _with_head_groups(module: nn.Module, num_key_value_groups: int) -> Any:
     if getattr(module, "num_key_value_groups", num_key_value_groups) == num_key_value_groups:
         return module
     return _AttentionView(module, num_key_value_groups)
+
+
+class _UncopiedLoss(partial[torch.Tensor]):
+    """``_loss_of_group`` of a group and a loss function. In a copy of the model it is that loss function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, self.args[1:]
+
+
+class _KernelName(str):
+    """The name that a kernel is registered by here. In a copy of the configuration it is the kernel's own."""
+
+    kernel: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.kernel,)
 
 
 def _loss_of_group(

@@ -1,0 +1,125 @@
+"""The first forward refuses models that mix tokens elsewhere than in attention, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zeroengine
+from tests.distributed.models import VOCAB, WIDTH, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+from tests.sequence.models import Attention, sample
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Net(nn.Module):
+    """Embeds tokens, mixes them, and returns scores of the next ones."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.mixer, self.head = nn.Embedding(VOCAB, WIDTH), mixer, nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mixer(self.tokens(input_ids)))
+
+
+class Convolution(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, size, padding=size - 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.convolution(x.mT)[..., : x.shape[1]].mT
+
+
+class Pooling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.cells(x)[0]
+        return output
+
+
+class OwnAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.scaled_dot_product_attention(x, x, x)
+
+
+class OwnPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.positions(torch.arange(x.shape[1]))
+
+
+class WholeMask(nn.Module):
+    """Has the size of a whole sequence, and would fail on a part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.ones(1, 16, 1, dtype=torch.bool) & (x < 0), 0.0)
+
+
+class Experts(nn.Module):
+    """Each token goes through one of the experts, some of which may get no token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 5), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice, output = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (choice == number).any():
+                output[choice == number] = expert(x[choice == number])
+        return x + output
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "mixer.convolution": lambda: Convolution(3),
+    "mixer": Pooling,
+    "mixer.cells": Recurrence,
+    "mixer ": OwnAttention,
+    "mixer  ": OwnPositions,
+    "Net takes a whole sequence and no part of it": WholeMask,
+}
+ACCEPTED: list[Callable[[], nn.Module]] = [lambda: Convolution(1), Experts, Attention, nn.Identity]
+
+
+def first_forward(mixer: Callable[[], nn.Module]) -> str:
+    engine = zeroengine.initialize(build(lambda: Net(mixer())), config=config(3, sequence_parallel_size=2))
+    ids, _ = sample(0, 0)
+    try:
+        engine(**zeroengine.shard_sequence({"input_ids": ids[:, :16]})).sum()
+        return ""
+    except zeroengine.ZeroEngineError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def check_models() -> tuple[dict[str, str], list[str]]:
+    start()
+    refused = {name: first_forward(mixer) for name, mixer in REFUSED.items()}
+    return refused, [first_forward(mixer) for mixer in ACCEPTED]
+
+
+def test_models_that_mix_tokens_elsewhere_are_refused_by_name_on_all_ranks() -> None:
+    for refused, accepted in run_ranks(2, check_models):
+        for name, message in refused.items():
+            assert message.startswith(name.strip()), (name, message)
+            assert 'otherwise write "sequence_parallel_size": 1' in message
+        assert accepted == [""] * len(ACCEPTED)
