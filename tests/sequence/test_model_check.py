@@ -12,7 +12,7 @@ import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from tests.sequence.models import Attention, sample
+from tests.sequence.models import Attention, CausalLM, sample
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -123,3 +123,50 @@ def test_models_that_mix_tokens_elsewhere_are_refused_by_name_on_all_ranks() -> 
             assert message.startswith(name.strip()), (name, message)
             assert 'otherwise write "sequence_parallel_size": 1' in message
         assert accepted == [""] * len(ACCEPTED)
+
+
+class RandomDepth(CausalLM):
+    """Skips the second block for some samples."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def skip(module: nn.Module, args: Tensors, output: torch.Tensor) -> torch.Tensor:
+            kept = torch.rand(output.shape[0], 1, 1) < 0.5 if module.training else 1
+            return args[0] + kept * (output - args[0])
+
+        with self.blocks[1].register_forward_hook(skip):
+            return super().forward(*args, **kwargs)
+
+
+class Dropout(CausalLM):
+    """Draws numbers for each token, which parts may draw on their own."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def drop(module: nn.Module, args: Tensors, output: torch.Tensor) -> torch.Tensor:
+            return F.dropout(output, 0.1, module.training)
+
+        with self.tokens.register_forward_hook(drop):
+            return super().forward(*args, **kwargs)
+
+
+def train_with_seeds() -> list[str]:
+    messages = []
+    rank = start()
+    for factory, seed in ((RandomDepth, 0), (RandomDepth, rank), (Dropout, rank)):
+        engine = zeroengine.initialize(build(factory), config=config(3, sequence_parallel_size=2))
+        torch.manual_seed(seed)
+        try:
+            for step in range(2):
+                ids, labels = sample(step, 0)
+                engine.backward(engine(**zeroengine.shard_sequence({"input_ids": ids, "labels": labels})))
+                engine.step()
+            messages.append("")
+        except zeroengine.ZeroEngineError as error:
+            messages.append(str(error))
+        engine.close()
+    return messages
+
+
+def test_decisions_for_whole_samples_need_the_same_seed_in_a_group_and_dropout_does_not() -> None:
+    for alike, different, dropout in run_ranks(2, train_with_seeds):
+        assert (alike, dropout) == ("", "")
+        assert "torch.manual_seed(seed + engine.sample_group)" in different

@@ -15,7 +15,7 @@ from zeroengine.errors import DivergenceError
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.small_transfers import HostCopy
 
-FACTS = ("batches", "labels", "losses", "means")
+FACTS = ("batches", "random states", "labels", "losses", "means")
 WRITE_MEAN = (
     "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
     "place of the mean"
@@ -50,6 +50,10 @@ class SharedFacts:
     def note_batch(self, batch: Any) -> None:
         """Note a batch of whole sequences, before it is cut."""
         self._note("batches", digest_inputs(batch, self._device))
+
+    def note_random_state(self, state: torch.Tensor) -> None:
+        """Note the state of the generator that a forward draws numbers for whole samples from."""
+        self._note("random states", digest_inputs(state, self._device))
 
     def note_labels(self, labels: torch.Tensor, ignore_index: int) -> None:
         """Note the labels of this rank's part of a batch."""
@@ -96,11 +100,16 @@ class SharedFacts:
 
 def _difference(rows: list[list[float]]) -> str | None:
     """Return in what the ranks of a group differ, and what to write instead."""
-    batches, labels, losses, _, *_, num_labels, _, num_means = zip(*rows, strict=True)
+    batches, random_states, labels, losses, _, *_, num_labels, _, num_means = zip(*rows, strict=True)
     if len(set(batches)) > 1:
         return (
             "they were given different samples. Give the ranks of a group the same: engine.dataloader(dataset), or "
             "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)"
+        )
+    if len(set(random_states)) > 1:
+        return (
+            "the model draws random numbers for whole samples, as a layer that is dropped at random does, and these "
+            "ranks draw different ones. Seed the ranks of a group alike: torch.manual_seed(seed + engine.sample_group)"
         )
     if len({repr(loss) for loss in losses}) == 1:
         return None

@@ -42,26 +42,31 @@ _Outputs = dict[tuple[str, int], list[torch.Tensor]]
 
 
 def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
-    """Check ``model`` in its first forward of training.
+    """Check ``model`` in its first forward of training, and note what the ranks must draw alike in all of them.
 
     Args:
         model: The model of the engine.
         group: The ranks that share each sample.
-        undo: Removes the check, if there was no forward.
+        undo: Removes the check.
     """
+    devices: set[torch.device] | None = None
 
     def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal devices
         # A shallow copy of the model has the same hooks.
         if module is model and group.exchanges and module.training and torch.is_grad_enabled():
-            handle.remove()
-            check_model(model, group, args, kwargs)
+            if devices is None:
+                devices = check_model(model, group, args, kwargs)
+            for device in devices:
+                state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+                group.facts.note_random_state(state)
 
     handle = model.register_forward_pre_hook(UncopiedHook(check), with_kwargs=True, prepend=True)
     undo.callback(handle.remove)
 
 
 @torch.no_grad()
-def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) -> None:
+def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) -> set[torch.device]:
     """Compare the forwards of a short sequence, whole and in parts. A collective of the group.
 
     Args:
@@ -69,6 +74,9 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
         group: The ranks that share each sample.
         args: The positional inputs of the model on this rank, whose tokens are those of its part.
         kwargs: Its other inputs.
+
+    Returns:
+        The devices on which the model draws random numbers for whole samples, as where layers are dropped at random.
 
     Raises:
         ZeroEngineError: A module returns other values in parts. Names the first one.
@@ -87,7 +95,7 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
 
     whole = map_tensors(shorten, inputs)
     if not of_tokens:
-        return
+        return set()
     # Contiguous positions are those of one document, and nothing is masked.
     for name, value in whole[1].items():
         if name == "position_ids":
@@ -100,7 +108,9 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
         # Without sequence parallelism the model would get no positions, and may count them in another way.
         whole = (whole[0], {name: value for name, value in whole[1].items() if name != "position_ids"})
     failure: Exception | None = None
-    with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]):
+    with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]), ExitStack() as undo:
+        for buffer in model.buffers():
+            undo.callback(buffer.copy_, buffer.clone())
         with ExitStack() as evaluation:
             # Dropout draws other numbers for parts.
             for module in [module for module in model.modules() if module.training]:
@@ -120,6 +130,29 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
                 f"sequence_parallel_size. {REMEDY}"
             ) from failure
         _compare(expected, found, group)
+        draws = _draws(model, part)
+        with group.whole_sequences():
+            pairs = zip(draws, _draws(model, whole), strict=False)
+    # What a token draws has the size of the tokens.
+    return {drawn.device for drawn, other in pairs if drawn.shape == other.shape}
+
+
+def _draws(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    """Run the model, and return what its random operations return, without values."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    draws: list[torch.Tensor] = []
+
+    class Observer(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                draws.append(next(tensors_in(result)))
+            return result
+
+    with Observer():  # type: ignore[no-untyped-call]
+        model(*inputs[0], **inputs[1])
+    return draws
 
 
 def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
