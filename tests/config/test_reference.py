@@ -46,8 +46,8 @@ def test_the_tables_in_the_docs_are_current() -> None:
     assert integrations_table() in COMING_FROM.read_text(), "run: python -m tests.generated_docs"
 
 
-def test_there_is_a_ready_file_for_each_stage_and_for_muon() -> None:
-    assert READY == [*(CONFIGS / f"{name}.json" for name in ("ema", "low-memory", "muon")), *STAGES]
+def test_there_is_a_ready_file_for_each_stage_and_subject() -> None:
+    assert READY == [*(CONFIGS / f"{name}.json" for name in ("ema", "long-sequences", "low-memory", "muon")), *STAGES]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
