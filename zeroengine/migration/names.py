@@ -36,7 +36,7 @@ def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
 
 
 _MEAN = "Leave it out: the mean over ranks and micro-steps is taken in the update"
-_DATA_PARALLEL = "There is data parallelism alone, without tensor, pipeline, sequence or expert parallelism"
+_DATA_PARALLEL = "Ranks are data-parallel or share samples, without tensor, pipeline or expert parallelism"
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _IN_ORDER = "Leave it out: copies are ordered with the computation"
@@ -74,7 +74,7 @@ _ENGINE = {
         "local_rank": "`engine.device`; or LOCAL_RANK of the environment",
         "dp_world_size": "`engine.world_size`",
         "mp_world_size expert_parallel_group get_model_parallel_rank get_tensor_parallel_rank": _DATA_PARALLEL,
-        "get_sequence_parallel_group mpu has_moe_layers mesh_device": _DATA_PARALLEL,
+        "get_sequence_parallel_group mpu has_moe_layers mesh_device": f"{_DATA_PARALLEL}: `engine.sequence_group`",
         "data_parallel_group seq_data_parallel_group": "`torch.distributed.group.WORLD`; or your process_group",
         "training_dataloader": "`loader = engine.dataloader(dataset)`; each rank's share, resumed with checkpoints",
         "deepspeed_io": "`engine.dataloader(dataset)`; each rank's share, resumed with checkpoints",
@@ -153,7 +153,7 @@ _ARGUMENTS = {
             "model_parameters": "`optimizer=torch.optim.AdamW(model_parameters, lr=1e-4)`; or leave it out",
             "training_data": "`engine.dataloader(training_data)`; after initialize()",
             "collate_fn": "`engine.dataloader(dataset, collate_fn=collate_fn)`; after initialize()",
-            "mpu": _DATA_PARALLEL,
+            "mpu": '`"sequence_parallel_size": 4` in the configuration; for tensor and pipeline parallelism nothing',
             "mesh_param": '`process_group=mesh["dp"]`; the data-parallel dimension of a DeviceMesh',
             "dist_init_required": _EAGER,
             "distributed_port": "Set MASTER_PORT, or start with zero-launch --port",

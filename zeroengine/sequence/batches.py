@@ -73,7 +73,7 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
 
     part = {name: map_tensors(partial(part_of, name), value) for name, value in items.items()}
     labels = part.get("shift_labels", part.get("labels"))
-    if labels is not None:
+    if labels is not None and group.averages_losses:
         group.facts.note_labels(labels, IGNORE_INDEX)
     if is_mapping:
         # A copy keeps the type and the attributes, whatever its constructor takes.

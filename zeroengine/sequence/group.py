@@ -48,13 +48,15 @@ class SequenceGroup:
         is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
         has_added_positions: Whether ``shard_sequence`` numbered the tokens of the last batch.
         padding: The number of tokens that it put behind them.
+        averages_losses: Whether the loss function of a model of transformers returns the mean over all parts. False:
+            the mean over the part of this rank, as scripts for DeepSpeed expect it.
     """
 
     def __init__(self, transport: Transport, size: int, device: torch.device, timer: Timer, undo: ExitStack) -> None:
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
         self.num_groups = transport.world_size // size
         self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
-        self.facts = SharedFacts(device)
+        self.facts, self.averages_losses = SharedFacts(device), True
         self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
         self._transport, self._device, self._timer = transport, device, timer
         self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0

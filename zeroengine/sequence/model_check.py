@@ -178,10 +178,11 @@ def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
 
 
 def _compare(whole: _Outputs, parts: _Outputs, group: SequenceGroup) -> None:
-    # A loss of parts is a mean over ranks.
+    # A loss of parts is a mean over ranks, unless it is that of a part.
     whole["", 0] = [value if value.dim() else value.view(1, 1) for value in whole["", 0]]
     parts["", 0] = [
-        value if value.dim() else group.all_gather(value, LABEL).mean().view(1, 1) for value in parts["", 0]
+        x if x.dim() or not group.averages_losses else group.all_gather(x, LABEL).mean().view(1, 1)
+        for x in parts["", 0]
     ]
     places = (n for n, call in enumerate(parts) if not all(map(_has_rows, whole.get(call, ()), parts[call])))
     # The ranks of a group raise together: in a causal model the first one has no difference.

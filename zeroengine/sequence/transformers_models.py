@@ -267,7 +267,7 @@ def _loss_of_group(
     group: SequenceGroup, compute: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Return the mean of a loss function of transformers over the tokens of all parts."""
-    if not group.exchanges:
+    if not (group.exchanges and group.averages_losses):
         return compute(*args, **kwargs)
     name = getattr(compute, "__name__", type(compute).__name__)
     labels = args[1] if len(args) > 1 else kwargs.get("labels")

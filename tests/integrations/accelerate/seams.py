@@ -8,6 +8,7 @@ from typing import Any
 import accelerate.checkpointing
 import accelerate.utils.deepspeed
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
@@ -22,6 +23,9 @@ SIGNATURES: dict[Any, dict[str, str]] = {
         "prepare_model": "self model device_placement evaluation_mode",
         "prepare_optimizer": "self optimizer device_placement",
         "prepare_scheduler": "self scheduler",
+        "prepare_data_loader": "self data_loader device_placement slice_fn_for_dispatch",
+        "skip_first_batches": "self dataloader num_batches",
+        "gather_for_metrics": "self input_data use_gather_object",
         "_prepare_one": "self obj first_pass device_placement",
         "unwrap_model": "self model keep_fp32_wrapper keep_torch_compile",
         "verify_device_map": "self model",
@@ -57,6 +61,9 @@ SIGNATURES: dict[Any, dict[str, str]] = {
 # Names that the source of a method has to contain: what it does around our overrides.
 USES: dict[Any, list[str]] = {
     Accelerator.prepare: ["self._prepare_one(obj, first_pass=True", "_is_accelerate_prepared"],
+    Accelerator.gather_for_metrics: ["self.gather(input_data)"],
+    Accelerator.prepare_data_loader: ["self.num_processes", "self.process_index", "self.dispatch_batches"],
+    DataLoaderShard.__iter__: ["self.base_dataloader.__iter__()"],
     Accelerator._prepare_one: ["self.prepare_model(", "self.prepare_optimizer(", "self.prepare_scheduler("],
     Accelerator.prepare_optimizer: ["_is_accelerate_prepared"],
     Accelerator.accumulate: ["self._do_sync()", "self.no_sync("],

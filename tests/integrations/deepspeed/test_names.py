@@ -153,3 +153,30 @@ def test_keys_that_deepspeed_ignores_are_ignored() -> None:
     section = {"type": "Adam", "torch_adam": True}
     assert settings.load_settings({"train_batch_size": 2, "optimizer": section}).optimizer.type == "AdamW"
     assert section["torch_adam"]
+
+
+def test_tiles_compute_what_the_function_computes() -> None:
+    """With more tiles than tokens, with an input besides the first one that requires a gradient, and as a sum."""
+    module = module_paths.MODULES["runtime.sequence_parallel.ulysses_sp"]
+    torch.manual_seed(0)
+    mlp, x, scale = nn.Linear(4, 4), torch.randn(2, 5, 4, requires_grad=True), torch.randn(2, 5, 1, requires_grad=True)
+
+    def forward(self: nn.Linear, x: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+        return torch.tanh(self(x)) * scale
+
+    tiled = module["sequence_tiled_compute"]
+    sharded = {"x": x, "scale": scale}
+    outputs = [
+        (module["TiledMLP"].apply(forward, mlp, x, 8, [mlp.weight]), forward(mlp, x)),
+        (
+            tiled(forward, 5, 3, sharded, {"self": mlp}, "x", [mlp.weight], output_reduction=None),
+            forward(mlp, x, scale),
+        ),
+        (tiled(lambda x: x.square().sum(), 5, 2, {"x": x}, {}, "x", [], 0, "sum"), x.square().sum()),
+    ]
+    for found, expected in outputs:
+        assert torch.allclose(found, expected)
+        inputs = [mlp.weight, x, scale]
+        grads = (torch.autograd.grad(value.sum(), inputs, allow_unused=True) for value in (found, expected))
+        for one, other in zip(*grads, strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.allclose(one, other, atol=1e-6))

@@ -23,6 +23,9 @@ METHODS: dict[type, dict[str, str]] = {
         "get_optimizer_cls_and_kwargs": "args, model",
         "create_scheduler": "self, num_training_steps, optimizer",
         "_has_mixed_mesh_grads": "self, model",
+        "get_batch_samples": "self, epoch_iterator, num_batches, device",
+        "_get_num_items_in_batch": "self, batch_samples, device",
+        "get_tp_size": "self",
         "call_model_init": "self, trial",
         "evaluation_loop": "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
         "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
@@ -68,6 +71,8 @@ USES: dict[Any, list[str]] = {
     GRPOTrainer.__init__: ["self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)"],
     Trainer._clip_grad_norm: ["self.accelerator.clip_grad_norm_("],
     Trainer.training_step: ["self.accelerator.backward(loss"],
+    Trainer.compute_loss: ["self.accelerator.num_processes // self.get_tp_size()"],
+    Trainer.get_total_train_batch_size: ["args.world_size // self.get_tp_size()"],
     AcceleratedOptimizer.step_was_skipped.fget: ["_is_overflow"],
 }
 FIELDS = (

@@ -5,6 +5,7 @@
 - `settings.py`: the arguments of `Accelerator` and its environment variables, against the configuration.
 - `wrappers.py`: the optimizer and the schedule that `prepare` returns.
 - `engines.py`: the engines that `prepare` makes, and which model an optimizer belongs to.
+- `sample_groups.py`: ranks that share samples.
 - `states.py`: what `save_state` writes and `load_state` reads.
 """
 

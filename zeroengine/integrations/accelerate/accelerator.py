@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from accelerate.utils.operations import convert_to_fp32
@@ -31,6 +30,7 @@ from zeroengine.integrations.accelerate.engines import (
     parameters_of,
     trainable_parameters,
 )
+from zeroengine.integrations.accelerate.sample_groups import SampleGroupAccelerator
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule, ZeroAcceleratedOptimizer
 from zeroengine.integrations.parameter_engines import engines_of
 
@@ -38,7 +38,7 @@ from zeroengine.integrations.parameter_engines import engines_of
 PREPARED = "_is_accelerate_prepared"
 
 
-class ZeroAccelerator(Accelerator):
+class ZeroAccelerator(SampleGroupAccelerator):
     """An `Accelerator` whose `prepare` partitions models with zeroengine.
 
         accelerator = ZeroAccelerator(zero_config="zero3.json", gradient_accumulation_steps=4)
@@ -63,6 +63,7 @@ class ZeroAccelerator(Accelerator):
         config = load(zero_config, argument="zero_config")
         self._requested_precision = arguments.pop("mixed_precision", None)
         config = settings.fill_loss_scale(config, arguments.get("kwargs_handlers") or ())
+        config = settings.fill_sequence_parallel(config, arguments.pop("parallelism_config", None))
         # Values that "auto" stands for are filled into what was written, which this keeps.
         self._written_config = config
         config = settings.fill_precision(config, self._requested_precision)
@@ -74,7 +75,7 @@ class ZeroAccelerator(Accelerator):
         if not torch.cuda.is_available() and has_peers():
             arguments.setdefault("cpu", True)
         # The engine computes in the configuration's precision, so accelerate must neither cast nor scale.
-        super().__init__(mixed_precision="no", **arguments)
+        super().__init__(config.sequence_parallel_size, mixed_precision="no", **arguments)
         checks.check_trains_with_peers(self.num_processes)
         self.zero_config = config
         self._batch_sizes: list[int] = []
@@ -103,7 +104,7 @@ class ZeroAccelerator(Accelerator):
         """
         for arg in args:
             if isinstance(arg, DataLoader) and not getattr(arg, PREPARED, False):
-                size = settings.batch_size_of(arg, self.dataloader_config, self.num_processes)
+                size = settings.batch_size_of(arg, self.dataloader_config, self.num_groups)
                 self._batch_sizes += [size] if size is not None else []
         # Models come before their optimizers, and these before their schedules, whatever the order of the arguments.
         prepared: dict[int, Any] = {id(arg): self.prepare_model(arg) for arg in args if isinstance(arg, nn.Module)}
@@ -172,8 +173,8 @@ class ZeroAccelerator(Accelerator):
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         model = model_of(parameters_of(optimizer), models)
         self._check_has_no_optimizer(model)
-        # accelerate counts the batches of all ranks, and the engine counts updates.
-        batches_per_update = 1 if self.split_batches else self.num_processes
+        # accelerate counts the batches of all groups of ranks, and the engine counts updates.
+        batches_per_update = 1 if self.split_batches else self.num_groups
         prepared = make_training_engine(model, optimizer, schedule, self._config_of_engine, batches_per_update)
         self._convert_outputs(prepared.engine)
         self._waiting = [waiting for waiting in self._waiting if waiting is not model]
@@ -202,7 +203,7 @@ class ZeroAccelerator(Accelerator):
         if values:
             config = config.fill_auto(values, framework="accelerate", must_match=False)
         config = settings.fill_precision(config, self._requested_precision)
-        return settings.fill_batch_size(config, self._batch_sizes, self.gradient_accumulation_steps, self.num_processes)
+        return settings.fill_batch_size(config, self._batch_sizes, self.gradient_accumulation_steps, self.num_groups)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule as accelerate does.

@@ -20,6 +20,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ParallelismConfig,
 )
 
 from zeroengine.config import Config
@@ -32,15 +33,14 @@ REFUSED_ARGUMENTS = {
     "fsdp_plugin": '"zero_optimization": {"stage": 3} in the configuration',
     "megatron_lm_plugin": "no Megatron-LM plugin: there is data parallelism alone",
     "torch_tp_plugin": "no tensor parallelism: there is data parallelism alone",
-    "parallelism_config": "no ParallelismConfig: there is data parallelism alone",
 }
 REFUSED_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "--use_deepspeed",
     "ACCELERATE_USE_FSDP": "--use_fsdp",
     "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
 }
 REFUSED_HANDLERS = {"FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"}
+PARALLELISM_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 PRECISIONS = ("no", "fp16", "bf16")
 
 
@@ -74,6 +74,21 @@ def check_not_distributed_otherwise(arguments: Mapping[str, Any]) -> None:
                 'DistributedDataParallel. Leave comm_hook out, and write "communication_data_type": "bf16" in the '
                 "configuration to reduce gradients in that dtype."
             )
+
+
+def fill_sequence_parallel(config: Config, parallelism: ParallelismConfig | None) -> Config:
+    """Return the configuration with the degree of a `ParallelismConfig`, or of the variables of `accelerate launch`.
+
+    Raises:
+        ZeroEngineError: The configuration has another degree, or they ask for other kinds of parallelism.
+    """
+    if os.environ.get(PARALLELISM_VARIABLE, "false").lower() in ("1", "true", "yes"):
+        parallelism = parallelism or ParallelismConfig()
+    for name in ("cp_size", "tp_size", "dp_replicate_size"):
+        if (size := getattr(parallelism, name, 1)) > 1:
+            raise ZeroEngineError(f"ParallelismConfig({name}={size}): write sp_size, for any kernel of attention")
+    size = getattr(parallelism, "sp_size", 1)
+    return config.fill_auto({"sequence_parallel_size": size if size > 1 else None}, framework="ParallelismConfig")
 
 
 def fill_precision(config: Config, requested: str | None) -> Config:
@@ -183,7 +198,7 @@ def fill_batch_size(config: Config, batch_sizes: list[int], num_steps: int, num_
         config: The configuration before `resolve`.
         batch_sizes: The number of samples of a rank in one batch, of each data loader that was prepared so far.
         num_steps: The number of micro-steps of a step.
-        num_processes: The number of ranks.
+        num_processes: The number of ranks, or of groups of ranks that share samples.
 
     Raises:
         ZeroEngineError: The configuration has a batch size that no loader has.

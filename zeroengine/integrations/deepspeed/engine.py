@@ -16,6 +16,7 @@ from zeroengine.integrations.deepspeed.engine_checkpoints import EngineCheckpoin
 from zeroengine.integrations.deepspeed.optimizer import DeepSpeedOptimizer
 from zeroengine.integrations.deepspeed.parameters import annotate_parameters, remove_attributes
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
+from zeroengine.integrations.deepspeed.ulysses_sp import UlyssesSPAttentionHF
 from zeroengine.migration.messages import engine_attribute
 
 log = logging.getLogger("zeroengine")
@@ -39,6 +40,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         skipped_steps: The number of steps that were skipped because the gradient was not finite.
         micro_steps: The number of calls of ``step``.
         global_samples: The samples of all steps.
+        mpu: The ranks that share each sample, or None.
 
     Args:
         engine: The engine.
@@ -64,7 +66,8 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         self.is_compiled = False
         self.device = engine.device
         self.global_rank, self.local_rank = engine.rank, engine.device.index or 0
-        self.world_size = self.dp_world_size = engine.world_size
+        self.world_size, self.dp_world_size = engine.world_size, engine.num_sample_groups
+        self.mpu = UlyssesSPAttentionHF(size) if (size := engine.sequence_group.size) > 1 else None
         self._data_iterator: Iterator[Any] | None = None
         # Gradients are reduced dense.
         self.sparse_tensor_module_names: set[str] = set()
@@ -97,7 +100,9 @@ class DeepSpeedEngine(EngineCheckpointMethods):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self._apply_boundary()
-        return self.engine(*inputs, **kwargs)
+        is_whole = self.mpu is not None and self.mpu.disable_in_eval and not self.module.training
+        with self.engine.sequence_group.whole_sequences() if is_whole else contextlib.nullcontext():
+            return self.engine(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
@@ -263,6 +268,10 @@ class DeepSpeedEngine(EngineCheckpointMethods):
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered parameters are released as they are used."""
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return torch's process group of the ranks that share each sample, or None."""
+        return None if self.mpu is None else self.mpu.get_sequence_parallel_group()
 
     def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's ``state_dict()``; at stage 3 write ``_zero3_consolidated_16bit_state_dict()``."""

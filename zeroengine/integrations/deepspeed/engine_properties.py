@@ -176,6 +176,3 @@ class EngineProperties(nn.Module):
     def scheduler_name(self) -> str | None:
         """Return the schedule's name in the configuration."""
         return self._config.scheduler_name
-
-    def get_sequence_parallel_group(self) -> None:
-        """Return None: ranks are data-parallel alone."""

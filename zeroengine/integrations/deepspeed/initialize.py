@@ -35,7 +35,9 @@ from zeroengine.integrations.deepspeed.settings import (
     DeepSpeedConfigError,
     ZeRORuntimeException,
     load_settings,
+    read_settings,
 )
+from zeroengine.integrations.deepspeed.ulysses_sp import UlyssesSPAttentionHF
 from zeroengine.integrations.deepspeed.zero_init import outside_of_init
 from zeroengine.integrations.parameter_engines import engines_of
 from zeroengine.optim.factory import build_configured
@@ -74,7 +76,7 @@ def initialize(
         training_data: A data set, whose loader is the third result.
         lr_scheduler: A schedule over the optimizer, or a callable that takes it; the configuration's wins over it.
         distributed_port: The port of rank 0, where the launcher set none.
-        mpu: Must be None: ranks are data-parallel alone.
+        mpu: What ``UlyssesSPAttentionHF.register_with_transformers`` returns: the ranks that share each sample.
         dist_init_required: As of ``init_distributed``.
         collate_fn: As of ``torch.utils.data.DataLoader``, for ``training_data``.
         config: A dict, or the name of a JSON file.
@@ -91,13 +93,13 @@ def initialize(
     if model is None:
         # DeepSpeed asserts this, and scripts catch its class of error.
         raise AssertionError("deepspeed.initialize() needs the model: write initialize(model=model, config=...)")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ZeroEngineError(f"initialize({name}=...): ranks are data-parallel alone; leave it out")
+    if mesh_param is not None or not isinstance(mpu, UlyssesSPAttentionHF | None):
+        raise ZeroEngineError("initialize(mpu=...) takes what register_with_transformers() returns, and no mesh_param")
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     # Frameworks and their tests look for this line to see that DeepSpeed runs.
     log_dist("DeepSpeed info: zeroengine runs this model under DeepSpeed's names", ranks=[0])
     settings = _find_settings(args, config, config_params)
+    settings = settings if mpu is None else read_settings(settings) | {"sequence_parallel_size": mpu.size}
     facts = DeepSpeedConfig(settings)
     loaded = load_settings(settings)
     _check_unmanaged(facts)
@@ -122,6 +124,8 @@ def initialize(
         undo.close()
         raise
     engine.call_at_end(undo.pop_all().close)
+    # A script that registers the model takes the mean over the parts of a sample itself.
+    engine.sequence_group.averages_losses = mpu is None
     try:
         # The ranks end the engine together, for that exchanges values.
         with engine.group.collective_errors("to initialize"):
@@ -130,6 +134,7 @@ def initialize(
         # The caller has no handle on the engine. This makes the model ordinary again, with whole values.
         engine.release()
         raise
+    served.mpu = mpu or served.mpu
     return served, served.optimizer, loader, served.lr_scheduler
 
 

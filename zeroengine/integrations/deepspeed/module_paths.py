@@ -29,10 +29,12 @@ from zeroengine.integrations.deepspeed import (
     script_utils,
     settings,
     torch_autocast,
+    ulysses_sp,
     unavailable,
     zero,
     zero_to_fp32,
 )
+from zeroengine.utils.tensor_tree import map_tensors
 
 PACKAGE = "zeroengine.integrations.deepspeed"
 
@@ -70,7 +72,7 @@ _SCHEDULE_KEYS = {
 # The modules of this package that define what the table names.
 _DEFINING_MODULES: list[ModuleType] = [
     *(comm, engine, leaf_modules, lr_schedules, muon, ops, optimizer, parameters),
-    *(script_utils, settings, torch_autocast, zero),
+    *(script_utils, settings, torch_autocast, ulysses_sp, zero),
 ]
 _OBJECTS: dict[str, Any] = {name: value for module in _DEFINING_MODULES for name, value in vars(module).items()}
 _OBJECTS |= {**unavailable.NAMES, **ops.BUILDERS, **_SCHEDULE_KEYS}
@@ -95,11 +97,15 @@ _OBJECTS |= {
     "_get_data_parallel_rank": comm.get_rank,
     "_get_data_parallel_world_size": comm.get_world_size,
     "_orig_torch_arange": torch.arange,
+    "_get_sequence_parallel_group": lambda: ulysses_sp.present_unit().get_sequence_parallel_group(),
+    "_get_sequence_parallel_rank": lambda: ulysses_sp.present_unit().get_sequence_parallel_rank(),
+    "_get_sequence_parallel_world_size": lambda: ulysses_sp.present_unit().size,
     **dict.fromkeys(("Muon", "SingleDeviceMuon"), muon.make_muon),
     "SingleDeviceMuonWithAuxAdam": muon.MuonWithAuxAdam,
     "checkpointing": checkpointing,
     "has_moe_layers": lambda model: (False, 0),
     "is_moe_param": lambda param: False,
+    "move_to_device": lambda item, device, *criterion: map_tensors(lambda tensor: tensor.to(device), item),
     # The shape of a parameter whose values are not on this rank.
     "partitioned_param_data_shape": [0],
     "split_params_into_different_moe_groups_for_optimizer": lambda groups, **options: groups,
@@ -139,8 +145,11 @@ _NAMES = {
     "runtime.lr_schedules": " ".join([*lr_schedules.SCHEDULES, *_SCHEDULE_KEYS])
     + " LR_RANGE_TEST LR_SCHEDULE ONE_CYCLE VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE "
     "WARMUP_LOG_RATE WARMUP_LR",
+    "runtime.sequence_parallel": "",
+    "runtime.sequence_parallel.ulysses_sp": "TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
+    "sequence_tiled_compute",
     "runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
-    "runtime.utils": "see_memory_usage",
+    "runtime.utils": "move_to_device see_memory_usage",
     "runtime.zero": f"{_PARTITION_PARAMETERS} {_TILING} MiCS_Init unwrap_model_for_generation",
     "runtime.zero.config": f"{_SECTIONS} DeepSpeedZeroConfig ZeroStageEnum",
     "runtime.zero.leaf_module_config": (
@@ -159,7 +168,8 @@ _NAMES = {
     "runtime.zero.utils": "ZeRORuntimeException is_zero_param",
     "utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger set_log_level_from_string "
     f"{_LEAF_FUNCTIONS} {_PARAMETER_FUNCTIONS}",
-    "utils.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size",
+    "utils.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+    "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size",
     "utils.logging": "log_dist logger",
     "utils.tensor_fragment": _PARAMETER_FUNCTIONS,
     "utils.torch": "required_torch_version",

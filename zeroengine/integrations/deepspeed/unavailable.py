@@ -6,7 +6,7 @@ from typing import Any
 
 from zeroengine.errors import ZeroEngineError
 
-_DATA_PARALLEL = "ranks are data-parallel alone, without pipeline, tensor, sequence or expert parallelism"
+_DATA_PARALLEL = "ranks are data-parallel or share samples, without pipeline, tensor or expert parallelism"
 
 
 class UnavailableClass:

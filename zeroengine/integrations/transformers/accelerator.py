@@ -31,6 +31,8 @@ class TrainerAccelerator(ZeroAccelerator):
     # The trainer asks for the precision that it has named itself, and the engine enters autocast where a model begins.
     mixed_precision = Accelerator.mixed_precision
     autocast = Accelerator.autocast
+    # The trainer cuts batches where it takes them.
+    cut_batches = staticmethod(lambda loader: loader)
 
     def __init__(self, zero_config: Config, **arguments: Any) -> None:
         super().__init__(zero_config, **{**arguments, "mixed_precision": precision_of(zero_config)})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 from transformers.utils import is_peft_available
 
@@ -24,6 +25,7 @@ from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import gathered
 from zeroengine.engine.initialize import engine_of
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
 from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
 from zeroengine.integrations.transformers.online import StreamedModel
@@ -34,6 +36,7 @@ from zeroengine.integrations.transformers.settings import (
     with_number_of_steps,
 )
 from zeroengine.optim.factory import build_configured
+from zeroengine.sequence.batches import shard_sequence
 
 # The names that the trainer gives to the files of its schedule and its optimizer.
 SCHEDULER_NAME, OPTIMIZER_NAME = "scheduler.pt", "optimizer.pt"
@@ -74,6 +77,8 @@ class ZeroTrainerMixin(Trainer):
         self._given_config = zero_config
         self._created_optimizer: torch.optim.Optimizer | None = None
         super().__init__(*args, **kwargs)
+        if self._settings.sequence_parallel_size > 1 and (self.label_smoother or self.compute_loss_func):
+            raise ZeroEngineError("label_smoothing_factor and compute_loss_func need sequence_parallel_size of 1")
         # What TRL's online trainers send weights to vLLM with reads them from the model.
         if (generation := getattr(self, "vllm_generation", None)) is not None:
             generation.model = StreamedModel(
@@ -91,12 +96,14 @@ class ZeroTrainerMixin(Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # The engine computes in the precision of its configuration, so accelerate must not autocast or scale as well.
         self._accelerator_arguments = {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+        self._accelerator_arguments.pop("parallelism_config", None)
         return self._accelerator_arguments
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, after a check of the configuration against the arguments."""
         self._settings = load_settings(self._given_config, self.args)
-        super().create_accelerator_and_postprocess()
+        with patch_environment(**{PARALLELISM_VARIABLE: "false"}):
+            super().create_accelerator_and_postprocess()
         for kind, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
             if enabled:
                 raise ZeroEngineError(
@@ -131,6 +138,22 @@ class ZeroTrainerMixin(Trainer):
         settings = with_number_of_steps(self._settings, self.args, max_steps)
         self.accelerator.zero_config = with_manual_accumulation(settings, self.args)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return the part of this rank of each batch of a step, and the number of labels."""
+        parts = map(functools.partial(shard_sequence, engine=self.engine), epoch_iterator)
+        return super().get_batch_samples(parts, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        count, degree = super()._get_num_items_in_batch(batch_samples, device), self.get_tp_size()
+        if count is not None and degree > 1 and not self.args.average_tokens_across_devices:
+            count = self._require_engine("a batch").sequence_group.all_gather(count, "labels").sum()
+        # The trainer divides by the degree, as each rank had the whole batch.
+        return count if count is None or degree == 1 else count * degree
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that share a sample, by which the trainer divides batch sizes and counts."""
+        return self._settings.sequence_parallel_size
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Return False: no parameter is a DTensor. The trainer would read `grad` of every parameter, which is None."""
@@ -202,6 +225,7 @@ class ZeroTrainerMixin(Trainer):
         """Predict one batch. All ranks generate for as long as one of them does, if parameters are partitioned."""
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only and self._is_partitioned():
             generation = {"synced_gpus": True} | (generation or getattr(self, "_gen_kwargs", {}))
+        inputs = shard_sequence(inputs, engine=self.engine)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Groups of ranks that share samples (``sequence_parallel_size``): their loaders, metrics and schedules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
+from zeroengine.sequence.batches import shard_sequence
+from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+
+
+class _View(SimpleNamespace):
+    """The object `viewed`, with other attributes for a method that reads them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.viewed, name)
+
+
+class SampleGroupAccelerator(Accelerator):
+    """An `Accelerator` whose ranks form groups. All ranks of a group get the same batches, and each rank its parts.
+
+    Args:
+        degree: The number of consecutive ranks of a group.
+        arguments: The arguments of `Accelerator`.
+
+    Attributes:
+        num_groups: The number of groups.
+    """
+
+    def __init__(self, degree: int, **arguments: Any) -> None:
+        # accelerate would make groups of its own.
+        with patch_environment(**{PARALLELISM_VARIABLE: "false"}):
+            super().__init__(**arguments)
+        self._degree, self.num_groups = degree, max(1, self.num_processes // degree)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader as accelerate does, for as many ranks as there are groups."""
+        group, dispatches = self.process_index // self._degree, self.dispatch_batches if self._degree == 1 else False
+        # A rank that dispatches batches would do so to every rank.
+        view: Any = _View(viewed=self, num_processes=self.num_groups, process_index=group, dispatch_batches=dispatches)
+        return self.cut_batches(Accelerator.prepare_data_loader(view, data_loader, *args, **kwargs))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader without its first batches."""
+        return self.cut_batches(super().skip_first_batches(dataloader, num_batches))
+
+    def cut_batches(self, loader: Any) -> Any:
+        """Let a loader yield the part of this rank of each batch, and return it."""
+        if self._degree > 1:
+            base = loader.base_dataloader
+            # accelerate's loader calls this by its name, and `iter` finds that of the class.
+            base.__iter__ = lambda: map(shard_sequence, iter(base))
+        return loader
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what ranks have computed for each sample. Parts of [batch, tokens, ...] are joined.
+
+        Of tensors of one dimension or none, such as losses, those of one rank of each group count.
+        """
+        if self._degree > 1 and (use_gather_object or not list(tensors_in(input_data))):
+            raise ZeroEngineError("gather_for_metrics() of objects with sequence_parallel_size: pass tensors")
+        view: Any = _View(viewed=self, gather=lambda data: map_tensors(self._join_parts, self.gather(data)))
+        return Accelerator.gather_for_metrics(view if self._degree > 1 else self, input_data, use_gather_object)
+
+    def _join_parts(self, gathered: torch.Tensor) -> torch.Tensor:
+        grouped: torch.Tensor = gathered.unflatten(0, (self.num_groups, self._degree, -1))
+        return grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1) if gathered.dim() > 1 else grouped[:, 0].flatten()
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a schedule as accelerate does, which an update steps once for each group, and not for each rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self._degree > 1 and self.step_scheduler_with_optimizer and not self.split_batches:
+            view = _View(viewed=scheduler, step=lambda *args: [scheduler.step(*args) for _ in range(self.num_groups)])
+            prepared.split_batches, prepared.scheduler = True, view
+        return prepared
