@@ -155,6 +155,10 @@ def test_keys_that_deepspeed_ignores_are_ignored() -> None:
     assert section["torch_adam"]
 
 
+def _sum_of(self: nn.Linear, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (self(x) * scale).square().sum()
+
+
 def test_tiles_compute_what_the_function_computes() -> None:
     """With more tiles than tokens, with an input besides the first one that requires a gradient, and as a sum."""
     module = module_paths.MODULES["runtime.sequence_parallel.ulysses_sp"]
@@ -171,6 +175,11 @@ def test_tiles_compute_what_the_function_computes() -> None:
         (
             tiled(forward, 5, 3, sharded, {"self": mlp}, "x", [mlp.weight], output_reduction=None),
             forward(mlp, x, scale),
+        ),
+        # The sum over tiles is divided afterwards, and the gradients with it.
+        (
+            module["TiledFusedLogitsLoss"].apply(_sum_of, mlp, x, scale, None, 3, [], "sum") / 7,
+            _sum_of(mlp, x, scale) / 7,
         ),
         (tiled(lambda x: x.square().sum(), 5, 2, {"x": x}, {}, "x", [], 0, "sum"), x.square().sum()),
     ]

@@ -146,8 +146,8 @@ _NAMES = {
     + " LR_RANGE_TEST LR_SCHEDULE ONE_CYCLE VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE "
     "WARMUP_LOG_RATE WARMUP_LR",
     "runtime.sequence_parallel": "",
-    "runtime.sequence_parallel.ulysses_sp": "TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
-    "sequence_tiled_compute",
+    "runtime.sequence_parallel.ulysses_sp": "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF "
+    "UlyssesSPDataLoaderAdapter sequence_tiled_compute",
     "runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "runtime.utils": "move_to_device see_memory_usage",
     "runtime.zero": f"{_PARTITION_PARAMETERS} {_TILING} MiCS_Init unwrap_model_for_generation",

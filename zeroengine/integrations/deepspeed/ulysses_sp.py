@@ -139,3 +139,14 @@ class TiledMLP:
     def apply(fn: Any, self: Any, x: torch.Tensor, shards: int, compute_params: object = None) -> torch.Tensor:
         """Return ``fn(self, x)``, computed in ``shards`` parts of the tokens."""
         return tiled_mlp(functools.partial(fn, self), x, num_tiles=shards)
+
+
+class TiledFusedLogitsLoss:
+    """A loss of hidden states in tiles: ``TiledFusedLogitsLoss.apply``. See ``zeroengine.tiled_loss``."""
+
+    @staticmethod
+    def apply(fn: Any, self: Any, x: Any, y: Any, mask: Any, shards: int, compute_params: Any, reduction: str) -> Any:
+        """Return the sum or the mean over tiles of ``fn(self, x, y)``, or ``fn(self, x, y, mask)``."""
+        tiles = {str(number): tensor.flatten(0, 1) for number, tensor in enumerate((x, y, mask)) if tensor is not None}
+        run: Any = lambda **tile: fn(self, *tile.values())  # noqa: E731
+        return sequence_tiled_compute(run, 0, shards, tiles, {}, None, None, 0, reduction)
