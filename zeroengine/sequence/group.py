@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -95,16 +95,10 @@ class SequenceGroup:
         Returns:
             On the device that the model computes on.
         """
-        values, nbytes = values.to(self._device), values.nbytes
-
-        def issue(sent: torch.Tensor, received: torch.Tensor) -> Any:
-            return self._transport.exchange.all_gather(received, sent, label, self.ranks)
-
-        with hidden_from_activation_checkpoint(), torch.no_grad():
-            received = values.new_empty((self.size, *values.shape))
-            source = values.contiguous().view(-1).view(torch.uint8)
-            self._send(nbytes, lambda sent: sent.copy_(source), received.view(-1).view(torch.uint8), issue)
-        return received
+        # Each rank gets all bytes.
+        piece = values.detach().to(self._device).reshape(-1).view(torch.uint8).expand(self.size, 1, -1)
+        (received,) = self._exchange([piece], label)
+        return received.view(values.dtype).view(self.size, *values.shape)
 
     def scatter_heads(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Return all tokens of this rank's heads. A collective of the group.
@@ -116,19 +110,8 @@ class SequenceGroup:
         Returns:
             Views of one buffer: [batch, heads / degree, tokens, head size].
         """
-        size, (batch, _, length, _) = self.size, tensors[0].shape
-        shapes = [(batch, tensor.shape[1] // size, tensor.shape[3]) for tensor in tensors]
-        widths = [batch * heads * head_size for _, heads, head_size in shapes]
-        received = self._empty(tensors[0].dtype, size * length, sum(widths))
-
-        def pack(sent: torch.Tensor) -> None:
-            columns = sent.view(tensors[0].dtype).view(size, length, -1).split(widths, dim=-1)
-            for tensor, target, shape in zip(tensors, columns, shapes, strict=True):
-                target.unflatten(-1, shape).copy_(tensor.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4))
-
-        self._all_to_all(received, pack, label)
-        columns = received.split(widths, dim=-1)
-        return [part.unflatten(-1, shape).permute(1, 2, 0, 3) for part, shape in zip(columns, shapes, strict=True)]
+        pieces = [tensor.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4) for tensor in tensors]
+        return [part.flatten(0, 1).permute(1, 2, 0, 3) for part in self._exchange(pieces, label)]
 
     def gather_heads(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
         """Return all heads of this rank's tokens: the reverse of ``scatter_heads``, and its adjoint.
@@ -141,57 +124,48 @@ class SequenceGroup:
             New tensors, [batch, heads, tokens / degree, head size], in the memory order of
             [batch, tokens / degree, heads, head size].
         """
-        size, (batch, _, tokens, _) = self.size, tensors[0].shape
-        shapes = [(batch, tensor.shape[1], tensor.shape[3]) for tensor in tensors]
-        widths = [batch * heads * head_size for _, heads, head_size in shapes]
-        received = self._empty(tensors[0].dtype, size, tokens // size, sum(widths))
-
-        def pack(sent: torch.Tensor) -> None:
-            columns = sent.view(tensors[0].dtype).view(tokens, -1).split(widths, dim=-1)
-            for tensor, target, shape in zip(tensors, columns, shapes, strict=True):
-                target.unflatten(-1, shape).copy_(tensor.permute(2, 0, 1, 3))
-
-        self._all_to_all(received, pack, label)
-        columns = received.split(widths, dim=-1)
+        pieces = [tensor.unflatten(2, (self.size, -1)).permute(2, 3, 0, 1, 4) for tensor in tensors]
         gathered = []
-        for part, (_, heads, head_size) in zip(columns, shapes, strict=True):
-            target = self._empty(part.dtype, batch, tokens // size, size, heads, head_size)
-            target.copy_(part.unflatten(-1, (batch, heads, head_size)).permute(2, 1, 0, 3, 4))
-            gathered.append(target.flatten(2, 3).transpose(1, 2))
+        for part in self._exchange(pieces, label):
+            of_tokens = part.permute(2, 1, 0, 3, 4)
+            gathered.append(self._empty(part.dtype, of_tokens.shape).copy_(of_tokens).flatten(2, 3).transpose(1, 2))
         return gathered
 
-    def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def _empty(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         # On a CPU such memory lies in huge pages. Small pages, which come anew with each tensor, would take longer than
         # the copy.
         return self._transport.buffer(math.prod(shape), dtype, copied=True).tensor.view(shape)
 
-    def _all_to_all(self, received: torch.Tensor, pack: Callable[[torch.Tensor], Any], label: str) -> None:
-        slices = Slices(self.ranks)
+    def _exchange(self, pieces: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Give each rank its pieces, and order the current stream behind their arrival.
 
-        def issue(sent: torch.Tensor, target: torch.Tensor) -> Any:
-            return self._transport.exchange.all_to_all(target, sent.view(received.dtype), label, slices)
+        Args:
+            pieces: Tensors of one dtype, whose first dimension is the rank that gets the piece, and the second one that
+                of tokens.
+            label: Names the collective.
 
-        with hidden_from_activation_checkpoint(), torch.no_grad():
-            self._send(received.nbytes, pack, received.view(-1), issue)
-
-    def _send(
-        self,
-        nbytes: int,
-        pack: Callable[[torch.Tensor], Any],
-        received: torch.Tensor,
-        issue: Callable[[torch.Tensor, torch.Tensor], Any],
-    ) -> None:
-        """Fill memory to send from with ``pack``, issue a collective, and order the current stream behind it."""
-        with self._timer.span("exchange", label="exchange"):
+        Returns:
+            Views of one buffer, of the same shapes, whose first dimension is the rank that sent the piece.
+        """
+        size, length, dtype = self.size, pieces[0].shape[1], pieces[0].dtype
+        shapes = [piece.shape[2:] for piece in pieces]
+        widths = [math.prod(shape) for shape in shapes]
+        received = self._empty(dtype, (size, length, sum(widths)))
+        nbytes = received.nbytes
+        with hidden_from_activation_checkpoint(), torch.no_grad(), self._timer.span("exchange", label="exchange"):
             if self._transport.keeps_memory:
                 # One size serves all exchanges and lengths. It grows in few steps, because this memory stays.
                 self._sent_bytes = max(self._sent_bytes, round_up(nbytes, 1 << max(12, nbytes.bit_length() - 3)))
             memory = self._memory.acquire(self._sent_bytes or nbytes)
-            pack(memory[:nbytes])
-            work = issue(memory[:nbytes], received)
-            self._timer.count("exchange", received.nbytes * (self.size - 1) // self.size)
+            sent = memory[:nbytes].view(dtype)
+            for piece, target in zip(pieces, sent.view(received.shape).split(widths, dim=-1), strict=True):
+                target.unflatten(-1, piece.shape[2:]).copy_(piece)
+            work = self._transport.exchange.all_to_all(received.view(-1), sent, label, Slices(self.ranks))
+            self._timer.count("exchange", nbytes * (size - 1) // size)
             self._memory.mark_sent(memory, work)
             work.wait_stream()
+        columns = received.split(widths, dim=-1)
+        return [part.unflatten(-1, shape) for part, shape in zip(columns, shapes, strict=True)]
 
 
 def hide_groups(undo: ExitStack) -> None:

@@ -14,30 +14,19 @@ from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
 from zeroengine.utils.compiler_disable import disable_compile
 
 
-class _ScatterHeads(torch.autograd.Function):
-    """See ``SequenceGroup.scatter_heads``."""
+class _ExchangeHeads(torch.autograd.Function):
+    """``SequenceGroup.scatter_heads`` or ``gather_heads``, each of which is the adjoint of the other."""
 
     @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, label: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.label = group, label
-        return tuple(group.scatter_heads(tensors, label))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *_GatherHeads.apply(ctx.group, ctx.label, *grads)  # type: ignore[no-untyped-call]
-
-
-class _GatherHeads(torch.autograd.Function):
-    """See ``SequenceGroup.gather_heads``."""
-
-    @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, label: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.label = group, label
-        return tuple(group.gather_heads(tensors, label))
+    def forward(
+        ctx: Any, group: SequenceGroup, label: str, scatters: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reverse = group, label, not scatters
+        return tuple((group.scatter_heads if scatters else group.gather_heads)(tensors, label))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, *_ScatterHeads.apply(ctx.group, ctx.label, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, *_ExchangeHeads.apply(*ctx.reverse, *grads)  # type: ignore[no-untyped-call]
 
 
 def attention(
@@ -132,9 +121,8 @@ def scatter_heads(
             if num_key_heads * number % size == 0 and num_heads % (num_key_heads * number) == 0
         )
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    scattered: tuple[torch.Tensor, ...] = _ScatterHeads.apply(  # type: ignore[no-untyped-call]
-        group, name, query, key, value
-    )
+    scattered: tuple[torch.Tensor, ...]
+    scattered = _ExchangeHeads.apply(group, name, True, query, key, value)  # type: ignore[no-untyped-call]
     return scattered
 
 
@@ -147,5 +135,5 @@ def gather_heads(group: SequenceGroup, attended: torch.Tensor, name: str) -> tor
         attended: [batch, heads / degree, tokens, head size].
         name: The name of the attention.
     """
-    gathered: tuple[torch.Tensor, ...] = _GatherHeads.apply(group, name, attended)  # type: ignore[no-untyped-call]
-    return gathered[0]
+    (gathered,) = _ExchangeHeads.apply(group, name, False, attended)  # type: ignore[no-untyped-call]
+    return gathered  # type: ignore[no-any-return]

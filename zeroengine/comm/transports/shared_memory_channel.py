@@ -194,7 +194,9 @@ class SharedMemoryChannel:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
-        memory, ranks, sizes = self._memory, slices.ranks or self._all_ranks, slices.sizes
+        memory, sizes = self._memory, slices.sizes
+        # The ranks of several hosts are numbered from 0 on each of them here.
+        ranks = [rank % memory.world_size for rank in slices.ranks or self._all_ranks]
         own_position = ranks.index(memory.rank)
         if sizes is None:
             arrived = received.chunk(len(ranks))

@@ -41,7 +41,7 @@ from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.gloo import GlooChannel, GlooTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
-from zeroengine.comm.transports.two_level_channel import TwoLevelChannel, WithinHost
+from zeroengine.comm.transports.two_level_channel import TwoLevelChannel
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.process_groups import destroy_group
@@ -93,7 +93,7 @@ class TwoLevelTransport(TransportTraits):
         self.gather: Channel = self._two_level[0]
         self.reduce: Channel = self._two_level[1]
         self.packed_sums: PackedSums | None = self._two_level[1]
-        self.exchange: Channel = WithinHost(local.exchange, layout)
+        self.exchange: Channel = local.exchange
 
     def progress(self) -> None:
         """Take the steps of both channels that peers are ready for."""

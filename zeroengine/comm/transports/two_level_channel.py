@@ -242,28 +242,3 @@ class TwoLevelChannel:
     def staging_bytes(self) -> int:
         """Return the bytes of the memory between hosts and the engine's buffers."""
         return self._staging.nbytes + self._spare.nbytes
-
-
-class WithinHost:
-    """A ``Channel`` for operations among ranks of one host, which it numbers as the engine does.
-
-    Args:
-        within: The channel, which numbers ranks within the host.
-        layout: The hosts.
-    """
-
-    def __init__(self, within: SharedMemoryChannel, layout: HostLayout) -> None:
-        self._within, self._size = within, layout.ranks_per_host
-        self.reduce_scatter, self.all_reduce, self.reusable = within.reduce_scatter, within.all_reduce, within.reusable
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
-        """See ``interfaces.Channel``."""
-        return self._within.all_gather(full, shard, label, self._numbers(ranks))
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
-        """See ``interfaces.Channel``."""
-        return self._within.all_to_all(received, sent, label, slices._replace(ranks=self._numbers(slices.ranks)))
-
-    def _numbers(self, ranks: Ranks) -> Ranks:
-        assert ranks is not None
-        return tuple(rank % self._size for rank in ranks)

@@ -44,13 +44,10 @@ class TracedTransport:
         """See ``Transport``."""
         return ResizableBuffer(self.empty(numel, dtype))
 
-    def all_gather(self, *_: Any) -> Completed:
-        """Return at once. What is gathered are a few numbers."""
-        return Completed()
-
     def all_to_all(self, received: torch.Tensor, *_: Any) -> Completed:
-        """Count the bytes."""
-        self.sent_bytes += self._trace.weight * received.nbytes * (self.world_size - 1) // self.world_size
+        """Count the bytes, but not those that ``SequenceGroup.all_gather`` exchanges: a few numbers."""
+        if received.is_floating_point():
+            self.sent_bytes += self._trace.weight * received.nbytes * (self.world_size - 1) // self.world_size
         return Completed()
 
     def reusable(self, work: object, timeout_s: float) -> bool:
