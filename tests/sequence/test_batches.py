@@ -15,7 +15,8 @@ from zeroengine.sequence.agreement import SharedFacts
 def parts(batch: Any, size: int = 4, *, bidirectional: bool = False) -> list[Any]:
     """Return the parts of all ranks of a group."""
     facts = SharedFacts(torch.device("cpu"))
-    groups = [SimpleNamespace(size=size, position=n, facts=facts, is_bidirectional=bidirectional) for n in range(size)]
+    shared: dict[str, Any] = {"size": size, "facts": facts, "is_bidirectional": bidirectional, "ranks": range(size)}
+    groups = [SimpleNamespace(position=position, exchanges=True, **shared) for position in range(size)]
     return [shard_sequence(batch, engine=SimpleNamespace(sequence_group=group)) for group in groups]
 
 

@@ -6,7 +6,7 @@ labels of its own part.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,7 +15,10 @@ from zeroengine.errors import DivergenceError
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.small_transfers import HostCopy
 
-FACTS = ("batches", "random states", "labels", "losses", "means")
+# Batches of whole sequences, before they are cut. States of generators that a forward draws numbers for whole samples
+# from. Numbers of labels of this rank's parts. Losses that backwards begin with. Calls of ``mean_loss``.
+Fact = Literal["batches", "random states", "labels", "losses", "means"]
+FACTS: tuple[Fact, ...] = get_args(Fact)
 WRITE_MEAN = (
     "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
     "place of the mean"
@@ -41,31 +44,17 @@ class SharedFacts:
         self._sums = {fact: torch.zeros((), dtype=torch.float64, device=self._device) for fact in FACTS}
         self._counts = dict.fromkeys(FACTS, 0)
 
-    def _note(self, fact: str, value: torch.Tensor | float | None) -> None:
-        # Each of several micro-steps has a factor of its own, so that differences do not cancel.
+    def note(self, fact: Fact, value: torch.Tensor | None = None) -> None:
+        """Note one more fact of a kind, with its value, a tensor of one number. None: it has none that can be read."""
         self._counts[fact] += 1
         if value is not None:
-            self._sums[fact] = self._sums[fact] + value * self._counts[fact]
+            # Each of several micro-steps has a factor of its own, so that differences do not cancel.
+            number = value.detach().to(self._device, torch.float64).view(())
+            self._sums[fact] = self._sums[fact] + number * self._counts[fact]
 
-    def note_batch(self, batch: Any) -> None:
-        """Note a batch of whole sequences, before it is cut."""
-        self._note("batches", digest_inputs(batch, self._device))
-
-    def note_random_state(self, state: torch.Tensor) -> None:
-        """Note the state of the generator that a forward draws numbers for whole samples from."""
-        self._note("random states", digest_inputs(state, self._device))
-
-    def note_labels(self, labels: torch.Tensor, ignore_index: int) -> None:
-        """Note the labels of this rank's part of a batch."""
-        self._note("labels", (labels != ignore_index).sum().to(self._device, torch.float64))
-
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Note a loss that a backward begins with."""
-        self._note("losses", loss.detach().double().view(()))
-
-    def note_mean(self) -> None:
-        """Note a call of ``mean_loss``."""
-        self._note("means", None)
+    def note_digest(self, fact: Fact, inputs: Any) -> None:
+        """Note the digest of tensors in nested containers."""
+        self.note(fact, digest_inputs(inputs, self._device))
 
     def end_step(self, transport: RankSums, group_size: int) -> None:
         """Compare the facts of the step. A collective of all ranks.

@@ -183,24 +183,25 @@ class HasSequenceGroup(Protocol):
 
 
 def group_for(engine: HasSequenceGroup | None) -> SequenceGroup | None:
-    """Return the group that a function without access to a model belongs to.
+    """Return the group with which a function without access to a model shares each sample.
 
     Args:
         engine: The engine; None if the caller named none.
 
     Returns:
-        None if there is no engine.
+        None if this rank has whole sequences: there is no engine, ``sequence_parallel_size`` is 1, or the function was
+        called inside ``whole_sequences``.
 
     Raises:
         ZeroEngineError: Engines of this process have different groups, and the caller named none.
     """
-    if engine is not None:
-        return engine.sequence_group
     groups = [group for group in (reference() for reference in _groups) if group is not None]
+    if engine is not None:
+        groups = [engine.sequence_group]
     if len({group.ranks for group in groups}) > 1:
         sizes = " and ".join(sorted({str(group.size) for group in groups}))
         raise ZeroEngineError(
             f"this process has engines whose sequence_parallel_size is {sizes}: say which one is meant, with "
             "engine=engine"
         )
-    return groups[0] if groups else None
+    return groups[0] if groups and groups[0].exchanges else None

@@ -54,10 +54,10 @@ def mean_loss(
 @disable_compile
 def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     """Do the same as ``mean_loss`` for the ranks of a group."""
-    if group is None or not group.exchanges:
+    if group is None:
         return total / count
     if total.requires_grad:
-        group.facts.note_mean()
+        group.facts.note("means")
     mean: torch.Tensor = _MeanOverGroup.apply(  # type: ignore[no-untyped-call]
         group, total, torch.as_tensor(count, device=total.device)
     )

@@ -64,8 +64,7 @@ def attention(
     """
     group = group_for(engine)
     compute: Callable[..., torch.Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
-    exchanges = group is not None and group.exchanges
-    if group is not None and exchanges:
+    if group is not None:
         if kernel is None and group.padding and not options.get("is_causal") and options.get("attn_mask") is None:
             raise ZeroEngineError(
                 f"{name} attends to later tokens, and {group.padding} were put behind a sequence whose length the "
@@ -75,7 +74,7 @@ def attention(
     if kernel is None:
         options = {"enable_gqa": key.shape[1] != query.shape[1], **options}
     attended = compute(query, key, value, **options)
-    return gather_heads(group, attended, name) if group is not None and exchanges else attended
+    return attended if group is None else gather_heads(group, attended, name)
 
 
 def whole_sequences(*, engine: HasSequenceGroup | None = None) -> AbstractContextManager[None]:
