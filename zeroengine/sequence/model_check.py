@@ -59,7 +59,7 @@ def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
                 devices = check_model(model, group, args, kwargs)
             for device in devices:
                 state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-                group.facts.note_random_state(state)
+                group.facts.note_digest("random states", state)
 
     handle = model.register_forward_pre_hook(UncopiedHook(check), with_kwargs=True, prepend=True)
     undo.callback(handle.remove)
@@ -107,7 +107,6 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
     if group.has_added_positions and outermost_models(model):
         # Without sequence parallelism the model would get no positions, and may count them in another way.
         whole = (whole[0], {name: value for name, value in whole[1].items() if name != "position_ids"})
-    failure: Exception | None = None
     with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]), ExitStack() as undo:
         for buffer in model.buffers():
             undo.callback(buffer.copy_, buffer.clone())
@@ -116,19 +115,17 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
             for module in [module for module in model.modules() if module.training]:
                 evaluation.callback(setattr, module, "training", True)
                 module.training = False
-            try:
-                found = _outputs(model, part)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if isinstance(error, ZeroEngineError):
-                    raise
-                failure, found = error, {}
             with group.whole_sequences():
                 expected = _outputs(model, whole)
-        if failure is not None:
-            raise ZeroEngineError(
-                f"{type(model).__name__} takes a whole sequence and no part of it ({failure}), so it cannot train with "
-                f"sequence_parallel_size. {REMEDY}"
-            ) from failure
+            try:
+                found = _outputs(model, part)
+            except ZeroEngineError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise ZeroEngineError(
+                    f"{type(model).__name__} takes a whole sequence and no part of it ({error}), so it cannot train "
+                    f"with sequence_parallel_size. {REMEDY}"
+                ) from error
         _compare(expected, found, group)
         draws = _draws(model, part)
         with group.whole_sequences():
@@ -212,9 +209,4 @@ def _has_rows(whole: torch.Tensor, part: torch.Tensor) -> bool:
         return True
     rows, own = (tensor.reshape(-1, tensor.shape[-1]).nan_to_num().double() for tensor in (whole, part))
     distances = torch.cdist(own, rows, p=float("inf")).amin(1)
-    return bool(distances.max() <= _tolerance(whole))
-
-
-def _tolerance(whole: torch.Tensor) -> float:
-    relative = TOLERANCE.get(whole.dtype, LOW_PRECISION_TOLERANCE)
-    return float(whole.nan_to_num().abs().max()) * relative + 1e-7
+    return bool(distances.max() <= rows.abs().max() * TOLERANCE.get(whole.dtype, LOW_PRECISION_TOLERANCE) + 1e-7)

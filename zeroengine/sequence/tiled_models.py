@@ -23,6 +23,7 @@ from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.runtime.released_parameter import METADATA, is_tracing
 from zeroengine.sequence.tiled_loss import tiled_loss
 from zeroengine.sequence.tiled_mlp import tiled_mlp
+from zeroengine.sequence.transformers_models import replace_attribute
 from zeroengine.utils.compiler_disable import disable_compile
 
 # What lazy logits follow, if it is done with numbers.
@@ -52,29 +53,22 @@ def tile_model(model: nn.Module, tiling: Tiling, undo: ExitStack) -> None:
             need = "layers with an mlp or feed_forward that takes the hidden states alone, and no mixture of experts"
             raise _error("mlp", need, model, sorted({type(mlp).__name__ for mlp in mlps}))
         for mlp in mlps:
-            _replace_forward(mlp, tiled_mlp, undo)
+            # A partial of a method is copied with its module, so a copy of the model calls its own modules.
+            replace_attribute(mlp, "forward", partial(tiled_mlp, mlp.forward), undo)
     if tiling.loss:
         causal: Any = next((part for part in model.modules() if hasattr(type(part), "get_output_embeddings")), None)
         head, loss = causal and causal.get_output_embeddings(), getattr(causal, "loss_function", None)
         if type(head) is not nn.Linear or getattr(loss, "__name__", None) != "ForCausalLMLoss":
             need = "a model of transformers with an nn.Linear as output embedding and the loss ForCausalLMLoss"
             raise _error("loss", need, model, [type(head).__name__, getattr(loss, "__name__", loss)])
-        _replace_forward(head, _lazy_forward, undo)
-        undo.callback(vars(causal).pop, "_loss_function", None)
-        causal.loss_function = update_wrapper(partial(_tiled_causal_loss, loss), loss)  # type: ignore[arg-type]
+        replace_attribute(head, "forward", partial(_lazy_forward, head.forward), undo)
+        tiled: Any = update_wrapper(partial(_tiled_causal_loss, loss), loss)  # type: ignore[arg-type]
+        replace_attribute(causal, "_loss_function", tiled, undo)
 
 
 def _error(key: str, need: str, model: nn.Module, found: object) -> ConfigError:
     what = f"tiling.{key} needs {need}; found {found} in {type(model).__name__}."
     return ConfigError(f"{what} Write false, and call zeroengine.tiled_{key}() in the forward of the model.")
-
-
-def _replace_forward(module: nn.Module, function: Any, undo: ExitStack) -> None:
-    """Let ``function`` run in place of the forward of ``module``, which it gets as its first argument."""
-    previous = vars(module).get("forward")
-    undo.callback(vars(module).pop if previous is None else partial(setattr, module), "forward", previous)
-    # A partial of a method is copied with its module, so a copy of the model calls its own modules.
-    module.forward = partial(function, module.forward)
 
 
 class LazyLogits(torch.Tensor):

@@ -62,18 +62,15 @@ def connect(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
         if any(not getattr(module, "is_causal", True) for module in inner.modules()):
             group.is_bidirectional = True
         if hasattr(type(inner), "loss_function"):
-            original = inner.__dict__.get("_loss_function")
             loss_function: Any = inner.loss_function
-            setattr(inner, "loss_function", _UncopiedLoss(_loss_of_group, group, loss_function))  # noqa: B010
-            undo.callback(_restore_loss_function, weakref.ref(inner), original)
+            replace_attribute(inner, "_loss_function", _UncopiedLoss(_loss_of_group, group, loss_function), undo)
 
 
-def _restore_loss_function(model: weakref.ref[nn.Module], original: Any) -> None:
-    inner = model()
-    if inner is not None:
-        inner.__dict__.pop("_loss_function", None)
-        if original is not None:
-            inner.__dict__["_loss_function"] = original
+def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
+    """Set an attribute of ``module`` itself until ``undo`` is closed. The attributes of its class stay."""
+    previous = vars(module).get(name)
+    undo.callback(vars(module).pop if previous is None else partial(setattr, module), name, previous)
+    setattr(module, name, value)
 
 
 class _Connection:
@@ -98,11 +95,11 @@ class _Connection:
 
         found = [getattr(module, "config", None) for module in self._names]
         configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-        kernels = {key: config._attn_implementation for key, config in configs.items()}
-        for key, config in configs.items():
-            undo.callback(setattr, config, "_attn_implementation", kernels[key])
-        for key, config in configs.items():
-            kernel = kernels[key]
+        # Setting the kernel of a configuration sets those of the configurations in it, too.
+        kernels = [(config, config._attn_implementation) for config in configs.values()]
+        for config, kernel in kernels:
+            undo.callback(setattr, config, "_attn_implementation", kernel)
+        for config, kernel in kernels:
             if kernel is None:
                 continue
             name = _KernelName(f"zeroengine-{self._number}-{kernel}")
@@ -151,57 +148,48 @@ class _Connection:
 
     # -- masks ------------------------------------------------------------------------------------
 
-    def _make_mask(
-        self,
-        kernel: str,
-        *,
-        q_length: int,
-        kv_length: int,
-        mask_function: Callable[..., Any],
-        attention_mask: torch.Tensor | None = None,
-        use_vmap: bool = False,
-        **options: Any,
-    ) -> Any:
+    def _make_mask(self, kernel: str, **options: Any) -> Any:
         """Make the kernel's mask of the whole sequence, as transformers makes it. See ``create_causal_mask`` there."""
         from transformers.masking_utils import AttentionMaskInterface, and_masks, packed_sequence_mask_function
 
-        documents, size = self._documents, self._group.size
         if self._group.exchanges:
-            if q_length != kv_length or use_vmap:
-                what = "makes masks by a function of its own" if use_vmap else "attends to other tokens than its own"
+            length, mask, own_function = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
+            if length != options["kv_length"] or own_function:
+                what = (
+                    "makes masks by a function of its own" if own_function else "attends to other tokens than its own"
+                )
                 raise ZeroEngineError(
                     f"this model {what}, which sequence_parallel_size cannot divide into parts: write "
                     '"sequence_parallel_size": 1'
                 )
-            q_length = kv_length = q_length * size
-            if documents is not None:
-                attention_mask = None
-                mask_function = and_masks(mask_function, packed_sequence_mask_function(documents))
-                options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
-            elif attention_mask is not None:
-                attention_mask = self._whole(attention_mask.to(torch.uint8)).bool()
-        options |= {"q_length": q_length, "kv_length": kv_length, "use_vmap": use_vmap}
-        make = AttentionMaskInterface._global_mapping[kernel]
-        return make(mask_function=mask_function, attention_mask=attention_mask, **options)
+            options["q_length"] = options["kv_length"] = length * self._group.size
+            if self._documents is not None:
+                is_in_document = packed_sequence_mask_function(self._documents)
+                options["mask_function"] = and_masks(options["mask_function"], is_in_document)
+                options |= {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            elif mask is not None:
+                options["attention_mask"] = self._whole(mask.to(torch.uint8)).bool()
+        return AttentionMaskInterface._global_mapping[kernel](**options)
 
     # -- attention --------------------------------------------------------------------------------
 
     def _attention(self, kernel: str) -> Callable[..., Any]:
         def attend(
-            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             compute, group = _kernel(kernel, module), self._group
             if not group.exchanges:
-                result: tuple[torch.Tensor, torch.Tensor | None] = compute(module, query, key, value, mask, **options)
-                return result
+                return compute(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
             name = self._names.get(module, type(module).__name__)
             _check_call(name, query, key, options)
             if "flash" in kernel and options.get("position_ids") is not None:
                 # These kernels find packed documents in the positions.
                 options["position_ids"] = self._whole(options["position_ids"])
             own_query, own_key, own_value = scatter_heads(group, query, key, value, name)
-            viewed = _with_head_groups(module, own_query.shape[1] // own_key.shape[1])
-            attended, _ = compute(viewed, own_query, own_key, own_value, mask, **options)
+            num_groups = own_query.shape[1] // own_key.shape[1]
+            if getattr(module, "num_key_value_groups", num_groups) != num_groups:
+                module = _AttentionView(module, num_groups)
+            attended, _ = compute(module, own_query, own_key, own_value, mask, **options)
             return gather_heads(group, attended.transpose(1, 2), name).transpose(1, 2), None
 
         return attend
@@ -213,8 +201,7 @@ def _kernel(kernel: str, module: nn.Module) -> Callable[..., Any]:
     # Each file of models has its own eager kernel, which is in no registry.
     file = sys.modules[type(module).__module__]
     eager: Any = getattr(file, "eager_attention_forward", None)
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)
-    return function
+    return ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)  # type: ignore[no-any-return]
 
 
 def _check_call(name: str, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
@@ -239,12 +226,6 @@ class _AttentionView:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _with_head_groups(module: nn.Module, num_key_value_groups: int) -> Any:
-    if getattr(module, "num_key_value_groups", num_key_value_groups) == num_key_value_groups:
-        return module
-    return _AttentionView(module, num_key_value_groups)
 
 
 class _UncopiedLoss(partial[torch.Tensor]):
