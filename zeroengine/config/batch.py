@@ -38,8 +38,14 @@ def resolve(
         source: The name of the configuration, for messages.
 
     Raises:
-        ConfigError: The sizes contradict one another. The message says which to change, and to what.
+        ConfigError: The sizes or numbers contradict one another. The message says which to change, and to what.
     """
+    if world_size % group_size:
+        fitting = " or ".join(map(str, sorted({*_divisors(world_size)})))
+        raise ConfigError(
+            f"{source}: sequence_parallel_size is {group_size}, and must divide the {_ranks(world_size, 1)}; "
+            f"write {fitting}"
+        )
     # In manual accumulation each step may have another number of micro-steps, so no train batch size follows.
     if isinstance(steps, str):
         if train is not None:

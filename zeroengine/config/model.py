@@ -295,7 +295,7 @@ class Config(Section):
             self.train_micro_batch_size_per_gpu,
             self.gradient_accumulation_steps,
             world_size=world_size,
-            group_size=self._check_sequence_groups(world_size),
+            group_size=self.sequence_parallel_size,
             source=self._source,
         )
         # An explicit precision wins over the dtype of the model's parameters.
@@ -341,17 +341,6 @@ class Config(Section):
     def replica_ranks(self, world_size: int) -> int:
         """Return the number of ranks that hold every state once: those of a replica, or all. Needs `resolve`."""
         return world_size if self.local_steps is None else int(self.local_steps.replica_ranks or world_size)
-
-    def _check_sequence_groups(self, world_size: int) -> int:
-        """Return the number of ranks that share a sample, if it divides all ranks."""
-        size = self.sequence_parallel_size
-        if world_size % size:
-            fitting = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(
-                f"{self._source}: sequence_parallel_size is {size}, and must divide the {world_size} "
-                f"rank{'s' if world_size > 1 else ''}; write {fitting}"
-            )
-        return size
 
     def _check_schedule(self) -> None:
         """Refuse "auto" where it has no default and no framework has filled in a value."""

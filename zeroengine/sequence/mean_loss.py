@@ -20,8 +20,7 @@ class _MeanOverGroup(torch.autograd.Function):
         total_of_group, count_of_group = group.all_gather(own, "mean_loss").cumsum(0)[-1]
         # Each rank begins its backward with the gradient of the mean, and gradients are averaged over all ranks.
         ctx.factor = group.size / count_of_group
-        mean: torch.Tensor = total_of_group / count_of_group
-        return mean.to(total.dtype)
+        return (total_of_group / count_of_group).to(total.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -58,7 +57,5 @@ def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch
         return total / count
     if total.requires_grad:
         group.facts.note("means")
-    mean: torch.Tensor = _MeanOverGroup.apply(  # type: ignore[no-untyped-call]
-        group, total, torch.as_tensor(count, device=total.device)
-    )
-    return mean
+    count = torch.as_tensor(count, device=total.device)
+    return _MeanOverGroup.apply(group, total, count)  # type: ignore[no-untyped-call, no-any-return]

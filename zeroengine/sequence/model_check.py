@@ -28,7 +28,6 @@ NUM_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.1
 
-
 LABEL = "check of the model"
 REMEDY = (
     "Only attention may mix tokens, through transformers' attention interface or "
@@ -115,30 +114,48 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
             for module in [module for module in model.modules() if module.training]:
                 evaluation.callback(setattr, module, "training", True)
                 module.training = False
-            with group.whole_sequences():
-                expected = _outputs(model, whole)
             try:
-                found = _outputs(model, part)
+                found, _ = _run(model, part)
             except ZeroEngineError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                # An error of the whole sequence, too, is one of the model or its inputs.
+                with group.whole_sequences():
+                    _run(model, whole)
                 raise ZeroEngineError(
                     f"{type(model).__name__} takes a whole sequence and no part of it ({error}), so it cannot train "
                     f"with sequence_parallel_size. {REMEDY}"
                 ) from error
+            with group.whole_sequences():
+                expected, _ = _run(model, whole)
         _compare(expected, found, group)
-        draws = _draws(model, part)
+        _, draws = _run(model, part)
         with group.whole_sequences():
-            pairs = zip(draws, _draws(model, whole), strict=False)
+            pairs = zip(draws, _run(model, whole)[1], strict=False)
     # What a token draws has the size of the tokens.
     return {drawn.device for drawn, other in pairs if drawn.shape == other.shape}
 
 
-def _draws(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    """Run the model, and return what its random operations return, without values."""
+def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
+    """Run the model.
+
+    Args:
+        model: The model.
+        inputs: The positional inputs, and the others by name.
+
+    Returns:
+        What each call of a module returns, in the order in which they end, and what random operations return.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    outputs: _Outputs = {}
+    num_calls: Counter[str] = Counter()
     draws: list[torch.Tensor] = []
+
+    def observe(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        values = [value.detach().clone() for value in tensors_in(output) if value.is_floating_point()]
+        outputs[name, num_calls[name]] = values
+        num_calls[name] += 1
 
     class Observer(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,31 +164,11 @@ def _draws(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
                 draws.append(next(tensors_in(result)))
             return result
 
-    with Observer():  # type: ignore[no-untyped-call]
-        model(*inputs[0], **inputs[1])
-    return draws
-
-
-def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
-    """Run the model, and return what each call of a module returns, in the order in which they end.
-
-    Args:
-        model: The model.
-        inputs: The positional inputs, and the others by name.
-    """
-    outputs: _Outputs = {}
-    num_calls: Counter[str] = Counter()
-
-    def observe(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        values = [value.detach().clone() for value in tensors_in(output) if value.is_floating_point()]
-        outputs[name, num_calls[name]] = values
-        num_calls[name] += 1
-
-    with ExitStack() as undo:
+    with Observer(), ExitStack() as undo:  # type: ignore[no-untyped-call]
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(UncopiedHook(partial(observe, name))).remove)
         model(*inputs[0], **inputs[1])
-    return outputs
+    return outputs, draws
 
 
 def _compare(whole: _Outputs, parts: _Outputs, group: SequenceGroup) -> None:

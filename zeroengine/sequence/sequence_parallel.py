@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -113,16 +114,11 @@ def scatter_heads(
             f"Write a size that divides them: {', '.join(map(str, fitting)) or '1'}."
         )
     if num_key_heads % size:
-        # The heads of keys are repeated as rarely as possible, so that those of the queries of a rank are its own.
-        repeats = next(
-            number
-            for number in range(2, num_heads // num_key_heads + 1)
-            if num_key_heads * number % size == 0 and num_heads % (num_key_heads * number) == 0
-        )
+        # The heads of keys are repeated as rarely as possible, so that those of the queries of a rank are its own. The
+        # new number divides that of queries, as the number of keys and that of ranks do.
+        repeats = math.lcm(num_key_heads, size) // num_key_heads
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    scattered: tuple[torch.Tensor, ...]
-    scattered = _ExchangeHeads.apply(group, name, True, query, key, value)  # type: ignore[no-untyped-call]
-    return scattered
+    return _ExchangeHeads.apply(group, name, True, query, key, value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @disable_compile

@@ -153,11 +153,9 @@ class _Connection:
         from transformers.masking_utils import AttentionMaskInterface, and_masks, packed_sequence_mask_function
 
         if self._group.exchanges:
-            length, mask, own_function = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
-            if length != options["kv_length"] or own_function:
-                what = (
-                    "makes masks by a function of its own" if own_function else "attends to other tokens than its own"
-                )
+            length, mask, by_vmap = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
+            if length != options["kv_length"] or by_vmap:
+                what = "makes masks by a function of its own" if by_vmap else "attends to other tokens than its own"
                 raise ZeroEngineError(
                     f"this model {what}, which sequence_parallel_size cannot divide into parts: write "
                     '"sequence_parallel_size": 1'
