@@ -23,10 +23,10 @@ from tests.ops.cuda import need_library, no_waiting
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.comm.transports.choose import open_nccl
-from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.initialize import make_engine
 from zeroengine.engine.memory import REPORTED_STATES
 from zeroengine.errors import DivergenceError
+from zeroengine.sequence.agreement import RankComparison
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -132,7 +132,7 @@ class TwinTransport:
     rank, world_size, has_peers = 0, 2, True
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        return torch.cat([values[:3], values[:3]])
+        return values.view(2, -1)[0].repeat(2)
 
 
 def compared() -> list[str]:
@@ -140,7 +140,7 @@ def compared() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroengine").addHandler(handler)
-    comparison = InputComparison(TwinTransport(), torch.device("cuda", 0))  # type: ignore[arg-type]
+    comparison = RankComparison(TwinTransport(), torch.device("cuda", 0))  # type: ignore[arg-type]
     inputs = [(*on_gpu(number, 0), torch.ones(3, device="cpu"), "text") for number in range(4)]
     torch.cuda.synchronize()
     for number in range(4):

@@ -17,12 +17,8 @@ import zeroengine
 from tests.distributed.models import WIDTH, Block, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from zeroengine.engine.duplicate_inputs import (
-    MICRO_STEPS,
-    InputComparison,
-    ranks_with_same_inputs,
-)
 from zeroengine.runtime.input_digest import digest_inputs, sample_digest
+from zeroengine.sequence.agreement import MICRO_STEPS, RankComparison, ranks_with_same_inputs
 
 CPU = torch.device("cpu")
 
@@ -199,7 +195,7 @@ class CountingTransport:
 def test_inputs_are_exchanged_once_and_in_an_update() -> None:
     """Gradients of other micro-steps may be under way."""
     transport = CountingTransport()
-    comparison = InputComparison(transport, CPU)  # type: ignore[arg-type]
+    comparison = RankComparison(transport, CPU)  # type: ignore[arg-type]
     exchanges = []
     for updates in (False, False, False, False, True, False, True):
         comparison.observe(torch.ones(2))
@@ -218,9 +214,9 @@ def test_a_single_rank_has_no_duplicate_inputs() -> None:
 
 def test_groups_are_those_of_equal_inputs_that_vary() -> None:
     a, b, c = (1.0, 2.0, 3.0), (4.0, 2.0, 3.0), (5.0, 5.0, 5.0)
-    assert ranks_with_same_inputs([*a, *b, *a, *c, *c, *b, *a]) == [[0, 2, 6], [1, 5]]
-    assert ranks_with_same_inputs([*a, *b, *c]) == []
-    assert ranks_with_same_inputs([0.0, 2.0, 3.0, 0.0, 2.0, 3.0]) == [], "what nobody has seen is not the same"
+    assert ranks_with_same_inputs([a, b, a, c, c, b, a]) == [[0, 2, 6], [1, 5]]
+    assert ranks_with_same_inputs([a, b, c]) == []
+    assert ranks_with_same_inputs([(0.0, 2.0, 3.0), (0.0, 2.0, 3.0)]) == [], "what nobody has seen is not the same"
 
 
 DTYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]

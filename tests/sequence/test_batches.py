@@ -9,13 +9,19 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine import shard_sequence
-from zeroengine.sequence.agreement import SharedFacts
+from zeroengine.sequence.agreement import RankComparison
 
 
 def parts(batch: Any, size: int = 4, *, bidirectional: bool = False) -> list[Any]:
     """Return the parts of all ranks of a group."""
-    facts = SharedFacts(torch.device("cpu"))
-    shared: dict[str, Any] = {"size": size, "facts": facts, "is_bidirectional": bidirectional, "ranks": range(size)}
+    alone: Any = SimpleNamespace(has_peers=False)
+    comparison = RankComparison(alone, torch.device("cpu"), size)
+    shared: dict[str, Any] = {
+        "size": size,
+        "comparison": comparison,
+        "is_bidirectional": bidirectional,
+        "ranks": range(size),
+    }
     groups = [SimpleNamespace(position=position, exchanges=True, **shared) for position in range(size)]
     return [shard_sequence(batch, engine=SimpleNamespace(sequence_group=group)) for group in groups]
 

@@ -17,5 +17,5 @@
 - ``memory``: reports the bytes that each state holds, and explains out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.
 - ``dataloader``: a data loader whose position is part of checkpoints.
-- ``duplicate_inputs``, ``foreign_parameters``: find mistakes that would silently train something else.
+- ``foreign_parameters``: finds parameters that the engine would silently leave untrained.
 """

@@ -16,7 +16,6 @@ from zeroengine.config import Config
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.call_checks import NUM_SHOWN
 from zeroengine.engine.clipping import GradientClipping
-from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.parts import (
     EngineSetup,
@@ -34,6 +33,7 @@ from zeroengine.engine.reports import Reports, start_reports
 from zeroengine.engine.step import StepRunner
 from zeroengine.offload.state_offloader import StateOffloader
 from zeroengine.sequence import model_check, transformers_models
+from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
@@ -50,7 +50,6 @@ class LoopParts:
         clipping: The largest norm of the gradient.
         step_runner: Clips, updates, steps the LR schedule, and counts.
         foreign_parameters: Finds parameters that ``initialize`` was not given.
-        input_comparison: Warns where ranks train on the same samples.
         state_offloader: Moves states away from the device on request.
         save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
         sequences: The ranks that share each sample.
@@ -60,7 +59,6 @@ class LoopParts:
     clipping: GradientClipping
     step_runner: StepRunner
     foreign_parameters: ForeignParameters
-    input_comparison: InputComparison
     state_offloader: StateOffloader
     save_on_signal: SaveOnSignal | None
     sequences: SequenceGroup
@@ -112,9 +110,8 @@ def build_parts(
     if save_on_signal is not None:
         setup.undo.callback(save_on_signal.close)
     partition = partition_model(setup, ranks, reports.timer)
-    sequences = SequenceGroup(
-        ranks.transport, setup.config.sequence_parallel_size, ranks.group.device, reports.timer, setup.undo
-    )
+    comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size)
+    sequences = SequenceGroup(ranks.transport, comparison, reports.timer, setup.undo)
     if sequences.size > 1:
         transformers_models.connect(setup.model, sequences, setup.undo)
     passes = connect_passes(setup, ranks, partition, reports.timer)
@@ -129,7 +126,6 @@ def build_parts(
         clipping,
         StepRunner(config, ranks, passes, states, clipping, reports),
         ForeignParameters(setup.model, partition.units, setup.base_optimizer),
-        InputComparison(ranks.sums, group.device, sequences.size),
         StateOffloader(config, group.rank, group.device),
         save_on_signal,
         sequences,

@@ -172,7 +172,7 @@ class Engine:
     def _note_loss(self, loss: torch.Tensor) -> None:
         self._parts.reports.note_loss(loss)
         if self.sequence_group.size > 1:
-            self.sequence_group.facts.note("losses", loss)
+            self.sequence_group.comparison.note("losses", loss)
 
     @property
     def loss_scale(self) -> float:

@@ -82,9 +82,9 @@ class ModelForwards:
             self._has_plain_forward = True
         elif self._has_plain_forward:
             return
-        if parts.loop.input_comparison.is_recording:
+        if parts.loop.sequences.comparison.is_recording:
             with hidden_from_activation_checkpoint():
-                parts.loop.input_comparison.observe((args, kwargs))
+                parts.loop.sequences.comparison.observe((args, kwargs))
         self._counts = True
         if parts.reports.monitor is not None:
             parts.reports.monitor.forwards.begin((args, kwargs))

@@ -117,7 +117,7 @@ class StepLoop(BackwardListener):
         if self._loop.accumulation.engine_step_updates():
             return self._end(ENGINE_STEP, engine)
         self._loop.accumulation.end_micro_step()
-        self._loop.input_comparison.end_micro_step(False)
+        self._loop.sequences.comparison.end_micro_step(False)
         return False
 
     def end_by_optimizer(self, engine: SavingEngine) -> None:
@@ -195,8 +195,6 @@ class StepLoop(BackwardListener):
         """Take a step on behalf of ``call``. Return the result of ``Engine.step``."""
         parts, loop, placement = self._parts, self._loop, self._parts.partition.placement
         self._finish_gradients(call)
-        if loop.sequences.size > 1:
-            loop.sequences.facts.end_step(parts.ranks.sums, loop.sequences.size)
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
         self.forwards.end_step()
@@ -204,7 +202,7 @@ class StepLoop(BackwardListener):
         loop.accumulation.end_step(call)
         # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
         # so replicas that train apart do it where they meet.
-        loop.input_comparison.end_micro_step(self._rounds.ends_with_this_step)
+        loop.sequences.comparison.end_micro_step(self._rounds.ends_with_this_step)
         if call == ENGINE_STEP:
             self._warn_of_unused_hooks()
         updated = loop.step_runner.run_step()

@@ -1,11 +1,14 @@
-"""What ranks that share a sample must have alike: the sample and the loss.
+"""Compares what ranks were given and computed: samples of their own, or shared ones with one loss.
 
-Nothing fails where they differ. Each rank would train on tokens of another sample, or weigh tokens by the number of
-labels of its own part.
+Nothing fails where it is wrong. Ranks with the same samples, as an ordinary ``DataLoader`` in each gives them, compute
+the same gradient, and the work of all but one is wasted. Ranks that share a sample would train on tokens of different
+ones, or weigh tokens by the number of labels of their own part.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,8 +16,14 @@ import torch
 from zeroengine.comm.replicas import RankSums
 from zeroengine.errors import DivergenceError
 from zeroengine.runtime.input_digest import digest_inputs
+from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy
 
+log = logging.getLogger("zeroengine")
+
+# The number of micro-steps, at the start of a run, whose inputs are compared.
+MICRO_STEPS = 3
+MAX_RANKS_SHOWN = 8
 # Batches of whole sequences, before they are cut. States of generators that a forward draws numbers for whole samples
 # from. Numbers of labels of this rank's parts. Losses that backwards begin with. Calls of ``mean_loss``.
 Fact = Literal["batches", "random states", "labels", "losses", "means"]
@@ -25,23 +34,41 @@ WRITE_MEAN = (
 )
 
 
-class SharedFacts:
-    """Collects what the ranks of a group have done in a step, and compares it when the step ends.
+class RankComparison:
+    """Compares the first inputs of training over the ranks, once, and in each step what ranks share.
 
-    One small collective of all ranks exchanges the facts of each. On a GPU the host reads the result when the next step
-    ends, when it has arrived, and on the CPU at once.
+    It warns if ranks have the same inputs, and raises an error if ranks that share samples differ.
+
+    [Note: No rank waits]
+    Digests of inputs in a device's memory are computed there. One small collective exchanges the facts of all ranks, in
+    an update in which all ranks meet: with ``group_size`` of 1 in the first one after ``MICRO_STEPS`` micro-steps, and
+    otherwise in each. Only the number of its steps decides whether a rank takes part, not the inputs of its forwards,
+    so all ranks take part. On a GPU the host reads the result one step later, when it has arrived, and on the CPU at
+    once.
 
     Args:
+        transport: Sums over all ranks.
         device: The device that the model computes on.
+        group_size: The number of consecutive ranks that share each sample.
+
+    Attributes:
+        device: As given.
+        group_size: As given.
+        is_recording: Whether inputs of forwards are still to be observed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, transport: RankSums, device: torch.device, group_size: int = 1) -> None:
+        self._transport, self.device, self.group_size = transport, device, group_size
+        self.is_recording = transport.has_peers
+        # The digest of each micro-step that has ended, and that of the micro-step in progress.
+        self._digests: list[torch.Tensor | None] = []
+        self._digest: torch.Tensor | None = None
+        # The facts of all ranks, from the exchange until the host reads them.
         self._summed: HostCopy | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = {fact: torch.zeros((), dtype=torch.float64, device=self._device) for fact in FACTS}
+        self._sums = {fact: torch.zeros((), dtype=torch.float64, device=self.device) for fact in FACTS}
         self._counts = dict.fromkeys(FACTS, 0)
 
     def note(self, fact: Fact, value: torch.Tensor | None = None) -> None:
@@ -49,42 +76,109 @@ class SharedFacts:
         self._counts[fact] += 1
         if value is not None:
             # Each of several micro-steps has a factor of its own, so that differences do not cancel.
-            number = value.detach().to(self._device, torch.float64).view(())
+            number = value.detach().to(self.device, torch.float64).view(())
             self._sums[fact] = self._sums[fact] + number * self._counts[fact]
 
     def note_digest(self, fact: Fact, inputs: Any) -> None:
         """Note the digest of tensors in nested containers."""
-        self.note(fact, digest_inputs(inputs, self._device))
+        self.note(fact, digest_inputs(inputs, self.device))
 
-    def end_step(self, transport: RankSums, group_size: int) -> None:
-        """Compare the facts of the step. A collective of all ranks.
+    def observe(self, inputs: Any) -> None:
+        """Note the inputs of a forward of the whole model. The first forward of a micro-step counts.
 
         Args:
-            transport: Sums over all ranks.
-            group_size: The number of consecutive ranks that share a sample.
+            inputs: Tensors in nested containers.
+        """
+        # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
+        if len(self._digests) >= MICRO_STEPS or self._digest is not None or not torch.is_grad_enabled():
+            return
+        # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self._digest = digest_inputs(inputs, self.device)
+
+    def end_micro_step(self, may_exchange: bool) -> None:
+        """Note the end of a micro-step. Call it on every rank.
+
+        Args:
+            may_exchange: Whether the micro-step ends with an update in which all ranks meet, and no collective is in
+                progress.
 
         Raises:
-            DivergenceError: On every rank: ranks that share a sample were given different ones, or have different
-                losses, or means over different numbers of labels.
+            DivergenceError: On every rank: ranks that share a sample were given different ones, or the same part, or
+                have different losses, or means over different numbers of labels.
         """
-        self._check(group_size)
-        rows = torch.zeros(transport.world_size, 2 * len(FACTS), dtype=torch.float64, device=self._device)
-        counts = torch.tensor(list(self._counts.values()), dtype=torch.float64, device=self._device)
-        rows[transport.rank] = torch.cat([torch.stack(list(self._sums.values())), counts])
+        # The exchange was a micro-step ago, so the result has arrived, and reading it does not stall the device.
+        self._check()
+        if self.is_recording:
+            self._digests.append(self._digest)
+            self._digest = None
+        # Inputs are exchanged once. Every rank has counted the same micro-steps, so every rank takes part.
+        ends_recording = self.is_recording and len(self._digests) >= MICRO_STEPS
+        if not may_exchange or not (ends_recording or self.group_size > 1):
+            return
+        # Each rank fills its own row, so the sum over ranks holds the rows of all.
+        shape = self._transport.world_size, MICRO_STEPS + 2 * len(FACTS)
+        rows = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        own = rows[self._transport.rank]
+        if ends_recording:
+            self.is_recording = False
+            for index, value in enumerate(self._digests[:MICRO_STEPS]):
+                # A digest of inputs is never 0, which stands for inputs that cannot be compared.
+                own[index] = 0.0 if value is None else value
+        for index, fact in enumerate(FACTS, MICRO_STEPS):
+            own[index], own[index + len(FACTS)] = self._sums[fact], self._counts[fact]
         self._reset()
-        self._summed = HostCopy(transport.all_reduce_scalars(rows.flatten(), "compare what ranks share"))
-        if self._device.type == "cpu":
-            self._check(group_size)
+        sums = self._transport.all_reduce_scalars(rows.flatten(), "compare inputs")
+        self._summed = HostCopy(sums.view_as(rows))
+        if self.device.type == "cpu":
+            self._check()
 
-    def _check(self, group_size: int) -> None:
+    def _check(self) -> None:
+        """Read the sums, if there are any; raise an error, or warn."""
         summed, self._summed = self._summed, None
-        values = [] if summed is None else summed.read()
-        rows = [values[start : start + 2 * len(FACTS)] for start in range(0, len(values), 2 * len(FACTS))]
-        for first in range(0, len(rows), group_size):
-            error = _difference(rows[first : first + group_size])
+        rows = [] if summed is None else summed.read()
+        for first in range(0, len(rows), self.group_size):
+            last = first + self.group_size - 1
+            error = _difference([row[MICRO_STEPS:] for row in rows[first : last + 1]])
             if error is not None:
-                last = first + group_size - 1
                 raise DivergenceError(f"ranks {first} to {last} share each sample (sequence_parallel_size): {error}.")
+        groups = ranks_with_same_inputs([row[:MICRO_STEPS] for row in rows])
+        for ranks in groups:
+            if len({rank // self.group_size for rank in ranks}) < len(ranks):
+                raise DivergenceError(
+                    f"ranks {listed(ranks, MAX_RANKS_SHOWN)} were given the same tokens, and ranks that share a sample "
+                    f"(sequence_parallel_size is {self.group_size}) take a part of it each: pass each batch through "
+                    "zeroengine.shard_sequence(batch), as engine.dataloader(dataset) does"
+                )
+        # Every rank has the same sums, and one warning is enough.
+        if not groups or self._transport.rank != 0:
+            return
+        who = " and on ".join(f"ranks {listed(ranks, MAX_RANKS_SHOWN)}" for ranks in groups)
+        log.warning(
+            "the inputs are the same on %s in the first %d micro-steps: these ranks compute the same gradients, and "
+            "all but one do so in vain. Let each rank read its own part of the data: engine.dataloader(dataset), or "
+            "DataLoader(dataset, sampler=DistributedSampler(dataset, engine.world_size, engine.rank), ...).",
+            "all ranks" if len(groups[0]) == self._transport.world_size else who,
+            MICRO_STEPS,
+        )
+
+
+def ranks_with_same_inputs(digests: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return the groups of two or more ranks that have the same inputs, the largest first.
+
+    A rank whose inputs are the same in every micro-step is in no group: they are constants, or one batch on purpose.
+
+    Args:
+        digests: Those of the first micro-steps, of each rank in rank order; 0 for inputs that cannot be compared.
+    """
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for rank, row in enumerate(digests):
+        if all(row) and len(set(row)) > 1:
+            groups.setdefault(tuple(row), []).append(rank)
+    return sorted((ranks for ranks in groups.values() if len(ranks) > 1), key=len, reverse=True)
 
 
 def _difference(rows: list[list[float]]) -> str | None:

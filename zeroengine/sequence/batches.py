@@ -56,7 +56,7 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
             f"shard_sequence(): a sequence of {length} tokens has less than one for each of the {group.size} ranks "
             "that share it (sequence_parallel_size). Leave such short sequences out, or put several into one."
         )
-    group.facts.note_digest("batches", items)
+    group.comparison.note_digest("batches", items)
     if is_mapping:
         _add_positions_and_labels(items, length, group)
     group.padding = padding = -length % group.size
@@ -74,7 +74,7 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
     part = {name: map_tensors(partial(part_of, name), value) for name, value in items.items()}
     labels = part.get("shift_labels", part.get("labels"))
     if labels is not None and group.averages_losses:
-        group.facts.note("labels", (labels != IGNORE_INDEX).sum())
+        group.comparison.note("labels", (labels != IGNORE_INDEX).sum())
     if is_mapping:
         # A copy keeps the type and the attributes, whatever its constructor takes.
         result = copy.copy(batch)

@@ -20,7 +20,7 @@ from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.sequence.agreement import SharedFacts
+from zeroengine.sequence.agreement import RankComparison
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
 from zeroengine.utils.rounding import round_up
 
@@ -33,18 +33,17 @@ class SequenceGroup:
 
     Args:
         transport: Moves bytes between all ranks.
-        size: The degree: the number of ranks of a group.
-        device: The device that the model computes on.
+        comparison: Compares what the ranks of a group must have alike. It knows their number, the degree.
         timer: Times the exchanges.
         undo: Lets functions without an engine find this group no more.
 
     Attributes:
-        size: See above. 1: every rank has samples of its own.
+        size: The degree. 1: every rank has samples of its own.
         ranks: The ranks of the group.
         position: The place of this rank among them, which is that of its part of a sample.
         number: The number of the group among all groups, which is that of its samples.
         num_groups: The number of groups.
-        facts: What the ranks of a group must have alike.
+        comparison: See above.
         is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
         has_added_positions: Whether ``shard_sequence`` numbered the tokens of the last batch.
         padding: The number of tokens that it put behind them.
@@ -52,15 +51,15 @@ class SequenceGroup:
             the mean over the part of this rank, as scripts for DeepSpeed expect it.
     """
 
-    def __init__(self, transport: Transport, size: int, device: torch.device, timer: Timer, undo: ExitStack) -> None:
+    def __init__(self, transport: Transport, comparison: RankComparison, timer: Timer, undo: ExitStack) -> None:
+        size = comparison.group_size
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
         self.num_groups = transport.world_size // size
         self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
-        self.facts, self.averages_losses = SharedFacts(device), True
         self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
-        self._transport, self._device, self._timer = transport, device, timer
+        self.comparison, self._transport, self._timer = comparison, transport, timer
         self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
-        self._has_whole_sequences = False
+        self._has_whole_sequences, self.averages_losses = False, True
         reference = weakref.ref(self)
         _groups.append(reference)
         undo.callback(_groups.remove, reference)
@@ -96,7 +95,7 @@ class SequenceGroup:
             On the device that the model computes on.
         """
         # Each rank gets all bytes.
-        piece = values.detach().to(self._device).reshape(-1).view(torch.uint8).expand(self.size, 1, -1)
+        piece = values.detach().to(self.comparison.device).reshape(-1).view(torch.uint8).expand(self.size, 1, -1)
         (received,) = self._exchange([piece], label)
         return received.view(values.dtype).view(self.size, *values.shape)
 

@@ -56,6 +56,6 @@ def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch
     if group is None:
         return total / count
     if total.requires_grad:
-        group.facts.note("means")
+        group.comparison.note("means")
     count = torch.as_tensor(count, device=total.device)
     return _MeanOverGroup.apply(group, total, count)  # type: ignore[no-untyped-call, no-any-return]

@@ -58,7 +58,7 @@ def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
                 devices = check_model(model, group, args, kwargs)
             for device in devices:
                 state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-                group.facts.note_digest("random states", state)
+                group.comparison.note_digest("random states", state)
 
     handle = model.register_forward_pre_hook(UncopiedHook(check), with_kwargs=True, prepend=True)
     undo.callback(handle.remove)

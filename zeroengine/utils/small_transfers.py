@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 
-    def read(self) -> list[float]:
-        """Return the values. Wait for the copy, and for nothing that was issued after it."""
+    def read(self) -> list[Any]:
+        """Return the values in nested lists. Wait for the copy, and for nothing that was issued after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

@@ -20,6 +20,7 @@ from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.monitor.timer import Timer
 from zeroengine.plan.bytes.operation_trace import OperationTrace
 from zeroengine.sequence import transformers_models
+from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup, hide_groups
 from zeroengine.utils.work import Completed
 
@@ -34,7 +35,7 @@ class TracedTransport:
     def __init__(self, trace: OperationTrace, size: int, device: str) -> None:
         # Where ranks share memory, as on CPUs, what they send from stays.
         self._trace, self.world_size, self.keeps_memory = trace, size, device == "cpu"
-        self.rank, self.sent_bytes, self.exchange = 0, 0, self
+        self.rank, self.sent_bytes, self.exchange, self.has_peers = 0, 0, self, False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See ``Transport``."""
@@ -66,5 +67,6 @@ def connect_parts(model: nn.Module, transport: Any, undo: ExitStack) -> None:
     hide_groups(undo)
     if transport.world_size > 1:
         # Functions without an engine hold no reference to a group that they find.
-        transport.group = SequenceGroup(transport, transport.world_size, torch.device("cpu"), Timer(), undo)
+        comparison = RankComparison(transport, torch.device("cpu"), transport.world_size)
+        transport.group = SequenceGroup(transport, comparison, Timer(), undo)
         transformers_models.connect(model, transport.group, undo)
