@@ -57,13 +57,12 @@ def connect(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
     for inner in outermost_models(model):
         connection = _Connection(inner, group)
         connection.register(undo)
-        handle = inner.register_forward_pre_hook(UncopiedHook(connection.begin_forward), with_kwargs=True)
-        undo.callback(handle.remove)
+        hook = UncopiedHook(connection.begin_forward)
+        undo.callback(inner.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if any(not getattr(module, "is_causal", True) for module in inner.modules()):
             group.is_bidirectional = True
         if hasattr(type(inner), "loss_function"):
-            loss_function: Any = inner.loss_function
-            replace_attribute(inner, "_loss_function", _UncopiedLoss(_loss_of_group, group, loss_function), undo)
+            replace_attribute(inner, "_loss_function", _UncopiedLoss(_loss_of_group, group, inner.loss_function), undo)
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
@@ -242,9 +241,7 @@ class _KernelName(str):
         return str, (self.kernel,)
 
 
-def _loss_of_group(
-    group: SequenceGroup, compute: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
-) -> torch.Tensor:
+def _loss_of_group(group: SequenceGroup, compute: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the mean of a loss function of transformers over the tokens of all parts."""
     if not (group.exchanges and group.averages_losses):
         return compute(*args, **kwargs)

@@ -181,16 +181,7 @@ class Estimator:
         accumulation, num_groups = choices.accumulation or 1, self.machine.world_size // setting.sequence_parallel
         if choices.batch is not None and choices.accumulation is None:
             accumulation = max(choices.batch // (micro_batch * num_groups), 1)
-        return PlanCandidate(
-            setting.stage,
-            setting.offload_optimizer,
-            setting.offload_param,
-            micro_batch,
-            accumulation,
-            setting.checkpointing,
-            setting.degrees,
-            setting.sequence_parallel,
-        )
+        return PlanCandidate(**setting._asdict(), micro_batch=micro_batch, accumulation=accumulation)
 
     def largest_micro_batch(self, setting: ZeroSetting, choices: Choices, *, headroom: bool = False) -> int:
         """Return the largest micro-batch that fits, with headroom if asked for, or 0 if none does."""
