@@ -24,8 +24,8 @@ from zeroengine.sequence.agreement import RankComparison
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
 from zeroengine.utils.rounding import round_up
 
-# The groups of all engines that are open, in the order in which they were made.
-_groups: list[weakref.ref[SequenceGroup]] = []
+# The groups of all engines that are open, by their ids, in the order in which they were made.
+_groups: weakref.WeakValueDictionary[int, SequenceGroup] = weakref.WeakValueDictionary()
 
 
 class SequenceGroup:
@@ -60,9 +60,8 @@ class SequenceGroup:
         self.comparison, self._transport, self._timer = comparison, transport, timer
         self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
         self._has_whole_sequences, self.averages_losses = False, True
-        reference = weakref.ref(self)
-        _groups.append(reference)
-        undo.callback(_groups.remove, reference)
+        _groups[id(self)] = self
+        undo.callback(_groups.pop, id(self), None)
 
     @property
     def exchanges(self) -> bool:
@@ -169,7 +168,7 @@ class SequenceGroup:
 
 def hide_groups(undo: ExitStack) -> None:
     """Let functions without an engine find no group that exists now, until ``undo`` is closed."""
-    undo.callback(_groups.extend, tuple(_groups))
+    undo.callback(_groups.update, dict(_groups))
     _groups.clear()
 
 
@@ -194,9 +193,7 @@ def group_for(engine: HasSequenceGroup | None) -> SequenceGroup | None:
     Raises:
         ZeroEngineError: Engines of this process have different groups, and the caller named none.
     """
-    groups = [group for group in (reference() for reference in _groups) if group is not None]
-    if engine is not None:
-        groups = [engine.sequence_group]
+    groups = list(_groups.values()) if engine is None else [engine.sequence_group]
     if len({group.ranks for group in groups}) > 1:
         sizes = " and ".join(sorted({str(group.size) for group in groups}))
         raise ZeroEngineError(
