@@ -21,6 +21,7 @@ def parts(batch: Any, size: int = 4, *, bidirectional: bool = False) -> list[Any
         "comparison": comparison,
         "is_bidirectional": bidirectional,
         "ranks": range(size),
+        "averages_losses": True,
     }
     groups = [SimpleNamespace(position=position, exchanges=True, **shared) for position in range(size)]
     return [shard_sequence(batch, engine=SimpleNamespace(sequence_group=group)) for group in groups]

@@ -118,7 +118,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         put_off={unit.name: unit.gathered_bytes() for unit in parts.passes.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.partition.units),
         staging=parts.partition.placement.send_buffer_bytes
-        + parts.loop.sequences.nbytes
+        + parts.loop.sequences.send_memory.nbytes
         + parts.states.optimizer.backend.exchange_bytes
         + (0 if parts.states.outer_step is None else parts.states.outer_step.mean.nbytes)
         + (host_staging if computes_on_cpu else 0),

@@ -35,6 +35,7 @@ from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.search.automatic import StatePlanner
@@ -152,10 +153,8 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     rules = DegreeRules.of_settings(zero, transport.world_size)
     sharing = group if replicas is None else replicas.group
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
-    size = config.sequence_parallel_size
-    first = transport.rank // size * size
     degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans))
-    transport.open_groups(degrees, sharing, tuple(range(first, first + size)))
+    transport.open_groups(degrees, sharing, ranks_of_level(transport.rank, 1, config.sequence_parallel_size))
     if config.comms_logger.enabled and group.rank == 0:
         transport = log_collectives(transport, config.comms_logger, setup.undo)
     has_peers = transport.world_size > 1

@@ -50,7 +50,8 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
         return batch
     is_mapping = isinstance(batch, Mapping)
     items = dict(batch) if is_mapping else {0: batch}
-    length = _length_of(items)
+    tokens = _tokens_of(items)
+    length = tokens.shape[1]
     if length < group.size:
         raise ZeroEngineError(
             f"shard_sequence(): a sequence of {length} tokens has less than one for each of the {group.size} ranks "
@@ -58,14 +59,15 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
         )
     group.comparison.note_digest("batches", items)
     if is_mapping:
-        _add_positions_and_labels(items, length, group)
+        _add_positions_and_labels(items, tokens, group)
     group.padding = padding = -length % group.size
 
     def part_of(name: Any, value: torch.Tensor) -> torch.Tensor:
         if padding and isinstance(name, str) and name.startswith(WHOLE_KEYS[:2]) and value.dim() == 1:
             # The padding is a document of its own.
             return F.pad(value, (0, 1), value=length + padding)
-        if not _is_cut(name, value, length):
+        is_whole = isinstance(name, str) and name.startswith(WHOLE_KEYS)
+        if is_whole or value.dim() < 2 or value.shape[1] != length:
             return value
         filler = value.new_full((value.shape[0], padding, *value.shape[2:]), PADDING.get(name, 0))
         value = torch.cat([value, filler], dim=1) if padding else value
@@ -84,7 +86,7 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
     return part[0]
 
 
-def _length_of(items: Mapping[Any, Any]) -> int:
+def _tokens_of(items: Mapping[Any, Any]) -> torch.Tensor:
     named = [items[name] for name in ("input_ids", "inputs_embeds") if name in items]
     tensors = [value for value in tensors_in((named, items)) if value.dim() > 1]
     if not tensors:
@@ -92,16 +94,11 @@ def _length_of(items: Mapping[Any, Any]) -> int:
             "shard_sequence() takes tensors of [batch, tokens, ...], and found none. Pass the batch as the model takes "
             'it, such as {"input_ids": ..., "labels": ...}.'
         )
-    return tensors[0].shape[1]
+    return tensors[0]
 
 
-def _is_cut(name: Any, value: Any, length: int) -> bool:
-    is_whole = isinstance(name, str) and name.startswith(WHOLE_KEYS)
-    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length and not is_whole
-
-
-def _add_positions_and_labels(items: dict[Any, Any], length: int, group: SequenceGroup) -> None:
-    tokens = next(value for name, value in items.items() if _is_cut(name, value, length))
+def _add_positions_and_labels(items: dict[Any, Any], tokens: torch.Tensor, group: SequenceGroup) -> None:
+    length = tokens.shape[1]
     group.has_added_positions = items.get("position_ids") is None
     if group.has_added_positions:
         items["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)

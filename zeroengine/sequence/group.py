@@ -20,6 +20,7 @@ from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
+from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
 from zeroengine.utils.rounding import round_up
@@ -47,6 +48,7 @@ class SequenceGroup:
         is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
         has_added_positions: Whether ``shard_sequence`` numbered the tokens of the last batch.
         padding: The number of tokens that it put behind them.
+        send_memory: What exchanges are sent from.
         averages_losses: Whether the loss function of a model of transformers returns the mean over all parts. False:
             the mean over the part of this rank, as scripts for DeepSpeed expect it.
     """
@@ -55,10 +57,10 @@ class SequenceGroup:
         size = comparison.group_size
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
         self.num_groups = transport.world_size // size
-        self.ranks = tuple(range(self.number * size, (self.number + 1) * size))
+        self.ranks = ranks_of_level(transport.rank, 1, size)
         self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
         self.comparison, self._transport, self._timer = comparison, transport, timer
-        self._memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
+        self.send_memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
         self._has_whole_sequences, self.averages_losses = False, True
         _groups[id(self)] = self
         undo.callback(_groups.pop, id(self), None)
@@ -76,11 +78,6 @@ class SequenceGroup:
             yield
         finally:
             self._has_whole_sequences = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that is kept to send from."""
-        return self._memory.nbytes
 
     @disable_compile
     def all_gather(self, values: torch.Tensor, label: str) -> torch.Tensor:
@@ -154,13 +151,13 @@ class SequenceGroup:
             if self._transport.keeps_memory:
                 # One size serves all exchanges and lengths. It grows in few steps, because this memory stays.
                 self._sent_bytes = max(self._sent_bytes, round_up(nbytes, 1 << max(12, nbytes.bit_length() - 3)))
-            memory = self._memory.acquire(self._sent_bytes or nbytes)
+            memory = self.send_memory.acquire(self._sent_bytes or nbytes)
             sent = memory[:nbytes].view(dtype)
             for piece, target in zip(pieces, sent.view(received.shape).split(widths, dim=-1), strict=True):
                 target.unflatten(-1, piece.shape[2:]).copy_(piece)
             work = self._transport.exchange.all_to_all(received.view(-1), sent, label, Slices(self.ranks))
             self._timer.count("exchange", nbytes * (size - 1) // size)
-            self._memory.mark_sent(memory, work)
+            self.send_memory.mark_sent(memory, work)
             work.wait_stream()
         columns = received.split(widths, dim=-1)
         return [part.unflatten(-1, shape) for part, shape in zip(columns, shapes, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
 from zeroengine.utils.compiler_disable import disable_compile
@@ -14,7 +15,7 @@ class _MeanOverGroup(torch.autograd.Function):
     """The sum of all totals over the sum of all counts."""
 
     @staticmethod
-    def forward(ctx: Any, group: SequenceGroup, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, group: SequenceGroup, total: Tensor, count: Tensor) -> Tensor:
         own = torch.stack([total.double(), count.double()])
         # The sum has the order of the ranks, so all of them have the same bits.
         total_of_group, count_of_group = group.all_gather(own, "mean_loss").cumsum(0)[-1]
@@ -23,13 +24,11 @@ class _MeanOverGroup(torch.autograd.Function):
         return (total_of_group / count_of_group).to(total.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return None, (grad * ctx.factor).to(grad.dtype), None
 
 
-def mean_loss(
-    total: torch.Tensor, count: torch.Tensor | float, *, engine: HasSequenceGroup | None = None
-) -> torch.Tensor:
+def mean_loss(total: Tensor, count: Tensor | float, *, engine: HasSequenceGroup | None = None) -> Tensor:
     """Return the mean of a loss over the tokens of all ranks that share a sample.
 
     The parts of a sequence may have different numbers of labels, so the mean of each rank's own part would weigh tokens
@@ -51,7 +50,7 @@ def mean_loss(
 
 
 @disable_compile
-def mean_of_group(group: SequenceGroup | None, total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+def mean_of_group(group: SequenceGroup | None, total: Tensor, count: Tensor | float) -> Tensor:
     """Do the same as ``mean_loss`` for the ranks of a group."""
     if group is None:
         return total / count

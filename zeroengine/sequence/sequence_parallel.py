@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional as F
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
@@ -19,27 +20,25 @@ class _ExchangeHeads(torch.autograd.Function):
     """``SequenceGroup.scatter_heads`` or ``gather_heads``, each of which is the adjoint of the other."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: SequenceGroup, label: str, scatters: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: SequenceGroup, label: str, scatters: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.reverse = group, label, not scatters
         return tuple((group.scatter_heads if scatters else group.gather_heads)(tensors, label))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, None, *_ExchangeHeads.apply(*ctx.reverse, *grads)  # type: ignore[no-untyped-call]
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    kernel: Callable[..., torch.Tensor] | None = None,
+    kernel: Callable[..., Tensor] | None = None,
     engine: HasSequenceGroup | None = None,
     name: str = "attention",
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend over all tokens of a sequence, of which each rank of the group has a part.
 
     It takes the place of the kernel in a model's own attention: an all-to-all gives each rank all tokens of a part of
@@ -64,7 +63,7 @@ def attention(
         ZeroEngineError: The ranks do not divide the heads.
     """
     group = group_for(engine)
-    compute: Callable[..., torch.Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
+    compute: Callable[..., Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
     if group is not None:
         if kernel is None and group.padding and not options.get("is_causal") and options.get("attn_mask") is None:
             raise ZeroEngineError(
@@ -92,9 +91,7 @@ def whole_sequences(*, engine: HasSequenceGroup | None = None) -> AbstractContex
 
 
 @disable_compile
-def scatter_heads(
-    group: SequenceGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, name: str
-) -> tuple[torch.Tensor, ...]:
+def scatter_heads(group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor, name: str) -> tuple[Tensor, ...]:
     """Return all tokens of this rank's heads, each [batch, heads / degree, tokens, head size]. A collective.
 
     Args:
@@ -122,7 +119,7 @@ def scatter_heads(
 
 
 @disable_compile
-def gather_heads(group: SequenceGroup, attended: torch.Tensor, name: str) -> torch.Tensor:
+def gather_heads(group: SequenceGroup, attended: Tensor, name: str) -> Tensor:
     """Return all heads of this rank's tokens, [batch, heads, tokens / degree, head size]. A collective.
 
     Args:
@@ -130,5 +127,4 @@ def gather_heads(group: SequenceGroup, attended: torch.Tensor, name: str) -> tor
         attended: [batch, heads / degree, tokens, head size].
         name: The name of the attention.
     """
-    (gathered,) = _ExchangeHeads.apply(group, name, False, attended)  # type: ignore[no-untyped-call]
-    return gathered  # type: ignore[no-any-return]
+    return _ExchangeHeads.apply(group, name, False, attended)[0]  # type: ignore[no-untyped-call, no-any-return]

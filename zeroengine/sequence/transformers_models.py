@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
@@ -85,7 +85,7 @@ class _Connection:
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         # The number of the document of each token of the whole sequence, [batch, tokens], in the forward in progress.
         # None: one document.
-        self._documents: torch.Tensor | None = None
+        self._documents: Tensor | None = None
 
     def register(self, undo: ExitStack) -> None:
         """Register a function for each kernel that the configurations of the model's modules name."""
@@ -103,7 +103,7 @@ class _Connection:
                 continue
             name = _KernelName(f"zeroengine-{self._number}-{kernel}")
             name.kernel = kernel
-            functions = {AttentionInterface: self._attention(kernel)}
+            functions = {AttentionInterface: partial(self._attend, kernel)}
             if kernel in AttentionMaskInterface._global_mapping:
                 functions[AttentionMaskInterface] = partial(self._make_mask, kernel)
             for interface, function in functions.items():
@@ -125,7 +125,7 @@ class _Connection:
                 "in training, and generate inside `with zeroengine.sequence_parallel.whole_sequences():`."
             )
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() > 2:
+        if isinstance(mask, Tensor) and mask.dim() > 2:
             raise ZeroEngineError(
                 f"attention_mask has {mask.dim()} dimensions, and a rank has a part of the tokens: pass a mask of "
                 "[batch, tokens], or position_ids that begin at 0 in each document, and masks are made of them"
@@ -141,7 +141,7 @@ class _Connection:
         # A mask keeps the model from looking for documents in the positions of this part.
         return args, {**kwargs, "attention_mask": torch.ones_like(positions, device=whole.device)}
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+    def _whole(self, part: Tensor) -> Tensor:
         """Return [batch, tokens] of the whole sequence."""
         return self._group.all_gather(part, "inputs").transpose(0, 1).flatten(1)
 
@@ -170,26 +170,23 @@ class _Connection:
 
     # -- attention --------------------------------------------------------------------------------
 
-    def _attention(self, kernel: str) -> Callable[..., Any]:
-        def attend(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            compute, group = _kernel(kernel, module), self._group
-            if not group.exchanges:
-                return compute(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
-            name = self._names.get(module, type(module).__name__)
-            _check_call(name, query, key, options)
-            if "flash" in kernel and options.get("position_ids") is not None:
-                # These kernels find packed documents in the positions.
-                options["position_ids"] = self._whole(options["position_ids"])
-            own_query, own_key, own_value = scatter_heads(group, query, key, value, name)
-            num_groups = own_query.shape[1] // own_key.shape[1]
-            if getattr(module, "num_key_value_groups", num_groups) != num_groups:
-                module = _AttentionView(module, num_groups)
-            attended, _ = compute(module, own_query, own_key, own_value, mask, **options)
-            return gather_heads(group, attended.transpose(1, 2), name).transpose(1, 2), None
-
-        return attend
+    def _attend(
+        self, kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        compute, group = _kernel(kernel, module), self._group
+        if not group.exchanges:
+            return compute(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+        name = self._names.get(module, type(module).__name__)
+        _check_call(name, query, key, options)
+        if "flash" in kernel and options.get("position_ids") is not None:
+            # These kernels find packed documents in the positions.
+            options["position_ids"] = self._whole(options["position_ids"])
+        own_query, own_key, own_value = scatter_heads(group, query, key, value, name)
+        num_groups = own_query.shape[1] // own_key.shape[1]
+        if getattr(module, "num_key_value_groups", num_groups) != num_groups:
+            module = _AttentionView(module, num_groups)
+        attended, _ = compute(module, own_query, own_key, own_value, mask, **options)
+        return gather_heads(group, attended.transpose(1, 2), name).transpose(1, 2), None
 
 
 def _kernel(kernel: str, module: nn.Module) -> Callable[..., Any]:
@@ -201,7 +198,7 @@ def _kernel(kernel: str, module: nn.Module) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(kernel, eager)  # type: ignore[no-any-return]
 
 
-def _check_call(name: str, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
+def _check_call(name: str, query: Tensor, key: Tensor, options: dict[str, Any]) -> None:
     if query.shape[2] != key.shape[2]:
         raise ZeroEngineError(
             f"{name} attends from {query.shape[2]} tokens to {key.shape[2]}, as cross-attention does, which "
@@ -225,7 +222,7 @@ class _AttentionView:
         return getattr(self._module, name)
 
 
-class _UncopiedLoss(partial[torch.Tensor]):
+class _UncopiedLoss(partial[Tensor]):
     """``_loss_of_group`` of a group and a loss function. In a copy of the model it is that loss function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
