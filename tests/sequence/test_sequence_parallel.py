@@ -140,9 +140,12 @@ def test_all_stages_and_degrees_train_as_plain_pytorch_in_all_cases() -> None:
     check(ALL)
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1,)], ids=["groups inside hosts", "groups across hosts"])
-def test_groups_may_be_inside_a_host_or_across(hosts: Sequence[int]) -> None:
-    check([("plain", 3, 2)], hosts)
+@pytest.mark.parametrize(
+    ("hosts", "degree"), [((2,), 2), ((1,), 2), ((2,), 4)], ids=["inside hosts", "hosts of 1 rank", "across hosts"]
+)
+def test_groups_may_be_inside_a_host_or_across(hosts: Sequence[int], degree: int) -> None:
+    # Across hosts of several ranks, a rank that waits for tokens also takes the steps of gathers within its host.
+    check([("plain", 3, degree)], hosts)
 
 
 @pytest.mark.slow

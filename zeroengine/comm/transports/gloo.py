@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from weakref import WeakSet
@@ -30,6 +30,8 @@ from zeroengine.utils.work import Then, Work
 
 # The seconds in which what was begun must be sent and received when the interpreter exits, and after an error.
 EXIT_TIMEOUT_S, EXIT_AFTER_ERROR_S = 5.0, 0.5
+# The seconds that a rank waits for other hosts before it looks whether the ranks of its own host are ready.
+POLL_S = 0.002
 
 
 class GlooWork:
@@ -46,7 +48,10 @@ class GlooWork:
 
     def wait_host(self) -> None:
         """Return when everything was sent and received."""
+        progress_others = self._channel.progress_others
         with self._channel.watchdog.guard(self._what):
+            while progress_others is not None and not self.done_within(POLL_S):
+                progress_others()
             if self._waiter is None:
                 self._wait_for_works()
             else:
@@ -97,7 +102,11 @@ class GlooChannel:
 
     Attributes:
         waiters: Threads that wait for sends and receives.
+        progress_others: Takes steps of other channels, which peers may need before they come to what this rank waits
+            for. None: these channels need nobody.
     """
+
+    progress_others: Callable[[], None] | None = None
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ class TwoLevelTransport(TransportTraits):
         """Choose the way of all operations. See "Degrees" above."""
         if {rank // self._layout.ranks_per_host for rank in exchanging} - {self._layout.host}:
             self.exchange = self._direct[2]
+            self._direct[2].progress_others = self.progress
         unfit = self._layout.unfit(degrees)
         if not unfit:
             return

@@ -11,7 +11,7 @@ from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
-from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
+from zeroengine.comm.transports.gloo import POLL_S, GlooChannel, GlooWork
 from zeroengine.comm.transports.shared_memory_channel import Piece, SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.spare_pool import SparePool
@@ -19,9 +19,6 @@ from zeroengine.comm.transports.two_level_sum import ExactExchange, HostExchange
 from zeroengine.comm.transports.two_level_work import StagingPool, TwoLevelWork
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.utils.work import Work
-
-# The seconds that a rank waits for other hosts before it looks whether the ranks of its own host are ready.
-POLL_S = 0.002
 
 
 class TwoLevelChannel:
