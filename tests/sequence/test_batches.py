@@ -39,7 +39,7 @@ def test_labels_are_shifted_before_the_cut_and_positions_are_added() -> None:
     assert whole(batch, "input_ids")[:, :10].equal(IDS)
     assert whole(batch, "shift_labels")[:, :9].equal(IDS[:, 1:])
     assert (whole(batch, "shift_labels")[:, 9:] == -100).all() and (whole(batch, "labels")[:, 10:] == -100).all()
-    assert whole(batch, "position_ids")[0, :10].equal(torch.arange(10))
+    assert whole(batch, "position_ids")[0].equal(torch.arange(12)), "padding is no document, so no mask is needed"
     assert "attention_mask" not in parts(batch)[0]
     assert whole(batch, "attention_mask", bidirectional=True)[0].tolist() == [1] * 10 + [0] * 2
     assert list(batch) == ["input_ids", "labels"], "the batch of the caller stays as it is"
@@ -60,6 +60,8 @@ def test_what_concerns_whole_samples_stays_whole() -> None:
         assert part["cu_seq_lens_q"].tolist() == [0, 3, 10, 12], "padding is a document of its own"
         assert (part["max_length_q"], part["text"]) == (7, "a")
     assert parts(batch, size=2)[0]["cu_seq_lens_q"].equal(ends)
+    two = {"input_ids": IDS, "labels": [{"boxes": IDS}], "cu_seqlens": torch.tensor([0, 3, 10, 15, 20])}
+    assert parts(two)[0]["cu_seqlens"].tolist() == [0, 3, 10, 12, 17, 22, 24]
 
 
 class Pair(NamedTuple):
@@ -83,6 +85,7 @@ def test_batches_keep_their_type() -> None:
     assert torch.cat(parts(IDS, size=2), dim=1).equal(IDS)
     inside, labels = parts(({"input_ids": IDS}, IDS), size=2)[1]
     assert inside["input_ids"].equal(IDS[:, 5:]) and labels.equal(IDS[:, 5:])
+    assert parts({"inputs": {"input_ids": IDS}}, size=2)[1]["inputs"]["input_ids"].equal(IDS[:, 5:])
     encoding = parts(Encoding({"input_ids": IDS}, "text"), size=2)[1]
     assert (type(encoding), encoding.encodings) == (Encoding, "text")
     assert encoding["input_ids"].equal(IDS[:, 5:])

@@ -58,24 +58,29 @@ def shard_sequence(batch: Any, *, engine: HasSequenceGroup | None = None) -> Any
             "that share it (sequence_parallel_size). Leave such short sequences out, or put several into one."
         )
     group.comparison.note_digest("batches", items)
-    if is_mapping:
+    # What belongs to tokens in a container of their own is there, too.
+    if is_mapping and any(value is tokens for value in items.values()):
         _add_positions_and_labels(items, tokens, group)
     group.padding = padding = -length % group.size
 
     def part_of(name: Any, value: torch.Tensor) -> torch.Tensor:
         if padding and isinstance(name, str) and name.startswith(WHOLE_KEYS[:2]) and value.dim() == 1:
-            # The padding is a document of its own.
-            return F.pad(value, (0, 1), value=length + padding)
+            # The samples lie behind one another, and the padding of each is a document of its own.
+            ends = torch.arange(1, len(tokens) + 1, dtype=value.dtype, device=value.device) * (length + padding)
+            return torch.cat([value + (value - 1).clamp(min=0) // length * padding, ends]).sort().values
         is_whole = isinstance(name, str) and name.startswith(WHOLE_KEYS)
         if is_whole or value.dim() < 2 or value.shape[1] != length:
             return value
         filler = value.new_full((value.shape[0], padding, *value.shape[2:]), PADDING.get(name, 0))
+        if name == "position_ids" and group.has_added_positions:
+            # Positions that go on belong to the same document, so attention needs no mask.
+            filler += torch.arange(length, length + padding, device=value.device)
         value = torch.cat([value, filler], dim=1) if padding else value
         return value.chunk(group.size, dim=1)[group.position].contiguous()
 
     part = {name: map_tensors(partial(part_of, name), value) for name, value in items.items()}
     labels = part.get("shift_labels", part.get("labels"))
-    if labels is not None and group.averages_losses:
+    if isinstance(labels, torch.Tensor) and group.averages_losses:
         group.comparison.note("labels", (labels != IGNORE_INDEX).sum())
     if is_mapping:
         # A copy keeps the type and the attributes, whatever its constructor takes.
