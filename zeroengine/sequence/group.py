@@ -53,6 +53,9 @@ class SequenceGroup:
             the mean over the part of this rank, as scripts for DeepSpeed expect it.
     """
 
+    # Of all groups, because a function without an engine takes that of any one of several engines.
+    _has_whole_sequences = False
+
     def __init__(self, transport: Transport, comparison: RankComparison, timer: Timer, undo: ExitStack) -> None:
         size = comparison.group_size
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
@@ -61,7 +64,7 @@ class SequenceGroup:
         self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
         self.comparison, self._transport, self._timer = comparison, transport, timer
         self.send_memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
-        self._has_whole_sequences, self.averages_losses = False, True
+        self.averages_losses = True
         _groups[id(self)] = self
         undo.callback(_groups.pop, id(self), None)
 
@@ -73,11 +76,11 @@ class SequenceGroup:
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Let forwards inside the ``with`` take whole sequences, as if every rank had samples of its own."""
-        self._has_whole_sequences = True
+        previous, SequenceGroup._has_whole_sequences = self._has_whole_sequences, True
         try:
             yield
         finally:
-            self._has_whole_sequences = False
+            SequenceGroup._has_whole_sequences = previous
 
     @disable_compile
     def all_gather(self, values: torch.Tensor, label: str) -> torch.Tensor:
