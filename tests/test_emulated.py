@@ -22,6 +22,7 @@ SHORT = (
     "tests/test_gpu.py::test_tensors_in_cpu_memory_are_copied_to_the_gpu_that_computes",
     "tests/test_gpu.py::test_a_forward_does_not_wait_for_inputs_in_pinned_memory",
     "tests/test_gpu.py::test_inputs_are_compared_over_ranks_without_waiting",
+    "tests/test_gpu.py::test_ranks_that_share_samples_are_compared_without_waiting",
     "tests/test_gpu.py::test_an_overflow_changes_nothing",
     "tests/test_gpu.py::test_a_step_inside_a_graph_is_refused_and_can_be_taken_outside",
     "tests/test_gpu.py::test_states_away_give_the_losses_of_states_on_the_gpu[both-bf16]",

@@ -27,6 +27,7 @@ from zeroengine.engine.initialize import make_engine
 from zeroengine.engine.memory import REPORTED_STATES
 from zeroengine.errors import DivergenceError
 from zeroengine.sequence.agreement import RankComparison
+from zeroengine.sequence.mean_loss import mean_of_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -154,6 +155,31 @@ def compared() -> list[str]:
 def test_inputs_are_compared_over_ranks_without_waiting() -> None:
     (warning,) = run_ranks(1, compared)[0]
     assert warning.startswith("the inputs are the same on all ranks")
+
+
+def compared_facts() -> None:
+    """Note and compare two steps of ranks that share samples."""
+    ranks: Any = SimpleNamespace(rank=0, world_size=2, has_peers=False)
+    # The other rank has the same.
+    ranks.all_reduce_scalars = lambda values, label: values.view(2, -1)[:1].expand(2, -1).flatten()
+    facts = RankComparison(ranks, torch.device("cuda", 0), 2)
+    group: Any = SimpleNamespace(comparison=facts, size=1, all_gather=lambda values, label: values[None])
+    losses = [torch.ones((), device="cuda") for _ in range(2)]
+    ids = torch.arange(8, device="cuda").view(1, 8)
+    torch.cuda.synchronize()
+    for loss in losses:
+        with no_waiting():
+            facts.note_digest("batches", {"input_ids": ids})
+            facts.note("labels", (ids != 3).sum())
+            facts.note("labels", torch.tensor(8, device="cpu"))
+            loss = mean_of_group(group, loss.requires_grad_(), 3)
+            facts.note("losses", loss)
+            loss.backward()
+            facts.end_micro_step(True)
+
+
+def test_ranks_that_share_samples_are_compared_without_waiting() -> None:
+    run_ranks(1, compared_facts)
 
 
 # -- the host runs ahead ------------------------------------------------------------------------------

@@ -120,13 +120,52 @@ def message_of(factory: Callable[[], nn.Module], loop: Callable[[Engine, int], N
 
 def mean_of_part(engine: Engine, step: int) -> None:
     batch = zeroengine.shard_sequence(batch_of(step, 0))
-    engine.backward(F.cross_entropy(engine(**batch).flatten(0, 1), batch["shift_labels"].flatten()))
+    loss = F.cross_entropy(engine(**batch).flatten(0, 1), batch["shift_labels"].flatten())
+    if step:
+        loss.backward()
+    else:
+        engine.backward(0 * zeroengine.mean_loss(loss, 1))
 
 
 def messages() -> list[str]:
     start()
     others = [message_of(OwnMean, ordinary), message_of(Scores, mean_of_part)]
     return [*(message_of(CausalLM, loop) for loop in LOOPS), *others]
+
+
+def two_engines() -> None:
+    """Train two models, such as actor and critic, whose attention names no engine."""
+    start()
+    engines = [zeroengine.initialize(build(CausalLM), config=config(n, sequence_parallel_size=2)) for n in (3, 1)]
+    for step in range(2):
+        losses = [engine(**zeroengine.shard_sequence(batch_of(step, 0))) for engine in engines]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+        for engine, loss in zip(engines, losses, strict=True):
+            loss.backward()
+            engine.step()
+    with zeroengine.sequence_parallel.whole_sequences():
+        with zeroengine.sequence_parallel.whole_sequences():
+            pass
+        assert not any(engine.sequence_group.exchanges for engine in engines)
+    for engine in engines:
+        assert engine.sequence_group.exchanges
+        state = engine.full_state_dict()
+        with engine.stream_weights() as stream:
+            assert all(torch.equal(values, state.pop(name)) for name, values in stream) and not state
+        engine.close()
+    student, teacher = (
+        zeroengine.initialize(build(CausalLM), config=config(1, sequence_parallel_size=n)) for n in (2, 1)
+    )
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"sequence_parallel_size is 1 and 2: .* engine=engine"):
+        zeroengine.shard_sequence(batch_of(0, 0))
+    assert zeroengine.shard_sequence(batch_of(0, 0), engine=student)["input_ids"].shape[1] == 12
+    assert zeroengine.shard_sequence(batch_of(0, 0), engine=teacher)["input_ids"].shape[1] == 24
+    student.close()
+    teacher.close()
+
+
+def test_two_engines_of_one_size_train_side_by_side() -> None:
+    run_ranks(2, two_engines)
 
 
 def test_bad_input_is_an_error_on_all_ranks_that_says_what_to_write() -> None:

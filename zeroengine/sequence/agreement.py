@@ -17,7 +17,7 @@ from zeroengine.comm.replicas import RankSums
 from zeroengine.errors import DivergenceError
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.listed import listed
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.small_transfers import HostCopy, to_device
 
 log = logging.getLogger("zeroengine")
 
@@ -31,6 +31,10 @@ FACTS: tuple[Fact, ...] = get_args(Fact)
 WRITE_MEAN = (
     "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
     "place of the mean"
+)
+SEED_ALIKE = (
+    "the model draws random numbers for whole samples, as a layer that is dropped at random does, and these ranks draw "
+    "different ones. Seed the ranks of a group alike: torch.manual_seed(seed + engine.sample_group)"
 )
 
 
@@ -76,8 +80,9 @@ class RankComparison:
         self._counts[fact] += 1
         if value is not None:
             # Each of several micro-steps has a factor of its own, so that differences do not cancel.
-            number = value.detach().to(self.device, torch.float64).view(())
-            self._sums[fact] = self._sums[fact] + number * self._counts[fact]
+            # An ordinary copy of a tensor of the host would wait for the device.
+            here = value if value.device == self.device else to_device([float(value)], self.device)[0]
+            self._sums[fact] = self._sums[fact] + here.detach().double().sum() * self._counts[fact]
 
     def note_digest(self, fact: Fact, inputs: Any) -> None:
         """Note the digest of tensors in nested containers."""
@@ -122,14 +127,13 @@ class RankComparison:
         # Each rank fills its own row, so the sum over ranks holds the rows of all.
         shape = self._transport.world_size, MICRO_STEPS + 2 * len(FACTS)
         rows = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        own = rows[self._transport.rank]
-        if ends_recording:
-            self.is_recording = False
-            for index, value in enumerate(self._digests[:MICRO_STEPS]):
-                # A digest of inputs is never 0, which stands for inputs that cannot be compared.
-                own[index] = 0.0 if value is None else value
-        for index, fact in enumerate(FACTS, MICRO_STEPS):
-            own[index], own[index + len(FACTS)] = self._sums[fact], self._counts[fact]
+        self.is_recording &= not ends_recording
+        digests = self._digests[:MICRO_STEPS] if ends_recording else [None] * MICRO_STEPS
+        # A digest of inputs is never 0, which stands for inputs that cannot be compared.
+        values = [rows.new_zeros(()) if value is None else value for value in digests]
+        # Assigning a number to an element would make the host wait for the device.
+        counts = to_device(list(self._counts.values()), self.device)
+        rows[self._transport.rank] = torch.cat([torch.stack([*values, *self._sums.values()]), counts])
         self._reset()
         sums = self._transport.all_reduce_scalars(rows.flatten(), "compare inputs")
         self._summed = HostCopy(sums.view_as(rows))
@@ -183,23 +187,21 @@ def ranks_with_same_inputs(digests: Sequence[Sequence[float]]) -> list[list[int]
 
 def _difference(rows: list[list[float]]) -> str | None:
     """Return in what the ranks of a group differ, and what to write instead."""
-    batches, random_states, labels, losses, _, *_, num_labels, _, num_means = zip(*rows, strict=True)
+    batches, random_states, labels, losses, _, *_, num_labels, num_losses, num_means = zip(*rows, strict=True)
     if len(set(batches)) > 1:
         return (
             "they were given different samples. Give the ranks of a group the same: engine.dataloader(dataset), or "
             "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)"
         )
     if len(set(random_states)) > 1:
-        return (
-            "the model draws random numbers for whole samples, as a layer that is dropped at random does, and these "
-            "ranks draw different ones. Seed the ranks of a group alike: torch.manual_seed(seed + engine.sample_group)"
-        )
-    if len({repr(loss) for loss in losses}) == 1:
+        return SEED_ALIKE
+    # A plain `loss.backward()` shows no loss.
+    if any(num_losses) and len({repr(loss) for loss in losses}) == 1:
         return None
     is_mean = any(num_means)
     if any(num_labels) and len(set(labels)) > 1 and not is_mean:
         return f"their parts have different numbers of labels, and the loss is a mean over each part. {WRITE_MEAN}"
-    if is_mean or not any(num_labels):
+    if any(num_losses) and (is_mean or not any(num_labels)):
         values = ", ".join(f"{loss:.6g}" for loss in losses)
         return f"they began backwards with different losses, {values}. {WRITE_MEAN}"
     return None

@@ -16,7 +16,7 @@ class _MeanOverGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, total: Tensor, count: Tensor) -> Tensor:
-        own = torch.stack([total.double(), count.double()])
+        own = torch.stack([total.double(), count.to(total.device, torch.float64, non_blocking=True)])
         # The sum has the order of the ranks, so all of them have the same bits.
         total_of_group, count_of_group = group.all_gather(own, "mean_loss").cumsum(0)[-1]
         # Each rank begins its backward with the gradient of the mean, and gradients are averaged over all ranks.
@@ -56,5 +56,6 @@ def mean_of_group(group: SequenceGroup | None, total: Tensor, count: Tensor | fl
         return total / count
     if total.requires_grad:
         group.comparison.note("means")
-    count = torch.as_tensor(count, device=total.device)
+    # A copy of a number would make the host wait for the device, and filling memory with it does not.
+    count = count if isinstance(count, Tensor) else torch.full_like(total, count, dtype=torch.float64)
     return _MeanOverGroup.apply(group, total, count)  # type: ignore[no-untyped-call, no-any-return]

@@ -132,4 +132,4 @@ def _tiled_causal_loss(original: Any, logits: Any, labels: Any = None, *rest: An
     # Where ranks share a sample, ``transformers_models`` gives a count, and takes the mean over all of them.
     count = (shifted != ignored).sum().clamp(min=1) if count is None else count
     total = tiled_loss(hidden, head.weight, shifted, **options, reduction="sum")
-    return total / torch.as_tensor(count, device=total.device)
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
