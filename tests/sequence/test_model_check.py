@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, build, config
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.training import start
 from tests.sequence.models import Attention, CausalLM, sample
 
@@ -99,6 +100,13 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 ACCEPTED: list[Callable[[], nn.Module]] = [lambda: Convolution(1), Experts, Attention, nn.Identity]
 
 
+class FailsOnOneRank(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 8 and torch.distributed.get_rank():
+            raise ValueError("no part")
+        return x
+
+
 def first_forward(mixer: Callable[[], nn.Module]) -> str:
     engine = zeroengine.initialize(build(lambda: Net(mixer())), config=config(3, sequence_parallel_size=2))
     ids, _ = sample(0, 0)
@@ -125,6 +133,20 @@ def test_models_that_mix_tokens_elsewhere_are_refused_by_name_on_all_ranks() -> 
         assert accepted == [""] * len(ACCEPTED)
 
 
+def fail_on_one_rank() -> None:
+    start()
+    engine = zeroengine.initialize(build(lambda: Net(FailsOnOneRank())), config=config(3, sequence_parallel_size=2))
+    engine(**zeroengine.shard_sequence({"input_ids": sample(0, 0)[0][:, :16]}))
+
+
+def test_a_part_that_fails_on_one_rank_ends_all_ranks() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, fail_on_one_rank)
+    # Nobody has waited for the time-out.
+    assert "rank 1 has ended" in failed.value.failures[0][1]
+    assert "no part of it (no part)" in failed.value.failures[1][1]
+
+
 class RandomDepth(CausalLM):
     """Skips the second block for some samples."""
 
@@ -135,6 +157,13 @@ class RandomDepth(CausalLM):
 
         with self.blocks[1].register_forward_hook(skip):
             return super().forward(*args, **kwargs)
+
+
+class LayerDrop(CausalLM):
+    """Leaves the second block out at random, with its exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda block, x: x if block.training and torch.rand(()) < 0.5 else block(x))
 
 
 class Dropout(CausalLM):
@@ -151,7 +180,7 @@ class Dropout(CausalLM):
 def train_with_seeds() -> list[str]:
     messages = []
     rank = start()
-    for factory, seed in ((RandomDepth, 0), (RandomDepth, rank), (Dropout, rank)):
+    for factory, seed in ((RandomDepth, 0), (RandomDepth, rank), (LayerDrop, 5), (LayerDrop, rank), (Dropout, rank)):
         engine = zeroengine.initialize(build(factory), config=config(3, sequence_parallel_size=2))
         torch.manual_seed(seed)
         try:
@@ -167,6 +196,7 @@ def train_with_seeds() -> list[str]:
 
 
 def test_decisions_for_whole_samples_need_the_same_seed_in_a_group_and_dropout_does_not() -> None:
-    for alike, different, dropout in run_ranks(2, train_with_seeds):
-        assert (alike, dropout) == ("", "")
-        assert "torch.manual_seed(seed + engine.sample_group)" in different
+    for alike, different, layers_alike, layers_different, dropout in run_ranks(2, train_with_seeds):
+        assert (alike, layers_alike, dropout) == ("", "", "")
+        for message in (different, layers_different):
+            assert "torch.manual_seed(seed + engine.sample_group)" in message

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.sequence.agreement import SEED_ALIKE
 from zeroengine.sequence.batches import WHOLE_KEYS
 from zeroengine.sequence.group import SequenceGroup
 from zeroengine.sequence.transformers_models import outermost_models
@@ -54,11 +55,16 @@ def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
         nonlocal devices
         # A shallow copy of the model has the same hooks.
         if module is model and group.exchanges and module.training and torch.is_grad_enabled():
-            if devices is None:
-                devices = check_model(model, group, args, kwargs)
+            is_first = devices is None
+            devices = check_model(model, group, args, kwargs) if devices is None else devices
             for device in devices:
                 state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
                 group.comparison.note_digest("random states", state)
+                # Ranks that decide differently may wait for each other in the forward that follows.
+                if is_first and len(group.all_gather(state, LABEL).unique(dim=0)) > 1:
+                    raise DivergenceError(
+                        f"ranks {group.ranks[0]} to {group.ranks[-1]} share each sample: {SEED_ALIKE}."
+                    )
 
     handle = model.register_forward_pre_hook(UncopiedHook(check), with_kwargs=True, prepend=True)
     undo.callback(handle.remove)
@@ -80,7 +86,8 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
     Raises:
         ZeroEngineError: A module returns other values in parts. Names the first one.
     """
-    inputs = (args, {name: value for name, value in kwargs.items() if not name.startswith(WHOLE_KEYS)})
+    # A cache would be filled, and is refused by the forward itself unless it is empty.
+    inputs = (args, {name: x for name, x in kwargs.items() if not name.startswith((*WHOLE_KEYS, "past_key_values"))})
     num_tokens = next((tensor.shape[1] for tensor in tensors_in(inputs) if tensor.dim() > 1), 0)
     length = min(NUM_TOKENS, num_tokens)
     # The tensors of the short sequence that have one value, or several, for each token.
@@ -107,6 +114,8 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
         # Without sequence parallelism the model would get no positions, and may count them in another way.
         whole = (whole[0], {name: value for name, value in whole[1].items() if name != "position_ids"})
     with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]), ExitStack() as undo:
+        # Otherwise short sequences and hooks would use up the compilations that a function may have.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         for buffer in model.buffers():
             undo.callback(buffer.copy_, buffer.clone())
         with ExitStack() as evaluation:
@@ -115,19 +124,22 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
                 evaluation.callback(setattr, module, "training", True)
                 module.training = False
             try:
+                with group.whole_sequences():
+                    expected, _ = _run(model, whole)
+            except Exception:
+                # If the parts are refused by name, that says more.
+                _run(model, part)
+                raise
+            # Only one rank may fail. It calls nothing more, since its peers wait for it until it ends.
+            try:
                 found, _ = _run(model, part)
             except ZeroEngineError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                # An error of the whole sequence, too, is one of the model or its inputs.
-                with group.whole_sequences():
-                    _run(model, whole)
                 raise ZeroEngineError(
                     f"{type(model).__name__} takes a whole sequence and no part of it ({error}), so it cannot train "
                     f"with sequence_parallel_size. {REMEDY}"
                 ) from error
-            with group.whole_sequences():
-                expected, _ = _run(model, whole)
         _compare(expected, found, group)
         _, draws = _run(model, part)
         with group.whole_sequences():
@@ -153,8 +165,7 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
     draws: list[torch.Tensor] = []
 
     def observe(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        values = [value.detach().clone() for value in tensors_in(output) if value.is_floating_point()]
-        outputs[name, num_calls[name]] = values
+        outputs[name, num_calls[name]] = [x.detach().clone() for x in tensors_in(output) if x.is_floating_point()]
         num_calls[name] += 1
 
     class Observer(TorchDispatchMode):
@@ -164,6 +175,8 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
                 draws.append(next(tensors_in(result)))
             return result
 
+    # All ranks of the group decide alike.
+    torch.manual_seed(0)
     with Observer(), ExitStack() as undo:  # type: ignore[no-untyped-call]
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(UncopiedHook(partial(observe, name))).remove)
@@ -180,8 +193,7 @@ def _compare(whole: _Outputs, parts: _Outputs, group: SequenceGroup) -> None:
     ]
     places = (n for n, call in enumerate(parts) if not all(map(_has_rows, whole.get(call, ()), parts[call])))
     # The ranks of a group raise together: in a causal model the first one has no difference.
-    own = torch.tensor(next(places, len(parts)))
-    first = int(group.all_gather(own, LABEL).min())
+    first = int(group.all_gather(torch.tensor(next(places, len(parts))), LABEL).min())
     if first < len(parts):
         raise ZeroEngineError(
             f"{list(parts)[first][0] or 'the model'} returns other values for a part of a sequence than for the whole "
