@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import zeroengine
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import build, config
+from tests.distributed.quantized_models import Adapted, Linear4bit
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, Trained, start, train_plainly
 from tests.nccl_over_gloo import use_nccl_transport
@@ -42,6 +44,45 @@ def call_selective(module: nn.Module, *args: Any) -> torch.Tensor:
     contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
     output: torch.Tensor = checkpoint(module, *args, use_reentrant=False, context_fn=contexts)
     return output
+
+
+def count_compilations() -> int:
+    """Train blocks that are compiled, and return how many graphs the first step has compiled."""
+    start()
+    number = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal number
+        number += 1
+        return graph.forward
+
+    model = build(CausalLM)
+    model.blocks[0].compile(backend=count)
+    engine = zeroengine.initialize(model, config=config(1, sequence_parallel_size=2))
+    ids, labels = sample(0, 0)
+    engine(**zeroengine.shard_sequence({"input_ids": ids, "labels": labels}))
+    engine.close()
+    return number
+
+
+@pytest.mark.slow
+def test_the_check_of_a_model_compiles_nothing() -> None:
+    # One graph before the exchange of heads, one between both exchanges, and what follows.
+    assert max(run_ranks(2, count_compilations)) <= 6
+
+
+def on_quantized_base() -> CausalLM:
+    """Adapters on frozen matrices of 4 bits."""
+    model = CausalLM(call_not_reentrant)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("up", "down"):
+            shape = getattr(block, name).weight.T.shape
+            setattr(block, name, Adapted(Linear4bit(*shape), *shape))
+    for parameter in model.parameters():
+        if hasattr(parameter, "_quantize"):
+            parameter._quantize("cpu")
+    return model
 
 
 def compiled() -> CausalLM:
@@ -77,7 +118,17 @@ CASES: dict[str, Case] = {
     "hpz": (TASK, {"zero_optimization": {"zero_hpz_partition_size": 2}}),
     "mics": (TASK, {"zero_optimization": {"mics_shard_size": 2}}),
     "cpu": (TASK, {"zero_optimization": {n: {"device": "cpu"} for n in ("offload_param", "offload_optimizer")}}),
+    "nvme": (
+        TASK,
+        {
+            "zero_optimization": {
+                n: {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+                for n in ("offload_param", "offload_optimizer")
+            }
+        },
+    ),
     "ema": (TASK, {"ema": {"decay": 0.9}}),
+    "quantized base": (with_factory(on_quantized_base), {}),
     "muon": (dataclasses.replace(TASK, optimizer=muon), {}),
 }
 # The case, the stage and the degree.
@@ -92,6 +143,7 @@ NORMAL: list[Run] = [
     ("gloo", 3, 4),
     ("mics", 3, 4),
     ("cpu", 3, 2),
+    ("quantized base", 3, 4),
 ]
 ALL: list[Run] = [
     (case, stage, degree)

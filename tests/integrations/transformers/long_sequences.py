@@ -46,6 +46,7 @@ ALL: list[Case] = [
     ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, "sdpa", "mask"),
     ("modernbert", {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}, "sdpa", "plain"),
     ("llama", {}, "eager", "left mask"),
+    ("qwen3", {"head_dim": 8}, "sdpa", "packed tiles checkpoints"),
 ]
 REFUSED: list[Case] = [
     ("mamba", {"state_size": 4}, "eager", "plain"),
@@ -112,6 +113,8 @@ def train(case: Case, degree: int) -> tuple[list[float], list[float], Any]:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
     }
+    if "tiles" in case[3]:
+        settings["tiling"] = {"loss": True, "mlp": True}
     engine = zeroengine.initialize(model, config=settings)
     losses, norms = [], []
     try:
