@@ -61,6 +61,7 @@ PARTS = (
     Part("checkpointing, tiles", 1, True, {"tiling": {"loss": True, "mlp": True}}),
     Part("2 ranks a sample", 2, False, {"sequence_parallel_size": 2}),
     Part("2 ranks a sample, checkpointing", 2, True, {"sequence_parallel_size": 2}),
+    Part("4 ranks a sample", 4, False, {"sequence_parallel_size": 4}),
     Part(
         "2 ranks, checkpointing, tiles", 2, True, {"sequence_parallel_size": 2, "tiling": {"loss": True, "mlp": True}}
     ),
