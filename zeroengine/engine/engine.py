@@ -870,7 +870,7 @@ class Engine:
 
     def _replace_parts(self, ended: ending.EndedParts) -> None:
         self._parts = self._checkpoints = self._steps = ended  # type: ignore
-        self.optimizer = self.gatherer = self.reducer = self.group = ended  # type: ignore
+        self.optimizer = self.gatherer = self.reducer = self.group = self.sequence_group = ended  # type: ignore
         self._owner = None
 
     def leave_to_parent(self) -> Any:
