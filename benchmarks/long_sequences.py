@@ -74,6 +74,7 @@ def batches(args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def json_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the configuration that both engines take."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "sequence_parallel_size": dist.get_world_size(),
@@ -83,6 +84,7 @@ def json_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def zeroengine_step(model: Any, args: argparse.Namespace, case: str) -> Step:
+    """Return a function that takes a step with zeroengine, and returns the loss."""
     import zeroengine
 
     engine = zeroengine.initialize(model, config=json_config(args) | (TILING if case else {}))
@@ -98,6 +100,7 @@ def zeroengine_step(model: Any, args: argparse.Namespace, case: str) -> Step:
 
 
 def deepspeed_step(model: Any, args: argparse.Namespace, case: str) -> Step:
+    """Return a function that takes a step with DeepSpeed's ALST classes, and returns the loss."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import ulysses_sp as alst
 
@@ -166,6 +169,7 @@ def tiled_loss_of_deepspeed(
 
 
 def resident_mib(key: str) -> float:
+    """Return a figure of this process's memory, such as `VmHWM`, in MiB."""
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) / 1024 for line in f if line.startswith(key))
 

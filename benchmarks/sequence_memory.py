@@ -99,6 +99,7 @@ class NewBytes(OperationTrace):
 
 
 def facts_of(content: dict[str, Any], tokens: int) -> ModelFacts:
+    """Return what the planner knows of the model of a configuration of transformers."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**content, "max_position_embeddings": LARGE_TOKENS[-1]}))
         return from_huggingface(folder, tokens)
@@ -144,11 +145,13 @@ def measure(part: Part, tokens: int, vocab: int) -> int:
 
 
 def planned(part: Part, tokens: int, vocab: int) -> int:
+    """Return the peak bytes of a micro-step that the planner predicts."""
     config = load(part.config).resolve(world_size=part.ranks)
     return trace_micro_step(facts_of(MODEL | {"vocab_size": vocab}, tokens), config, 1, part.checkpointing).peak_bytes
 
 
 def print_measured(parts: list[Part], lengths: list[int], vocab: int) -> None:
+    """Measure each part at each length, and print a row for it."""
     print(f"torch {torch.__version__}, fp32, two layers of size m, a vocabulary of {vocab:,}; MiB of a rank")
     print(f"{'part':<34}{'tokens':>9}{'peak':>11}{'planned':>11}{'planned/peak':>14}")
     for part in parts:
@@ -159,6 +162,7 @@ def print_measured(parts: list[Part], lengths: list[int], vocab: int) -> None:
 
 
 def print_extrapolated() -> None:
+    """Print what the planner says of a large model, a row for each part."""
     print("\nextrapolation by the plan, which nothing has measured: 8 B parameters, bf16, eight GPUs of 80 GB, stage 3")
     print(
         f"{'part':<34}" + "".join(f"{tokens:>11,}" for tokens in LARGE_TOKENS) + "   longest that fits (GiB of a GPU)"
@@ -168,7 +172,7 @@ def print_extrapolated() -> None:
         size = part.config.get("sequence_parallel_size", 1)
         sizes, longest = [], 0
         for tokens in LARGE_TOKENS:
-            found = zeroengine.plan(
+            plan = zeroengine.plan(
                 facts_of(LARGE_MODEL, tokens),
                 {**settings, "train_micro_batch_size_per_gpu": 1},
                 "h100-80gb",
@@ -176,8 +180,8 @@ def print_extrapolated() -> None:
                 # The longest sequence is the same whatever length the plan was asked for.
                 sequence_parallel=(size,) if tokens == LARGE_TOKENS[0] else (),
             )
-            longest = longest or found.longest_sequence.get(size, 0)
-            sizes.append(f"{found.estimates[0].device_total / 2**30:>11,.1f}")
+            longest = longest or plan.longest_sequence.get(size, 0)
+            sizes.append(f"{plan.estimates[0].device_total / 2**30:>11,.1f}")
         print(f"{part.name:<34}{''.join(sizes)}   {longest:,}", flush=True)
 
 

@@ -29,6 +29,7 @@ def resident(field: str) -> int:
 
 
 def inputs(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return random hidden states, the weight of a head, and labels."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, width) * 0.02).to(dtype).requires_grad_()
@@ -36,6 +37,7 @@ def inputs(tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> tupl
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of logits that exist."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,16 @@ import torch
 from torch import nn
 
 import zeroengine
+from benchmarks.sequence_memory import NewBytes
 from tests.distributed.ranks import run_ranks
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts, from_module
-from zeroengine.plan.bytes.operation_trace import OperationTrace
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.plan.search.candidates import Choices, PlanCandidate, micro_batches
 from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.seconds.known_machines import load_machine
-from zeroengine.utils.tensor_tree import tensors_in
 
 VOCAB, LAYERS, WIDTH, HEADS, TOKENS = 256, 2, 64, 4, 1024
 MACHINE = load_machine("h100-80gb")
@@ -42,24 +40,6 @@ def facts_of(model: nn.Module, tokens: int = TOKENS) -> ModelFacts:
 def trace(size: int, checkpointing: bool = False, tokens: int = TOKENS) -> MicroStep:
     config = load({"sequence_parallel_size": size}).resolve(world_size=size)
     return trace_micro_step(facts_of(decoder(), tokens), config, 1, checkpointing)
-
-
-class NewBytes(OperationTrace):
-    """Counts the bytes of what a micro-step makes, and not those of what there is before.
-
-    Memory that no operation of torch makes, as that of a transport, counts from its first use on.
-    """
-
-    def __enter__(self) -> NewBytes:
-        self.ignore(value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter))
-        super().__enter__()
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tensors_in((args, kwargs, result)):
-            self._track(tensor)
-        return result
 
 
 def train(folder: str) -> dict[int, tuple[int, int]]:
