@@ -29,8 +29,8 @@ from tests.checkpoint.test_engine_checkpoints import fingerprint, refused
 from tests.distributed.models import build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, start, take_steps
+from zeroengine.checkpoint import content as state
 from zeroengine.checkpoint import restore
-from zeroengine.checkpoint import snapshot as state
 from zeroengine.checkpoint.directory import LATEST, CheckpointFolder
 from zeroengine.checkpoint.folder_lock import LOCK
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest

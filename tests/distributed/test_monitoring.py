@@ -26,6 +26,7 @@ from tests.distributed.models import batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from tests.emulated import cpu_alone
+from tests.launch.processes import wait_for
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.disk.queue import Transfer
 from zeroengine.launch.local import worker
@@ -276,6 +277,8 @@ def train_until_a_rank_ends(folder: Path) -> tuple[float, list[str]] | None:
     engine = make_engine(0, folder, {})
     take_steps(engine, range(2))
     if engine.rank == 1:
+        # A step is recorded once all ranks have sent theirs, beside training: not before this rank may end.
+        wait_for(lambda: bool(read(folder, "steps.jsonl")), 20)
         os._exit(0)
     begin = time.perf_counter()
     with contextlib.suppress(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from zeroengine.checkpoint.content import stateful_name
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import (
@@ -26,7 +27,6 @@ from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
 from zeroengine.checkpoint.saved_names import SavedNames
-from zeroengine.checkpoint.snapshot import stateful_name
 from zeroengine.errors import CheckpointError
 from zeroengine.ops import MOMENT_BLOCK
 from zeroengine.optim.backends.interface import StateKeys

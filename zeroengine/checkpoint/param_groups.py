@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.content import named_param_groups
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.snapshot import named_param_groups
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.caller_optimizer import FIXED_KEYS
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.content import random_states, set_random_states
 from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
@@ -29,7 +30,6 @@ from zeroengine.checkpoint.load_plan import LoadOptions, LoadPlan, make_plan
 from zeroengine.checkpoint.manifest import Manifest
 from zeroengine.checkpoint.moment_conversion import moments_to_convert
 from zeroengine.checkpoint.param_groups import apply_param_groups
-from zeroengine.checkpoint.snapshot import random_states, set_random_states
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zeroengine.checkpoint.content import CheckpointContent
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.failures import failure_reason
 from zeroengine.checkpoint.manifest import FORMAT, Manifest
-from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.comm.group import Group
 from zeroengine.config.model import Checkpoint
 from zeroengine.disk.aligned_memory import aligned_zeros
@@ -94,7 +94,7 @@ class CheckpointWriter:
         """The CPU memory that the copy of the states takes, in bytes."""
         return self._copy_memory.nbytes
 
-    def write(self, snapshot: Snapshot, folder: str, tag: str) -> None:
+    def write(self, content: CheckpointContent, folder: str, tag: str) -> None:
         """Write checkpoint `tag` of `folder`, beside training once it is copied. No save may be under way.
 
         States on disk are never copied: they may be larger than memory.
@@ -106,7 +106,7 @@ class CheckpointWriter:
         if self._resources.gloo_group is None:
             self._resources.gloo_group = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
-        nbytes = sum(self._group.all_gather_object(snapshot.nbytes))
+        nbytes = sum(self._group.all_gather_object(content.nbytes))
         # One rank makes the directory, or the ranks would race for it. Its name has a random part, so the other ranks
         # learn it from rank 0.
         new_directories: list[Path] = []
@@ -126,20 +126,20 @@ class CheckpointWriter:
         # States on disk may be larger than memory and cannot be copied, so training waits for their save.
         if self._settings.async_save and not self._placement.disks:
             # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
-            if self._copy_memory.nbytes < snapshot.copy_bytes:
-                self._copy_memory = aligned_zeros(snapshot.copy_bytes, torch.uint8)
+            if self._copy_memory.nbytes < content.copy_bytes:
+                self._copy_memory = aligned_zeros(content.copy_bytes, torch.uint8)
             # From here on training may change the states: the thread reads only the copy. The interpreter does not exit
             # in the middle of a save, since it waits for the threads of an executor.
             executor = ThreadPoolExecutor(1, "zeroengine-save")
-            future = executor.submit(write, snapshot.copied(self._copy_memory), ignore_progress)
+            future = executor.submit(write, content.copied(self._copy_memory), ignore_progress)
             future.add_done_callback(report_saved)
             executor.shutdown(wait=False)
             self._resources.future = future
         else:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
-            with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
+            with progress(f"saving {tag}", content.nbytes, self._group.rank == 0) as report:
                 with self._group.long_wait(f"save {tag}"):
-                    error = write(snapshot, evicting(report, self._placement.evict))
+                    error = write(content, evicting(report, self._placement.evict))
             self._placement.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(error)
@@ -188,7 +188,7 @@ def _write(
     tag: str,
     writing: Path,
     keep: int | None,
-    snapshot: Snapshot,
+    content: CheckpointContent,
     report: Report,
 ) -> str | None:
     """Write this rank's files and, on rank 0, commit the checkpoint. A collective, beside training or within the save.
@@ -200,7 +200,7 @@ def _write(
         tag: The checkpoint's name.
         writing: The directory to write into.
         keep: The number of checkpoints to keep; None keeps all.
-        snapshot: What to write.
+        content: What to write.
         report: Takes the number of bytes written since its last call.
 
     Returns:
@@ -209,12 +209,12 @@ def _write(
     reason: str | None = None
     try:
         # A file that any rank failed to write is an error of all ranks.
-        own_files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, group, report)
+        own_files = save_files(writing, content.entries, content.objects, content.aliases, group, report)
         # This also ensures that every rank has closed and synced its files before rank 0 commits.
         all_files = all_gather_objects(group, own_files, CPU)
         if group.rank() == 0:
             try:
-                manifest = Manifest(format=FORMAT, tag=tag, files=dict(ChainMap(*all_files)), **snapshot.about)
+                manifest = Manifest(format=FORMAT, tag=tag, files=dict(ChainMap(*all_files)), **content.about)
                 directory.commit(writing, manifest, keep)
             # The other ranks wait in the exchange below, so no error may leave this block.
             except Exception as error:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zeroengine.checkpoint.content import collect_content
 from zeroengine.checkpoint.directory import check_tag
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.load_plan import LoadOptions
-from zeroengine.checkpoint.snapshot import take_snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
@@ -138,10 +138,10 @@ class EngineCheckpoints:
                 path = checked_path(directory, "save_checkpoint(directory)", CheckpointError)
                 arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
                 self.check_not_half_loaded(call)
-                snapshot = take_snapshot(self._state(), client_state, frozen=frozen)
+                content = collect_content(self._state(), client_state, frozen=frozen)
             # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
             check_same(call, all_arguments)
-            self._writer.write(snapshot, path, tag)
+            self._writer.write(content, path, tag)
 
     def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroengine.checkpoint.content import CheckpointContent
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.deepspeed.checkpoint_files import check_out, files_of, find_checkpoint
 from zeroengine.checkpoint.deepspeed.converted_state import ConvertedState
@@ -18,7 +19,6 @@ from zeroengine.checkpoint.directory import TAG, CheckpointFolder
 from zeroengine.checkpoint.entries import MODEL
 from zeroengine.checkpoint.failures import as_checkpoint_errors, failure_reason
 from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, Manifest
-from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import progress
 
@@ -65,15 +65,15 @@ def import_checkpoint(
     out = check_out(out, directory, force=force)
     with as_checkpoint_errors(f"{source} {NOT_DEEPSPEED}"):
         state = ConvertedState(files)
-        snapshot = Snapshot(state.tensors, state.objects(), state.aliases, state.about())
+        content = CheckpointContent(state.tensors, state.objects(), state.aliases, state.about())
     # DeepSpeed allows any text as a tag, and zeroengine only names of folders that are safe.
-    tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
-    manifest = _write(snapshot, out, tag)
+    tag = source.name if TAG.fullmatch(source.name) else f"step-{content.about['step']}"
+    manifest = _write(content, out, tag)
     num_tensors = sum(name.startswith(MODEL) for name in state.tensors)
-    return ImportResult(out / tag, source, manifest, num_tensors, len(snapshot.aliases), state.notes)
+    return ImportResult(out / tag, source, manifest, num_tensors, len(content.aliases), state.notes)
 
 
-def _write(snapshot: Snapshot, out: Path, tag: str) -> Manifest:
+def _write(content: CheckpointContent, out: Path, tag: str) -> Manifest:
     # `force` may replace a checkpoint of zeroengine, and never anything else of the user's.
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
@@ -82,10 +82,10 @@ def _write(snapshot: Snapshot, out: Path, tag: str) -> Manifest:
     writing: Path | None = None
     try:
         directory.open()
-        writing = directory.begin(tag, snapshot.nbytes)
-        with progress(f"importing {tag}", snapshot.nbytes) as report:
-            files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report)
-        manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
+        writing = directory.begin(tag, content.nbytes)
+        with progress(f"importing {tag}", content.nbytes) as report:
+            files = save_files(writing, content.entries, content.objects, content.aliases, None, report)
+        manifest = Manifest(format=FORMAT, tag=tag, files=files, **content.about)
         directory.commit(writing, manifest, None)
         return manifest
     # DCP's own error derives from BaseException, so `except Exception` would miss it.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.content import storable, versions
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.checkpoint.deepspeed.optimizer_states import (
@@ -24,7 +25,6 @@ from zeroengine.checkpoint.deepspeed.optimizer_states import (
 from zeroengine.checkpoint.deepspeed.pickled_files import load_pickled_file
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry, pieces_of_run
 from zeroengine.checkpoint.failures import as_checkpoint_errors
-from zeroengine.checkpoint.snapshot import storable, versions
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.cut import plain_name

@@ -23,7 +23,7 @@ from zeroengine.utils.rounding import round_up
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CheckpointContent:
     """Everything that one rank contributes to a checkpoint.
 
     Attributes:
@@ -38,8 +38,8 @@ class Snapshot:
     aliases: dict[str, str]
     about: dict[str, Any]
 
-    def copied(self, memory: torch.Tensor) -> Snapshot:
-        """Return a snapshot whose tensors are copies.
+    def copied(self, memory: torch.Tensor) -> CheckpointContent:
+        """Return a content whose tensors are copies.
 
         Args:
             memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them.
@@ -54,7 +54,7 @@ class Snapshot:
                 # The next piece may have another dtype, and a view has to begin at a multiple of its element size.
                 end += round_up(tensor.nbytes, COPY_ALIGNMENT)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
-        return Snapshot(entries, self.objects, self.aliases, self.about)
+        return CheckpointContent(entries, self.objects, self.aliases, self.about)
 
     @property
     def copy_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Snapshot:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Snapshot:
+def collect_content(engine: EngineState, client_state: Any, *, frozen: bool) -> CheckpointContent:
     """Return what a checkpoint of the engine holds.
 
     Tensors are views of the engine's states, which must not change until they are saved or copied.
@@ -132,7 +132,7 @@ def take_snapshot(engine: EngineState, client_state: Any, *, frozen: bool) -> Sn
     aliases |= {
         AVERAGE + key: AVERAGE + keys[0] for own, keys in names.keys.items() if own in averages for key in keys[1:]
     }
-    return Snapshot(entries, objects, aliases, about)
+    return CheckpointContent(entries, objects, aliases, about)
 
 
 def named_param_groups(tensors: EngineTensors) -> list[dict[str, Any]]:
