@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch, sinks
 from zeroengine.config.degrees import DegreesSection
+from zeroengine.config.digests import Digests, Replay
 from zeroengine.config.ema import Ema
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Between, Folder, NonNegative, Positive, Section
 from zeroengine.config.local_steps import LocalStepsField
@@ -20,6 +21,7 @@ from zeroengine.config.offload import ActivationCheckpointing, Aio
 from zeroengine.config.optimizers import EIGHT_BIT_TYPES, OptimizerConfig
 from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
+from zeroengine.config.snapshots import Snapshots
 from zeroengine.config.source import ConfigSource, walk
 from zeroengine.config.tiling import Tiling
 from zeroengine.config.zero import ZeroOptimization
@@ -174,6 +176,12 @@ class Config(Section):
     """Parameters, FLOPs and time by module."""
     comms_logger: Annotated[sinks.CommsLogger, NULL] = sinks.CommsLogger()
     """Collectives by operation and unit."""
+    digests: Annotated[Digests, NULL] = Digests()
+    """Digests of the states, which show where two runs differ, and where a replica does."""
+    replay: Annotated[Replay, NULL] = Replay()
+    """What zero-replay needs to take a step again."""
+    snapshots: Annotated[Snapshots, NULL] = Snapshots()
+    """Copies of the states in the memory of hosts, from which a run goes on when a host is lost."""
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _source: str = PrivateAttr(default="the configuration")
