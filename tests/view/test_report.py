@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from tests.browser import browser, open_page
+from tests.view.generated_digests import UNITS, write_digests
 from tests.view.generated_runs import run_facts, run_lines, write_run
+from zeroengine.cli.zero_diff import main as diff
 from zeroengine.cli.zero_view import main
 from zeroengine.view.report import report_page
 from zeroengine.view.run_reader import RunReader
@@ -156,3 +158,25 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest
     folder = write_run(tmp_path / "run", steps=2)
     assert main([str(folder), "--html", str(tmp_path / "no" / "page.html")]) == 2
     assert "write a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_page_of_a_comparison_shows_what_differs_where(tmp_path: Path, browser: Any, dark: bool) -> None:
+    units = [HOSTILE, *UNITS[1:]]
+    a = write_digests(tmp_path / "a", units=units)
+    b = write_digests(tmp_path / "b", units=units, changes=[(37, "parameters", [0])], config={HOSTILE: HOSTILE})
+    page_file = tmp_path / "page.html"
+    assert diff([str(a), str(b), "--html", str(page_file)]) == 1
+    with open_page(browser, page_file, width=390 if dark else 1280, dark=dark) as tab:
+        page = tab.page
+        assert page.locator("img").count() == 0 and "differ first at step 37" in page.locator("main").inner_text()
+        assert page.evaluate("document.documentElement.scrollWidth") <= (390 if dark else 1280)
+        assert HOSTILE in page.locator("[aria-label=Settings]").inner_text()
+        canvas = page.locator("canvas")
+        box = canvas.bounding_box()
+        # The picture begins at the right of the names, so a step's place is found from the right.
+        canvas.hover(position={"x": box["width"] - 2, "y": 4})
+        assert page.locator("#tip").inner_text().split("\n")[:3] == [HOSTILE, "step 100", "gradients differ"]
+        colors = "e => { const c = e.getContext('2d'); return [...c.getImageData(e.width - 3, 4, 1, 1).data] }"
+        before = canvas.evaluate(colors)
+        assert before[0] > before[2], "orange stands for gradients"

@@ -104,7 +104,9 @@ class CheckpointInfo:
         tree = {key: value for key, value in asdict(self).items() if key not in ("manifest", "modified")}
         tree["saved_at"] = self.saved_at
         if self.manifest is not None:
-            fields = self.manifest.model_dump(exclude={"config", "param_groups", "loss_scaler", "tag", "saved_at"})
+            fields = self.manifest.model_dump(
+                exclude={"config", "digests", "param_groups", "loss_scaler", "tag", "saved_at"}
+            )
             tree |= fields | {"files": len(fields["files"]), "left_out": len(fields["left_out"])}
         return tree
 

@@ -38,6 +38,7 @@ class Manifest(BaseModel):
     Attributes:
         sequence: A number above those of all checkpoints that were in the folder at the save; 0 in format 1.
         left_out: The frozen parameters that are not in it, where it was saved with `frozen=False`.
+        digests: The names of the units, and the digests of their parameters and moments, if these were taken.
     """
 
     # A later version may add fields, and an older reader ignores them. Infinities occur among hyperparameters.
@@ -58,6 +59,7 @@ class Manifest(BaseModel):
     loss_scaler: dict[str, Any]
     config: dict[str, Any]
     left_out: list[str] = []
+    digests: dict[str, Any] = {}
     files: Annotated[dict[str, FileRecord], MinLen(1)]
 
     @property

@@ -22,6 +22,5 @@ class Replay(Section):
     """What zero-replay needs to take a step again and compare its digests."""
 
     keep: Annotated[Positive | None, AUTO] = None
-    """Number of steps, the latest with digests, of which the run folder keeps what repeats them. null: none."""
-    save_inputs: Annotated[bool, AUTO] = False
-    """Keep the inputs of the model themselves. false: their digests alone, where the data loader gives them again."""
+    """Number of the latest steps of which the run folder keeps the inputs of the model and the states of the random
+    generators. null: none, and the script gives them again."""

@@ -19,6 +19,8 @@ from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import check_keeps_averages
 from zeroengine.engine.call_checks import check_outside_of_gathered
+from zeroengine.engine.digests import StateDigests
+from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.byte_size import format_byte_size
@@ -42,17 +44,20 @@ class EngineCheckpoints:
     Args:
         parts: The parts of the engine.
         rounds: Makes replicas equal before a save.
+        digests: Takes the digests of what is saved.
 
     Attributes:
         rounds: See above.
         tensors: The engine's tensors by name.
+        replay: Takes a step of another run again; None in an ordinary run.
     """
 
-    def __init__(self, parts: EngineParts, rounds: ReplicaRounds) -> None:
-        self._parts, self.rounds = parts, rounds
+    def __init__(self, parts: EngineParts, rounds: ReplicaRounds, digests: StateDigests) -> None:
+        self._parts, self.rounds, self._digests = parts, rounds, digests
         module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
         self.tensors = EngineTensors(module, units, states.optimizer, states.outer_step, gatherer, group, replicas)
+        self.replay: StepReplay | None = None
         self._stateful: dict[str, Stateful] = {}
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
         # same as at the save.
@@ -120,6 +125,8 @@ class EngineCheckpoints:
         self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool, inside_step: bool
     ) -> None:
         """Write a checkpoint. See ``Engine.save_checkpoint``."""
+        if self.replay is not None and self.replay.skips("save_checkpoint()"):
+            return
         parts, call = self._parts, "save_checkpoint()"
         with parts.reports.timer.span("checkpoint"):
             self._prepare_save(inside_step)
@@ -141,6 +148,11 @@ class EngineCheckpoints:
                 content = collect_content(self._state(), client_state, frozen=frozen)
             # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
             check_same(call, all_arguments)
+            if parts.setup.config.digests.every is not None:
+                content.about["digests"] = {
+                    "units": [unit.name for unit in parts.partition.units],
+                    **self._digests.now(),
+                }
             self._writer.write(content, path, tag)
 
     def _prepare_save(self, inside_step: bool) -> None:
@@ -167,6 +179,11 @@ class EngineCheckpoints:
 
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
+        if self.replay is not None and self.replay.skips("load_checkpoint()"):
+            return self.replay.client_state
+        return self._load(directory, tag, options)
+
+    def _load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         parts = self._parts
         arguments: dict[str, object] = {"tag": tag, **vars(options)}
         with parts.ranks.group.collective_errors("to load a checkpoint", arguments) as all_arguments:
@@ -244,6 +261,14 @@ class EngineCheckpoints:
             raise
         return restored
 
+    def begin_replay(self) -> None:
+        """Load the checkpoint that a replay goes on from, if zero-replay has started this process. A collective."""
+        if (target := ReplayTarget.of_process()) is not None:
+            self.replay = StepReplay(self._parts, target)
+            if target.directory is not None:
+                options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
+                self.replay.note_loaded(self._load(target.directory, target.tag, options))
+
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""
         if self._writer is not None:
@@ -270,6 +295,8 @@ class EngineCheckpoints:
         ema: bool,
     ) -> None:
         """Write safetensors. See ``Engine.save_weights``."""
+        if self.replay is not None and self.replay.skips("save_weights()"):
+            return
         # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
         from zeroengine.weights.live_weights import save
 
@@ -289,8 +316,10 @@ class EngineCheckpoints:
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""
-        from zeroengine.weights.live_loads import load
+        from zeroengine.weights.live_loads import LoadResult, load
 
+        if self.replay is not None and self.replay.skips("load_weights()"):
+            return LoadResult([], [])
         parts = self._parts
         with parts.ranks.group.collective_errors("to load weights"):
             parts.loop.state_offloader.check_resident("load_weights()")

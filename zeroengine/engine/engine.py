@@ -18,11 +18,13 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
+from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.parts import OptimizerCalls
+from zeroengine.engine.replay import StepRecorder
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.step_loop import StepLoop
@@ -81,11 +83,14 @@ class Engine:
         calls = OptimizerCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
         self._parts = parts = make_parts(calls)
         rounds = ReplicaRounds(parts)
-        self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds)
+        self._digests = digests = StateDigests(parts)
+        self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds, digests)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
-        forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes)
-        self._steps = StepLoop(parts, checkpoints, rounds, forwards)
+        recorder = StepRecorder(parts) if parts.setup.config.replay.keep is not None else None
+        observers = [digests.begin_forward] if recorder is None else [digests.begin_forward, recorder.begin_forward]
+        forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
+        self._steps = StepLoop(parts, checkpoints, rounds, digests, recorder, forwards)
         self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
@@ -511,6 +516,20 @@ class Engine:
         return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
     @messages.ends_in_callers_code
+    def state_digests(self) -> dict[str, dict[str, str]]:
+        """Return digests of the parameters and moments of each unit: equal digests mean equal bits. A collective.
+
+        They do not depend on the stage, the degrees, the number of ranks or where states are. Of parameters those of
+        the masters count. Moments are all that the optimizer keeps, without step counts.
+
+        Returns:
+            For "parameters" and "moments", by the name of the unit, 16 hexadecimal digits. 0: it has no such state.
+        """
+        self._parts.loop.state_offloader.check_resident("state_digests()")
+        self._parts.states.master_weights.settle()
+        return {kind: self._digests.by_unit(digests) for kind, digests in self._digests.now().items()}
+
+    @messages.ends_in_callers_code
     def full_state_dict(
         self,
         *,
@@ -825,6 +844,10 @@ class Engine:
             DivergenceError: On every rank, if the ranks name different files; the engine is unchanged.
         """
         return self._checkpoints.load_weights(weights, strict)
+
+    def begin_replay(self) -> None:
+        """Load the checkpoint that zero-replay goes on from, if it has started this process. Call it on every rank."""
+        self._checkpoints.begin_replay()
 
     def call_at_end(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` when the engine ends. Of several functions the last one is called first."""

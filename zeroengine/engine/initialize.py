@@ -172,6 +172,7 @@ def make_engine(
         # The backend has copied the state that some optimizers have from the start. Unsharded it would only take
         # memory, and could be mistaken for the current state. Until here a failure leaves the optimizer as it was.
         base_optimizer.state.clear()
+        engine.begin_replay()
         on_error.pop_all()
         return engine
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,10 +23,12 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.memory import explain_if_out_of_memory
 from zeroengine.monitor.flops import is_anything_compiled
 from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.input_digest import can_read_values
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
+InputObserver = Callable[[Any, Any], None]
 # The code that calls the hooks and the forward of a module.
 _CALL_MODULE = nn.Module._call_impl.__code__
 
@@ -37,10 +39,13 @@ class ModelForwards:
     Args:
         parts: The parts of the engine, complete. Their ``undo`` removes the hooks.
         checkpoint_copy_bytes: Returns the bytes of the copy that a checkpoint is written from.
+        observers: Called with the positional and the other inputs of each forward of training that counts.
     """
 
-    def __init__(self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int]) -> None:
-        self._parts, self._checkpoint_copy_bytes = parts, checkpoint_copy_bytes
+    def __init__(
+        self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int], observers: Sequence[InputObserver]
+    ) -> None:
+        self._parts, self._checkpoint_copy_bytes, self._observers = parts, checkpoint_copy_bytes, observers
         self._model, self._forward = parts.setup.model, parts.passes.forward
         # Whether a forward has begun whose end is not known yet, and whether it counts.
         self._in_progress = self._counts = False
@@ -85,6 +90,9 @@ class ModelForwards:
         if parts.loop.sequences.comparison.is_recording:
             with hidden_from_activation_checkpoint():
                 parts.loop.sequences.comparison.observe((args, kwargs))
+        for observe in self._observers if can_read_values(parts.ranks.group.device) else ():
+            with hidden_from_activation_checkpoint():
+                observe(args, kwargs)
         self._counts = True
         if parts.reports.monitor is not None:
             parts.reports.monitor.forwards.begin((args, kwargs))

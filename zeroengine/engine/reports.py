@@ -155,11 +155,12 @@ class EngineMonitor:
     Attributes:
         timer: Times the kinds of work.
         forwards: Counts the samples, the tokens and the operations of forwards.
+        folder: As given.
     """
 
     def __init__(self, setup: EngineSetup, group: Group, sinks: Mapping[str, OpenSink], folder: Path | None) -> None:
         config, units = setup.config, [plan.name for plan in setup.plans]
-        self._device, self._rank = group.device, group.rank
+        self._device, self._rank, self.folder = group.device, group.rank, folder
         self._trace_folder = Path(config.trace.folder or folder or ".")
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.

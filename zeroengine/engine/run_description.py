@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import sys
 import time
@@ -13,6 +15,7 @@ from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
+from zeroengine.config.loading import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.seconds.machine_presets import DATA_SHEETS, presets_of_gpu, words_of_gpu
 
@@ -39,6 +42,7 @@ def describe_run(
         "world_size": group.world_size,
         "hosts": list(hosts),
         "device": torch.cuda.get_device_properties(group.device).name if on_gpu else "cpu",
+        "command": _command(),
         "units": [plan.name for plan in plans],
         "model": {
             "class": type(model).__name__,
@@ -49,6 +53,18 @@ def describe_run(
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "zeroengine": version},
         "peak_flops": peak_flops_of(config, group.device),
         "steps_planned": planned_steps(config),
+    }
+
+
+def _command() -> dict[str, Any]:
+    """Return how this process was started, for zero-replay: the script and its arguments, and where."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    target = sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return {
+        "words": [*target, *sys.argv[1:]],
+        "folder": os.getcwd(),
+        "config": os.environ.get(CONFIG_VARIABLE),
+        "overrides": json.loads(os.environ.get(OVERRIDES_VARIABLE, "[]")),
     }
 
 

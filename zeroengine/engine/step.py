@@ -72,6 +72,13 @@ class StepRunner:
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
 
+    @property
+    def next_number(self) -> int:
+        """The number of the step in progress, or of the next one, without waiting for the last one."""
+        if self._uncounted is not None and self.issued_step is not None:
+            return self.issued_step.number + 1
+        return self.num_updates + self.num_skipped + 1
+
     def norm(self) -> torch.Tensor:
         """Return the norm of the mean gradient of the step in progress, whose gradients are reduced.
 
@@ -97,7 +104,7 @@ class StepRunner:
         try:
             # A step of assigned gradients alone had no backward that awaited the step before it.
             self.await_result()
-            number = self.num_updates + self.num_skipped + 1
+            number = self.next_number
             settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit), number)
             # The schedule and the scaler change these values once the step has ended, a tensor in place.
             rates, loss_scale = [group["lr"] for group in optimizer.param_groups], scaler.scale

@@ -13,8 +13,10 @@ from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
+from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.memory import measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.replay import StepRecorder
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
@@ -31,6 +33,8 @@ class StepLoop(BackwardListener):
         parts: The parts of the engine.
         checkpoints: Knows whether a load failed half way.
         rounds: The rounds of ``local_steps``.
+        digests: Takes digests of the states at some steps.
+        recorder: Keeps what repeats the last steps; None if nothing asks for it.
         forwards: Observes the forwards of the model.
 
     Attributes:
@@ -38,10 +42,17 @@ class StepLoop(BackwardListener):
     """
 
     def __init__(
-        self, parts: EngineParts, checkpoints: EngineCheckpoints, rounds: ReplicaRounds, forwards: ModelForwards
+        self,
+        parts: EngineParts,
+        checkpoints: EngineCheckpoints,
+        rounds: ReplicaRounds,
+        digests: StateDigests,
+        recorder: StepRecorder | None,
+        forwards: ModelForwards,
     ) -> None:
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
         self._checkpoints, self._rounds, self.forwards = checkpoints, rounds, forwards
+        self._digests, self._recorder = digests, recorder
         self._warned_of_hooks = False
         parts.passes.backward.listener = self
 
@@ -71,14 +82,21 @@ class StepLoop(BackwardListener):
 
     def fail_backward(self, after_others: bool) -> None:
         """Note that the step has lost its gradients."""
-        self._reports.drop_gradients()
+        self._forget_step()
         self._loop.accumulation.fail_backward(after_others)
 
     def drop_gradients(self) -> None:
         """Begin the step again."""
-        self._reports.drop_gradients()
+        self._forget_step()
         self._loop.accumulation.drop_gradients()
         self._loop.clipping.drop_gradients()
+
+    def _forget_step(self) -> None:
+        """Forget what the step in progress was given."""
+        self._reports.drop_gradients()
+        self._digests.drop_gradients()
+        if self._recorder is not None:
+            self._recorder.drop_gradients()
 
     # -- calls of the user ------------------------------------------------------------------------
 
@@ -197,6 +215,7 @@ class StepLoop(BackwardListener):
         self._finish_gradients(call)
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
+        self._digests.begin_update()
         self.forwards.end_step()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         loop.accumulation.end_step(call)
@@ -216,6 +235,11 @@ class StepLoop(BackwardListener):
         if self._reports.monitor is not None and issued is not None:
             memory = partial(measure_memory, parts, self._checkpoints.copy_bytes)
             self._reports.monitor.end_step(issued, memory, placement, parts.partition.units)
+        self._digests.end_update()
+        if issued is not None and self._recorder is not None:
+            self._recorder.end_step(issued.number)
+        if issued is not None and self._checkpoints.replay is not None:
+            self._checkpoints.replay.end_step(issued.number)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if loop.save_on_signal is not None and loop.save_on_signal.is_due():
             loop.save_on_signal.save_and_exit(engine)

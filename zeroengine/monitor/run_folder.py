@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import FORMAT, RunEvent, StepRecord
 from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.run_files import EVENTS, RUN, STEPS
 
 log = logging.getLogger("zeroengine")
 
@@ -22,7 +23,6 @@ log = logging.getLogger("zeroengine")
 RUN_FOLDER_VARIABLE = "ZEROENGINE_RUN_FOLDER"
 # The folders that engines of this process are writing. Two engines would mix their steps in one folder.
 _WRITTEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
-STEPS, EVENTS, RUN = "steps.jsonl", "events.jsonl", "run.json"
 
 
 class RunFolder:
@@ -62,11 +62,11 @@ class RunFolder:
         if self.path.absolute() in _WRITTEN:
             return False
         self.path.mkdir(parents=True, exist_ok=True)
-        self._files[STEPS] = _open_lines(self.path / STEPS)
+        self._files[STEPS] = open_lines(self.path / STEPS)
         if not _lock(self._files[STEPS]):
             self.close()
             return False
-        self._files[EVENTS] = _open_lines(self.path / EVENTS)
+        self._files[EVENTS] = open_lines(self.path / EVENTS)
         _WRITTEN[self.path.absolute()] = self
         return True
 
@@ -82,7 +82,7 @@ class RunFolder:
         # Lines in a file that was removed would be lost without an error.
         if not os.fstat(self._files[name]).st_nlink:
             raise FileNotFoundError(f"{self.path / name} was removed")
-        _append_line(self._files[name], value)
+        append_line(self._files[name], value)
 
     def close(self) -> None:
         """Close the files."""
@@ -98,9 +98,9 @@ def append_event(folder: Path, event: RunEvent) -> None:
     Raises:
         OSError: The folder cannot be written.
     """
-    descriptor = _open_lines(folder / EVENTS)
+    descriptor = open_lines(folder / EVENTS)
     try:
-        _append_line(descriptor, event.to_json())
+        append_line(descriptor, event.to_json())
     finally:
         os.close(descriptor)
 
@@ -126,7 +126,12 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _append_line(descriptor: int, value: Mapping[str, Any]) -> None:
+def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
+    """Append a value as a line of JSON.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
     line = (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
     # One write to a file that is opened for appending is never mixed with those of other processes, such as
     # zero-launch's.
@@ -134,7 +139,7 @@ def _append_line(descriptor: int, value: Mapping[str, Any]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _open_lines(path: Path) -> int:
+def open_lines(path: Path) -> int:
     """Open a file for appending. If its last line is not whole, because its writer was killed, end that line."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(descriptor).st_size

@@ -55,6 +55,16 @@ def digest_inputs(inputs: Any, device: torch.device) -> torch.Tensor | None:
     return to_device([on_host], device)[0] + (on_device & DIGEST_MASK)
 
 
+def can_read_values(device: torch.device) -> bool:
+    """Return whether inputs of a forward have values that may be read now.
+
+    Reading them raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
+    """
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
     return (
         # The operations below may compute something else in a subclass, or may communicate, as with a DTensor.

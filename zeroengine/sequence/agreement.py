@@ -15,7 +15,7 @@ import torch
 
 from zeroengine.comm.replicas import RankSums
 from zeroengine.errors import DivergenceError
-from zeroengine.runtime.input_digest import digest_inputs
+from zeroengine.runtime.input_digest import can_read_values, digest_inputs
 from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 
@@ -97,12 +97,8 @@ class RankComparison:
         # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
         if len(self._digests) >= MICRO_STEPS or self._digest is not None or not torch.is_grad_enabled():
             return
-        # Reading values raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
-        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-            return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        self._digest = digest_inputs(inputs, self.device)
+        if can_read_values(self.device):
+            self._digest = digest_inputs(inputs, self.device)
 
     def end_micro_step(self, may_exchange: bool) -> None:
         """Note the end of a micro-step. Call it on every rank.

@@ -1,4 +1,4 @@
-"""Write a run, or two laid over each other, as one self-contained HTML page."""
+"""Write a run, two laid over each other, or how two differ, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import html
 import json
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
+from zeroengine.view.clean_values import finite
+from zeroengine.view.diff_report import DiffReport
 from zeroengine.view.page_data import run_data
 from zeroengine.view.run_reader import RunReader
 
 # The scripts in the order in which they need each other. They share one scope of the page.
 SCRIPTS = ("format.js", "elements.js", "chart.js", "panels.js", "cards.js", "page.js")
+DIFF_SCRIPTS = ("format.js", "elements.js", "diff.js")
 STYLES = ("theme.css", "charts.css", "lists.css", "layout.css")
 
 
@@ -23,10 +27,26 @@ def report_page(readers: Sequence[RunReader]) -> str:
     """
     names = run_names(readers)
     data = {"runs": [run_data(reader, name) for reader, name in zip(readers, names, strict=True)]}
+    return page_of(" and ".join(names), SCRIPTS, data)
+
+
+def diff_page(report: DiffReport) -> str:
+    """Return the page of a comparison, which needs no network and no other file."""
+    return page_of(" and ".join(report.names), DIFF_SCRIPTS, finite(vars(report)))
+
+
+def page_of(title: str, scripts: Sequence[str], data: Any) -> str:
+    """Return a page that needs no network and no other file.
+
+    Args:
+        title: What the browser calls it.
+        scripts: The names of its scripts, in order.
+        data: What the scripts read, as JSON types.
+    """
     parts = {
-        "title": html.escape(" and ".join(names)),
+        "title": html.escape(title),
         "style": "\n".join(map(asset, STYLES)),
-        "script": "\n".join(map(asset, SCRIPTS)),
+        "script": "\n".join(map(asset, scripts)),
         # In a script element text ends at "</script", whatever its language, so JSON without "<" is safe there.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }

@@ -24,12 +24,12 @@ from typing import Any
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.progress import Report, ignore_progress, progress
+from zeroengine.utils.run_files import EVENTS, RUN, STEPS
 from zeroengine.view.clean_values import clean_event, clean_facts
 from zeroengine.view.step_group import StepGroup, merge_groups
 
 # The newest format of run.json that this code knows.
 KNOWN_FORMAT = 1
-RUN_FILE, STEPS_FILE, EVENTS_FILE = "run.json", "steps.jsonl", "events.jsonl"
 # The most groups of steps, and the most events of rare and of frequent kinds, that are kept.
 MAX_GROUPS, MAX_EVENTS = 2048, 2048
 FREQUENT_EVENTS = ("skip", "checkpoint")
@@ -141,12 +141,12 @@ class RunReader:
         self._total: StepGroup | None = None
         self._max_groups = max_groups
         self._recent: deque[StepGroup] = deque(maxlen=RECENT_STEPS)
-        self._steps, self._event_lines = GrowingLines(self.folder / STEPS_FILE), GrowingLines(self.folder / EVENTS_FILE)
+        self._steps, self._event_lines = GrowingLines(self.folder / STEPS), GrowingLines(self.folder / EVENTS)
         self._facts_time: int | None = None
         self._facts_problem = ""
         if not wait:
             check_folder(self.folder)
-        steps = self.folder / STEPS_FILE
+        steps = self.folder / STEPS
         size = steps.stat().st_size if steps.exists() else 0
         with progress(f"reading {self.folder.name}", size, shown=size > LONG_READ_BYTES and not wait) as report:
             self.read(report)
@@ -203,7 +203,7 @@ class RunReader:
         return is_new
 
     def _read_facts(self) -> bool:
-        path = self.folder / RUN_FILE
+        path = self.folder / RUN
         try:
             modified = path.stat().st_mtime_ns
             if modified == self._facts_time:
@@ -211,14 +211,14 @@ class RunReader:
             self._facts_time = modified
             facts = json.loads(path.read_bytes())
         except FileNotFoundError:
-            self._facts_problem = f"there is no {RUN_FILE}: the model, the units and the configuration are unknown"
+            self._facts_problem = f"there is no {RUN}: the model, the units and the configuration are unknown"
             return False
         except (ValueError, RecursionError):
             facts = None
         if isinstance(facts, dict):
             self.facts, self._facts_problem = clean_facts(facts), ""
         else:
-            self._facts_problem = f"{RUN_FILE} is damaged: the model, the units and the configuration are unknown"
+            self._facts_problem = f"{RUN} is damaged: the model, the units and the configuration are unknown"
         return True
 
     def _add_event(self, event: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ class RunReader:
 
 def last_step(folder: Path) -> int:
     """Return the newest step of a run folder, or 0 if there is none."""
-    for record in last_objects(folder / STEPS_FILE, 1):
+    for record in last_objects(folder / STEPS, 1):
         if isinstance(record.get("step"), int):
             return int(record["step"])
     return 0
@@ -338,12 +338,12 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.exists():
         raise ZeroEngineError(f"{folder}: there is no such folder. Write a run folder, as in zero-view runs/a")
-    if any((folder / name).exists() for name in (RUN_FILE, STEPS_FILE, EVENTS_FILE)):
+    if any((folder / name).exists() for name in (RUN, STEPS, EVENTS)):
         return
-    runs = sorted(str(path.parent) for path in folder.glob(f"*/{RUN_FILE}"))
+    runs = sorted(str(path.parent) for path in folder.glob(f"*/{RUN}"))
     if runs:
         names = ", ".join(runs[:5]) + (", ..." if len(runs) > 5 else "")
         raise ZeroEngineError(f"{folder} has no run itself. Write one of {names}")
     raise ZeroEngineError(
-        f"{folder} is no run folder: it has neither {RUN_FILE} nor {STEPS_FILE}. For a run to write one, {HOW_TO_WRITE}"
+        f"{folder} is no run folder: it has neither {RUN} nor {STEPS}. For a run to write one, {HOW_TO_WRITE}"
     )

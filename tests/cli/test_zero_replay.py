@@ -1,0 +1,90 @@
+"""zero-replay says whether a run computed what it should have, and what to write where it cannot say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from zeroengine.cli.zero_replay import main
+
+FLIPPED = 6
+SCRIPT = """
+import os, sys, torch, zeroengine
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+config = {
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "digests": {"every": 2}, "units": ["0", "1"],
+}
+engine = zeroengine.initialize(model, config=config)
+loader = engine.dataloader([(torch.randn(8), torch.randn(1)) for _ in range(64)])
+while engine.global_steps < 8:
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        if engine.global_steps == int(os.environ.get("FLIPPED", -1)) - 1:
+            with torch.no_grad():
+                model[1].bias.view(torch.int32)[0] ^= 1 << 10
+        if engine.global_steps == 3:
+            engine.save_checkpoint(sys.argv[1])
+        if engine.global_steps == 8:
+            break
+engine.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    words = [sys.executable, "-m", "zeroengine.cli.zero_launch", "--cpu", "--nproc", "1", "--run-folder", "run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FLIPPED": str(FLIPPED)}
+    subprocess.run([*words, "train.py", "saved"], cwd=folder, env=environment, check=True, capture_output=True)
+    return folder / "run"
+
+
+def test_a_replay_gives_the_digests_of_before_a_flipped_bit_and_differs_after_it(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main([str(run), "--step", "4"]) == 0
+    assert "Equal: the replay gave the digests that the run recorded, at step 4." in capfd.readouterr().out
+    assert main([str(run), "--step", "6", "--once"]) == 1
+    out = capfd.readouterr().out
+    # The checkpoint of step 3 is found, and the run gave the model the same data.
+    assert "steps 4 to 6 on 1 ranks, from" in out and "step-3" in out and "The inputs" not in out
+    assert "the replay differ first at step 6, in" in out
+
+
+@pytest.mark.slow
+def test_two_replays_that_agree_say_that_the_run_was_wrong(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main([str(run), "--step", "8"]) == 1
+    assert "Two replays agree, so the run computed something else" in capfd.readouterr().out
+
+
+def test_what_cannot_be_replayed_is_an_error_that_says_what_can(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run), "--step", "5"]) == 2
+    assert "no digests of step 5: the nearest steps with digests are 2, 4, 6" in capsys.readouterr().err
+    assert main([str(run), "--step", "4", "--checkpoint", str(tmp_path)]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert main([str(run), "--step", "2", "--checkpoint", str(run.parent / "saved/step-3")]) == 2
+    assert "not a checkpoint of a step before 2: name an earlier one" in capsys.readouterr().err
+    (tmp_path / "digests.jsonl").write_bytes((run / "digests.jsonl").read_bytes())
+    facts = json.loads((run / "run.json").read_text())
+    del facts["command"]
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert main([str(tmp_path), "--step", "4"]) == 2
+    assert "does not say how the run was started" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""Run the command `zero-diff`: say where two runs, a run and a checkpoint, or two checkpoints differ first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from zeroengine.checkpoint.inspect import find_checkpoint
+from zeroengine.checkpoint.manifest import Manifest
+from zeroengine.cli.parser import CommandParser, command, write_output
+from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.formats import MISSING
+from zeroengine.utils.paths import path_argument
+from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
+from zeroengine.view.clean_values import finite
+from zeroengine.view.diff_report import DiffReport, Side, compare_runs, different_settings, read_side, rounding
+from zeroengine.view.digest_comparison import DigestComparison
+from zeroengine.view.digest_table import HOW_TO_WRITE, DigestTable, read_digests, table_of_checkpoint
+from zeroengine.view.report import diff_page
+from zeroengine.view.terminal import add_cells, make_console, make_table
+
+EXAMPLES = """\
+examples:
+  zero-diff runs/a runs/b                       the first step and unit at which two runs differ, and their settings
+  zero-diff runs/a runs/b --html diff.html      the same with a picture of steps by units, as a page for a browser
+  zero-diff runs/a saved/step-100               the digests of a run and those of a checkpoint
+  zero-diff saved/step-100 other/step-100       two checkpoints, tensor by tensor
+The exit code is 0 where nothing differs, 1 where something does, and 2 for trouble.
+"""
+# The tensors that the terminal shows, the characters of a setting, and how the figures of a tensor are written.
+MAX_TENSORS, MAX_VALUE = 20, 60
+FIGURES = {"elements": ",", "differing": ",", "absolute": ".3g", "relative": ".3g", "ulps": ","}
+
+
+@command("zero-diff")
+def main(argv: list[str] | None = None) -> int:
+    """Compare and return the exit code."""
+    about = "Say at which step, in which units and states two runs or checkpoints differ first, and in what settings."
+    parser = CommandParser("zero-diff", "zero-diff A B [options]", about, EXAMPLES)
+    add = parser.add_argument
+    add("a", metavar="A", type=path_argument, help="a run folder, or a checkpoint; of a folder of some the newest")
+    add("b", metavar="B", type=path_argument, help="another one")
+    add("--html", metavar="FILE", type=path_argument, help="write one self-contained page, too")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    try:
+        report = compare([options.a, options.b])
+    except OSError as error:
+        # As in diff, 1 means that the two differ.
+        raise ZeroEngineError(f"{error.filename}: {error.strerror}") from None
+    if options.html:
+        write_output(options.html, diff_page(report), "--html")
+    if options.json:
+        print(json.dumps(finite(vars(report)), indent=1))
+    else:
+        show(report)
+    return int(not report.equal)
+
+
+def compare(paths: list[Path]) -> DiffReport:
+    """Return how two runs, a run and a checkpoint, or two checkpoints differ.
+
+    Raises:
+        ZeroEngineError: One of them is neither, or they cannot be compared.
+    """
+    for path in paths:
+        if not path.is_dir():
+            raise ZeroEngineError(f"{path} is no folder: write run folders or checkpoints, as in runs/a runs/b")
+    is_run = [any((path / name).exists() for name in (RUN, STEPS, EVENTS, DIGESTS)) for path in paths]
+    if not any(is_run):
+        return _compare_checkpoints(paths)
+    sides, tables = [], []
+    for path, reads_run in zip(paths, is_run, strict=True):
+        tables.append(read_digests(path) if reads_run else _digests_of_checkpoint(path))
+        sides.append(read_side(path) if reads_run else _side_of(path, find_checkpoint(path, None)[1]))
+    return compare_runs(DigestComparison(tables, [str(path) for path in paths]), sides)
+
+
+def _digests_of_checkpoint(path: Path) -> DigestTable:
+    found, manifest = find_checkpoint(path, None)
+    if manifest is None or not manifest.digests:
+        raise ZeroEngineError(
+            f"{found} has no digests, without which it does not compare with a run: {HOW_TO_WRITE}, and save at a step "
+            "with digests. Two checkpoints are compared without"
+        )
+    return table_of_checkpoint(manifest.digests, manifest.step, manifest.world_size)
+
+
+def _side_of(path: Path, manifest: Manifest | None) -> Side:
+    facts: dict[str, Any] = {}
+    if manifest is not None:
+        facts = manifest.model_dump(include={"config", "step", "world_size", "precision", "optimizer", "versions"})
+        # The names of parameters are those of the tensors.
+        groups = [{key: group[key] for key in group if key != "params"} for group in manifest.param_groups]
+        facts["param_groups"] = {str(number): group for number, group in enumerate(groups)}
+    return Side(str(path), facts)
+
+
+def _compare_checkpoints(paths: list[Path]) -> DiffReport:
+    # Only the tensors need torch, whose import takes seconds.
+    found = [find_checkpoint(path, None) for path in paths]
+    from zeroengine.checkpoint.tensor_differences import compare_checkpoints
+
+    tensors, sentences = compare_checkpoints([path for path, _ in found])
+    # Of a folder, the newest checkpoint is compared, and its name belongs to what is said.
+    shown = [path if path.name == at.name else path / at.name for path, (at, _) in zip(paths, found, strict=True)]
+    sides = [_side_of(path, manifest) for path, (_, manifest) in zip(shown, found, strict=True)]
+    settings = different_settings(sides)
+    rows = sorted((t for t in tensors if t.differing), key=lambda tensor: -tensor.relative)
+    if rows:
+        most = max(rows, key=lambda tensor: tensor.absolute)
+        count = sum(tensor.differing for tensor in rows)
+        sentences = [
+            f"{len(rows):,} of {len(tensors):,} tensors differ, in {count:,} elements.",
+            f"The largest difference is {most.absolute:.3g}, in {most.name}, and the largest relative one "
+            f"{rows[0].relative:.3g}, in {rows[0].name}.",
+            *sentences,
+            *rounding(sides, settings, [side.facts.get("world_size", 0) for side in sides]),
+        ]
+    names, elements = [side.name for side in sides], sum(tensor.elements for tensor in tensors)
+    coverage = [f"Compared: {len(tensors):,} tensors with {elements:,} elements."]
+    return DiffReport(names, not sentences, sentences, coverage, settings, tensors=[vars(tensor) for tensor in rows])
+
+
+def show(report: DiffReport) -> None:
+    """Print a comparison for people."""
+    console = make_console()
+    first, *others = report.differences or [f"{report.names[0]} and {report.names[1]} are equal."]
+    for style, sentences in {"bold": [first], "": others, "dim": report.coverage}.items():
+        for sentence in sentences:
+            console.print(sentence, markup=False, style=style)
+    shown = report.tensors[:MAX_TENSORS]
+    tensors = [[row["name"], *(format(row[key], how) for key, how in FIGURES.items())] for row in shown]
+    if len(report.tensors) > MAX_TENSORS:
+        tensors.append([f"and {len(report.tensors) - MAX_TENSORS:,} more"])
+    settings = [[str(MISSING if value is None else value)[:MAX_VALUE] for value in row] for row in report.settings]
+    for what, names, rows in (("Tensors", FIGURES, tensors), ("Settings", report.names, settings)):
+        if rows:
+            columns = [(name, "right" if names is FIGURES else "left") for name in names]
+            table = make_table(f"{what} that differ", [("", "left"), *columns])
+            for row in rows:
+                add_cells(table, *row)
+            console.print("", table, sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Digests of the states at some steps: compared between ranks that hold copies, and written to the run folder.
+
+[Note: When digests are taken]
+Weights that an update overwrites, as at stages 1 and 2, are digested before it, since a bit that has flipped in a copy
+since they were gathered would be gone after it. Everything else is digested after the update. One sum over the ranks
+brings all numbers to all ranks. On a GPU the host reads them at the end of the next step, when they have arrived. So a
+difference is an error of all ranks at the same place.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroengine.checkpoint.content import random_states
+from zeroengine.comm.watchdog import host_name
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.errors import DivergenceError
+from zeroengine.monitor.digest_file import DigestFile
+from zeroengine.optim.state_digests import KINDS, Difference, differences, state_digests, weights_digests, whole_digests
+from zeroengine.runtime.input_digest import digest_inputs
+from zeroengine.utils.listed import listed
+from zeroengine.utils.run_files import GIVEN
+from zeroengine.utils.small_transfers import HostCopy
+
+log = logging.getLogger("zeroengine")
+
+# The differences, and the ranks, that one message names.
+NUM_SHOWN, MAX_RANKS_SHOWN = 3, 8
+
+
+UnitDigests = list[torch.Tensor | None]
+
+
+class StateDigests:
+    """Takes the digests of one engine every few steps. Every method but ``close`` is a collective.
+
+    Args:
+        parts: The parts of the engine.
+
+    Attributes:
+        taken: The digests of whole states of the last step that has any, by kind, 16 hexadecimal digits for each unit;
+            with the number of the step. None before the first one.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._settings = parts, parts.setup.config.digests
+        self._group, units = parts.ranks.replica_group, parts.partition.units
+        self._names = [unit.name for unit in units]
+        optimizer_degrees = [unit.degrees.optimizer if unit.trainable else unit.degrees.parameters for unit in units]
+        by_kind = [*[optimizer_degrees] * 3, [unit.degrees.parameters for unit in units]]
+        # One entry for each state: by kind, and then by unit.
+        self._degrees = [
+            (unit.degrees, degree) for degrees in by_kind for unit, degree in zip(units, degrees, strict=True)
+        ]
+        self._weights: UnitDigests | None = None
+        parts.setup.undo.callback(self.close)
+        # What the micro-steps of the step in progress were given, where digests are due.
+        self._inputs: UnitDigests = []
+        self._generators: torch.Tensor | None = None
+        # The step, and the numbers of all ranks, from the sum until the host reads them.
+        self._pending: tuple[int, HostCopy] | None = None
+        self.taken: tuple[int, dict[str, str]] | None = None
+        self._file: DigestFile | None = None
+        self._hosts = ["this host"] * self._group.world_size
+        monitor, group = parts.reports.monitor, parts.ranks.group
+        if self._settings.every is None:
+            return
+        self._hosts = self._group.all_gather_object(host_name() or platform.node(), "to name ranks that differ")
+        if group.rank == 0 and monitor is not None and monitor.folder is not None:
+            self._file = DigestFile(monitor.folder, self._names, self._group.world_size)
+        elif group.rank == 0:
+            log.warning(
+                "digests are compared between copies and kept in checkpoints, and nowhere else: for zero-diff, name a "
+                'run folder ("monitor": {"folder": "runs/a"}, or zero-launch --run-folder runs/a)'
+            )
+
+    @property
+    def _is_due(self) -> bool:
+        every = self._settings.every
+        return every is not None and self._parts.loop.step_runner.next_number % every == 0
+
+    def begin_forward(self, args: Any, kwargs: Any) -> None:
+        """Take the digest of the inputs of a forward of training. Not a collective."""
+        if not self._is_due:
+            return
+        digest = digest_inputs((args, kwargs), self._group.device)
+        if not self._inputs:
+            # Python's and NumPy's generators begin with other states in each process.
+            states = {name: random_states(self._group.device).get(name) for name in ("torch", "cuda")}
+            generators = digest_inputs(states, torch.device("cpu"))
+            self._generators = None if generators is None else generators.long()
+        # Each micro-step has a factor of its own, so that the order counts.
+        self._inputs.append(None if digest is None else digest.long() * (2 * len(self._inputs) + 1))
+
+    def begin_update(self) -> None:
+        """Take the digests that come before the update of the step in progress. No unit is being gathered."""
+        if self._is_due:
+            self._weights = weights_digests(self._parts.partition.units, self._group.world_size)
+
+    def end_update(self) -> None:
+        """Take the other digests of the step that has ended, if it is due, and compare copies.
+
+        Raises:
+            DivergenceError: On every rank: ranks that hold copies of a state have different values.
+        """
+        self._read()
+        weights, self._weights = self._weights, None
+        facts = [_total(self._inputs), self._generators]
+        self.drop_gradients()
+        issued = self._parts.loop.step_runner.issued_step
+        if weights is not None and issued is not None:
+            self._pending = issued.number, HostCopy(self._exchange(weights, facts))
+            if self._group.device.type == "cpu":
+                self._read()
+
+    def now(self) -> dict[str, str]:
+        """Return the digests of whole parameters and moments between two steps, as in ``taken``, and compare copies.
+
+        Raises:
+            DivergenceError: See ``end_update``.
+        """
+        runner = self._parts.loop.step_runner
+        runner.await_result()
+        numbers = _as_numbers(HostCopy(self._exchange([None] * len(self._names), None)))
+        self._compare(runner.num_updates + runner.num_skipped, numbers)
+        digests = self._whole(numbers)
+        return {kind: digests[kind] for kind in ("parameters", "moments")}
+
+    def drop_gradients(self) -> None:
+        """Forget what the step in progress was given, which starts again."""
+        self._inputs, self._generators = [], None
+
+    def by_unit(self, digests: str) -> dict[str, str]:
+        """Return the digests of one kind by the name of the unit."""
+        return {name: digests[16 * i : 16 * i + 16] for i, name in enumerate(self._names)}
+
+    def close(self) -> None:
+        """Read the digests of the last step, and close the file. Each rank may come here alone."""
+        try:
+            self._read()
+        except DivergenceError as error:
+            # The run is over, so there is nothing to stop.
+            log.error("%s", error)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _exchange(self, weights: UnitDigests, facts: UnitDigests | None) -> torch.Tensor:
+        """Return the numbers of all ranks: int64, of shape (ranks, states), followed by what each rank was given.
+
+        Args:
+            weights: The digests of the weights.
+            facts: Those of this rank's inputs and generators; None: no step has ended.
+        """
+        group, units = self._group, self._parts.partition.units
+        states = state_digests(units, self._parts.states.optimizer, gradients=facts is not None)
+        by_kind = [*states, weights, facts or [None, None]]
+        zero = torch.zeros((), dtype=torch.int64, device=group.device)
+        own = [
+            zero if digest is None else digest.to(group.device, non_blocking=True)
+            for digests in by_kind
+            for digest in digests
+        ]
+        # Each rank fills its own row, so the sum over ranks has the rows of all.
+        rows = torch.zeros(group.world_size, len(own), dtype=torch.int64, device=group.device)
+        rows[group.rank] = torch.stack(own)
+        group.all_reduce(rows)
+        return rows
+
+    def _whole(self, numbers: np.ndarray) -> dict[str, str]:
+        """Return the digests of whole states by kind."""
+        whole = whole_digests(numbers[:, : len(self._degrees)], [degree for _, degree in self._degrees])
+        by_kind = whole.astype(">u8").reshape(len(KINDS), -1)
+        return {kind: digests.tobytes().hex() for kind, digests in zip(KINDS, by_kind, strict=True)}
+
+    def _read(self) -> None:
+        """Read the numbers that have been summed, if there are any; write them, and compare copies."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        step, copy = pending
+        numbers = _as_numbers(copy)
+        digests = self._whole(numbers)
+        given = numbers[:, len(self._degrees) :].T.astype(">u8")
+        digests |= {kind: of_ranks.tobytes().hex() for kind, of_ranks in zip(GIVEN, given, strict=True)}
+        # The weights are compared only.
+        del digests["weights"]
+        self.taken = step, digests
+        if self._file is not None:
+            try:
+                self._file.append(step, digests)
+            except OSError as error:
+                self._file.close()
+                self._file = None
+                log.warning("no further digests are written: %s", error.strerror)
+        self._compare(step, numbers)
+
+    def _compare(self, step: int, numbers: np.ndarray) -> None:
+        """Report ranks whose copies of a state differ."""
+        found = differences(numbers[:, : len(self._degrees)], self._degrees)
+        if not found:
+            return
+        texts = [self._describe(difference) for difference in found[:NUM_SHOWN]]
+        more = f"; and {len(found) - NUM_SHOWN} more" if len(found) > NUM_SHOWN else ""
+        text = (
+            f"step {step}: ranks that hold copies of one state have different values, so memory, a link or a kernel "
+            f"has changed some: {'; '.join(texts)}{more}. Go on from a checkpoint of an earlier step, without the "
+            "hosts of these ranks; zero-replay takes the step again and shows what differs"
+        )
+        stops = self._settings.on_difference == "stop"
+        self._parts.reports.event("error" if stops else "warning", step, text)
+        if stops:
+            raise DivergenceError(f'{text}. ("digests": {{"on_difference": "warn"}} would go on.)')
+        if self._group.rank == 0:
+            log.warning("%s", text)
+
+    def _describe(self, difference: Difference) -> str:
+        """Return what differs and where, for a message."""
+        kind, unit = divmod(difference.state, len(self._names))
+        state = f"the {KINDS[kind]} of unit {self._names[unit]}"
+        ranks = [f"rank {self._group.numbers[rank]} ({self._hosts[rank]})" for rank in difference.ranks]
+        if not difference.others:
+            return f"{state} on {listed(ranks, MAX_RANKS_SHOWN)}, of which too few have copies to say which is right"
+        others = [f"{self._group.numbers[rank]}" for rank in difference.others]
+        return f"{state} on {listed(ranks, MAX_RANKS_SHOWN)}, unlike ranks {listed(others, MAX_RANKS_SHOWN)}"
+
+
+def _total(digests: UnitDigests) -> torch.Tensor | None:
+    """Return the sum of digests; None if there is none, or one of them is not known."""
+    known = [digest for digest in digests if digest is not None]
+    return torch.stack(known).sum() if known and len(known) == len(digests) else None
+
+
+def _as_numbers(copy: HostCopy) -> np.ndarray:
+    return np.array(copy.read(), dtype=np.int64).view(np.uint64)
