@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def order_of(path: Path) -> int:
     name = path.relative_to(ROOT / "tests").parts[0] if path.is_relative_to(ROOT / "tests") else ""
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run the files of an integration, whose scripts share the imports of a framework."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFramework(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return file.rpartition("/")[0] if file.startswith("tests/integrations/") else file
+
+    return ByFramework(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

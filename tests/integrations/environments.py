@@ -7,11 +7,14 @@ and again when its requirements change. Nothing of a framework is imported in th
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -26,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ENVIRONMENTS = ROOT / ".venv-integrations"
 TIMEOUT_SECONDS = 240.0
-# What takes long to import, once for all ranks of a script. torch's optimizers import its compiler. Lightning is not
+# What takes long to import, once for all ranks of all scripts. torch's optimizers import its compiler. Lightning is not
 # here, because its import notes the rank.
-PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint")
-PRELOADED_OF = {"transformers": ("transformers.trainer",), "accelerate": ("accelerate",)}
+PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "zeroengine.engine.engine")
+PRELOADED_OF = {"transformers": ("transformers.trainer", "peft"), "accelerate": ("accelerate",)}
 
 
 def python_of(name: str) -> Path:
@@ -95,7 +98,6 @@ def run_script(
     arguments: Sequence[object] = (),
     *,
     ranks: int = 2,
-    variables: dict[str, str] | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """Run a script on some ranks in an environment, and return what each rank reported.
@@ -106,26 +108,57 @@ def run_script(
             and the rank (see ``report``).
         arguments: Its arguments.
         ranks: How many processes run it, with the variables of torchrun.
-        variables: More environment variables.
         timeout: Seconds after which the processes are ended and the test fails.
 
     Raises:
         AssertionError: The script failed. The message has its output.
     """
-    python = python_of(environment)
     with tempfile.TemporaryDirectory() as folder:
-        report_path = Path(folder, "report")
-        modules = [*PRELOADED, *PRELOADED_OF.get(environment, ())]
-        command = [python, Path(__file__).with_name("start_ranks.py"), ranks, ",".join(modules), script, *arguments]
-        done = run_program(list(map(str, command)), {"REPORT": str(report_path), **(variables or {})}, timeout)
-        assert done.returncode == 0, f"{script} failed ({done.returncode}):\n{done.stdout[-8000:]}"
+        report_path, output = Path(folder, "report"), Path(folder, "output")
+        variables = {**_variables(), "REPORT": str(report_path)}
+        code = _start_ranks(environment, [ranks, str(output), variables, str(script), *map(str, arguments)], timeout)
+        assert code == "0", f"{script} failed ({code or 'no answer'}):\n{output.read_text()[-8000:]}"
         return [json.loads(Path(f"{report_path}.{rank}").read_text()) for rank in range(ranks)]
 
 
-def run_program(
-    command: Sequence[str], variables: dict[str, str] | None = None, timeout: float = TIMEOUT_SECONDS
-) -> subprocess.CompletedProcess[str]:
-    """Run a program without network and GPU, one thread a process, and return it with its output."""
+def _start_ranks(environment: str, request: list[Any], timeout: float) -> str:
+    """Let the starter of an environment run a script, and return the exit code; empty: there was no answer in time."""
+    starter = _starter(environment)
+    assert starter.stdin is not None and starter.stdout is not None
+    answer = b""
+    try:
+        Path(request[1]).touch()
+        starter.stdin.write(json.dumps(request).encode() + b"\n")
+        if select.select([starter.stdout], [], [], timeout)[0]:
+            answer = starter.stdout.readline()
+    finally:
+        if not answer:
+            _starter.cache_clear()
+            os.killpg(starter.pid, 9)
+            starter.wait()
+    return answer.decode().strip()
+
+
+@functools.cache
+def _starter(environment: str) -> subprocess.Popen[bytes]:
+    """Return a process that has imported what takes longest, for all scripts of this environment."""
+    modules = ",".join([*PRELOADED, *PRELOADED_OF.get(environment, ())])
+    starter = subprocess.Popen(
+        [python_of(environment), Path(__file__).with_name("start_ranks.py"), modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env=_variables(),
+        start_new_session=True,
+    )
+    assert starter.stdin is not None
+    # It ends when there is nothing more to read.
+    atexit.register(starter.stdin.close)
+    return starter
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables of a program without network and GPU, one thread a process."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -133,6 +166,13 @@ def run_program(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(ROOT),
     }
+    return {**os.environ, **settings}
+
+
+def run_program(
+    command: Sequence[str], variables: dict[str, str] | None = None, timeout: float = TIMEOUT_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without network and GPU, one thread a process, and return it with its output."""
     # In a session of its own, so that a timeout ends the ranks with their launcher.
     process = subprocess.Popen(
         command,
@@ -140,7 +180,7 @@ def run_program(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **settings, **(variables or {})},
+        env=_variables() | (variables or {}),
         start_new_session=True,
     )
     try:
