@@ -25,6 +25,8 @@ from zeroengine import ZeroEngineError
 EVERY_STAGE = (0, 1, 2, 3)
 PRECISIONS: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 HELD_OUT = 99
+# The first shows the order of units, the second gathers ahead by it, and the third is as all that follow.
+STEPS = 3
 
 
 def train(engine: zeroengine.Engine, construction: Construction, steps: int) -> Trained:
@@ -159,7 +161,7 @@ def check(name: str, world_size: int, steps: int, transport: str, stages: tuple[
 @SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
 def test_fp32_constructions_match_plain_pytorch_and_the_same_bits_at_every_stage(name: str, transport: str) -> None:
-    check(name, 2, 4, transport, STAGES)
+    check(name, 2, STEPS, transport, STAGES)
 
 
 @pytest.mark.slow  # those above and below have two ranks; test_degrees has four
@@ -181,8 +183,8 @@ def test_bf16_constructions_follow_plain_pytorch_and_the_same_bits_at_every_stag
 ) -> None:
     """The same bits at every stage; and a path that leaves that of plain PyTorch by less than 5 % of its length."""
     before = build(TABLE[name].factory).state_dict()
-    ranks = same_at_every_stage(trained(2, 4, "bf16", "gloo", stages), name)
-    for found, plain in zip(ranks, train_plainly(name, 2, 4, torch.bfloat16), strict=True):
+    ranks = same_at_every_stage(trained(2, STEPS, "bf16", "gloo", stages), name)
+    for found, plain in zip(ranks, train_plainly(name, 2, STEPS, torch.bfloat16), strict=True):
         assert found.losses == pytest.approx(plain.losses, rel=2e-2)
         off = moved = 0.0
         for key, value in plain.state.items():

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 Inputs = dict[str, Any]
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 3}
 ATTENTION: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 32}
-STEPS = 4
+STEPS = 3
 
 
 def causal(name: str, **more: Any) -> Callable[[], nn.Module]:

@@ -105,6 +105,8 @@ def task_of(name: str, checkpoint: bool = False, **more: Any) -> Task:
 
 
 TASKS = [(name, False) for name in FACTORIES] + [(name, True) for name in CHECKPOINTED]
+# test_families has the others without checkpoints.
+SHORT = [("tied llama", False), *((name, True) for name in CHECKPOINTED)]
 
 
 def quietly(function: Callable[..., Any], *args: Any) -> Any:
@@ -172,8 +174,9 @@ def train_all(tasks: list[tuple[str, bool]], stages: tuple[int, ...], more: dict
     return [quietly(train_at, stages, task_of(name, checkpoint), by_own_loss, more) for name, checkpoint in tasks]
 
 
-def test_transformers_train_in_fp32_as_plain_pytorch_and_the_same_at_every_stage() -> None:
-    for each, *ranks in zip(TASKS, *run_ranks(2, train_all, TASKS, STAGES, {}), strict=True):
+@pytest.mark.parametrize("tasks", [SHORT, pytest.param(TASKS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_transformers_train_in_fp32_as_plain_pytorch_and_the_same_at_every_stage(tasks: list[tuple[str, bool]]) -> None:
+    for each, *ranks in zip(tasks, *run_ranks(2, train_all, tasks, STAGES, {}), strict=True):
         for found in ranks:
             for stage, trained in enumerate(found):
                 assert_same_bits(found[0], trained, (each, stage))
@@ -218,76 +221,89 @@ def trained_with_a_copy(name: str, stage: int, **more: Any) -> tuple[zeroengine.
     return engine.eval(), plain.eval()
 
 
-def generate_everywhere() -> None:
+# The model, the stage and the precision.
+SOME_GENERATE: list[tuple[str, int, dict[str, Any]]] = [("llama", 3, {}), ("gpt2", 1, {}), ("t5", 3, BF16)]
+ALL_GENERATE = [(n, stage, more) for n in ("llama", "gpt2", "t5") for stage, more in ((1, {}), (3, {}), (3, BF16))]
+
+
+def generate_everywhere(cases: list[tuple[str, int, dict[str, Any]]]) -> None:
     rank = start()
-    for name in ("llama", "gpt2", "t5"):
-        for stage, more in ((1, {}), (3, {}), (3, BF16)):
-            engine, plain = trained_with_a_copy(name, stage, **more)
-            model, inputs = engine.module, text(5, rank)[0]
-            del inputs["labels"]
-            same = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-            other = {"max_new_tokens": 3 + 5 * rank, "min_new_tokens": 3 + 5 * rank, "do_sample": False}
-            expected = plain.generate(**inputs, **other)
-            with gathered(model):
-                assert torch.equal(model.generate(**inputs, **other), expected)
-                assert torch.equal(
-                    model.generate(**inputs, **other, num_beams=2), plain.generate(**inputs, **other, num_beams=2)
-                )
-            assert torch.equal(model.generate(**inputs, **other, synced_gpus=True), expected)
-            assert torch.equal(model.generate(**inputs, **same), plain.generate(**inputs, **same))
-            with torch.inference_mode():
-                assert torch.equal(engine(**text(6, rank)[0]).loss, plain(**text(6, rank)[0]).loss)
-            assert engine.memory().gathered == 0
-            engine.train().backward(engine(**text(7, rank)[0]).loss)
-            assert engine.step(), "and trains on"
+    for name, stage, more in cases:
+        engine, plain = trained_with_a_copy(name, stage, **more)
+        model, inputs = engine.module, text(5, rank)[0]
+        del inputs["labels"]
+        same = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        other = {"max_new_tokens": 3 + 5 * rank, "min_new_tokens": 3 + 5 * rank, "do_sample": False}
+        expected = plain.generate(**inputs, **other)
+        with gathered(model):
+            assert torch.equal(model.generate(**inputs, **other), expected)
+            assert torch.equal(
+                model.generate(**inputs, **other, num_beams=2), plain.generate(**inputs, **other, num_beams=2)
+            )
+        assert torch.equal(model.generate(**inputs, **other, synced_gpus=True), expected)
+        assert torch.equal(model.generate(**inputs, **same), plain.generate(**inputs, **same))
+        with torch.inference_mode():
+            assert torch.equal(engine(**text(6, rank)[0]).loss, plain(**text(6, rank)[0]).loss)
+        assert engine.memory().gathered == 0
+        engine.train().backward(engine(**text(7, rank)[0]).loss)
+        assert engine.step(), "and trains on"
 
 
-def test_ranks_generate_texts_of_different_lengths() -> None:
-    run_ranks(2, quietly, generate_everywhere)
+@pytest.mark.parametrize(
+    "cases", [SOME_GENERATE, pytest.param(ALL_GENERATE, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_ranks_generate_texts_of_different_lengths(cases: list[tuple[str, int, dict[str, Any]]]) -> None:
+    run_ranks(2, quietly, generate_everywhere, cases)
 
 
-def use_in_every_way(folder: Path) -> None:
+def use_in_every_way(cases: list[tuple[str, int]], folder: Path) -> None:
     rank = start()
-    for name in FACTORIES:
-        for stage in (0, 3):
-            engine, plain = trained_with_a_copy(name, stage)
-            model, (inputs,) = engine.module, task_of(name).data(1, rank)
+    for name, stage in cases:
+        engine, plain = trained_with_a_copy(name, stage)
+        model, (inputs,) = engine.module, task_of(name).data(1, rank)
 
-            assert (model.device, model.dtype) == (plain.device, plain.dtype)
-            assert model.num_parameters() == plain.num_parameters()
-            assert model.get_memory_footprint() == plain.get_memory_footprint()
+        assert (model.device, model.dtype) == (plain.device, plain.dtype)
+        assert model.num_parameters() == plain.num_parameters()
+        assert model.get_memory_footprint() == plain.get_memory_footprint()
 
-            tuples, expected = model(**inputs, return_dict=False), plain(**inputs, return_dict=False)
-            assert torch.equal(tuples[0], expected[0]) and torch.equal(tuples[1], expected[1])
+        tuples, expected = model(**inputs, return_dict=False), plain(**inputs, return_dict=False)
+        assert torch.equal(tuples[0], expected[0]) and torch.equal(tuples[1], expected[1])
 
-            state = engine.full_state_dict()
-            with gathered(model):
-                model.save_pretrained(folder / f"{name} {stage} gathered")
-            if rank == 0:
-                model.save_pretrained(folder / f"{name} {stage} state", state_dict=dict(state))
-                for how in ("gathered", "state"):
-                    read = type(model).from_pretrained(folder / f"{name} {stage} {how}").state_dict()
-                    assert read.keys() == state.keys()
-                    assert all(torch.equal(value, state[key]) for key, value in read.items())
+        state = engine.full_state_dict()
+        with gathered(model):
+            model.save_pretrained(folder / f"{name} {stage} gathered")
+        if rank == 0:
+            model.save_pretrained(folder / f"{name} {stage} state", state_dict=dict(state))
+            for how in ("gathered", "state"):
+                read = type(model).from_pretrained(folder / f"{name} {stage} {how}").state_dict()
+                assert read.keys() == state.keys()
+                assert all(torch.equal(value, state[key]) for key, value in read.items())
 
-            engine.train()
-            out = engine(**inputs, output_hidden_states=True)  # a loss of things inside of the output
-            hidden = out.hidden_states if name != "t5" else out.decoder_hidden_states
-            loss = out.loss + sum(h.square().mean() for h in hidden)
-            plain.train()
-            theirs = plain(**inputs, output_hidden_states=True)
-            hidden = theirs.hidden_states if name != "t5" else theirs.decoder_hidden_states
-            (theirs.loss + sum(h.square().mean() for h in hidden)).backward()
-            engine.backward(loss)
-            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-                mean = other.grad if other.grad is not None else torch.zeros(other.shape)
-                torch.distributed.all_reduce(mean)
-                torch.testing.assert_close(zeroengine.full_gradient(mine), mean / 2, rtol=1e-4, atol=1e-6)
-            assert engine.step()
+        engine.train()
+        out = engine(**inputs, output_hidden_states=True)  # a loss of things inside of the output
+        hidden = out.hidden_states if name != "t5" else out.decoder_hidden_states
+        loss = out.loss + sum(h.square().mean() for h in hidden)
+        plain.train()
+        theirs = plain(**inputs, output_hidden_states=True)
+        hidden = theirs.hidden_states if name != "t5" else theirs.decoder_hidden_states
+        (theirs.loss + sum(h.square().mean() for h in hidden)).backward()
+        engine.backward(loss)
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            mean = other.grad if other.grad is not None else torch.zeros(other.shape)
+            torch.distributed.all_reduce(mean)
+            torch.testing.assert_close(zeroengine.full_gradient(mine), mean / 2, rtol=1e-4, atol=1e-6)
+        assert engine.step()
 
 
-def test_transformers_attributes_outputs_and_save_pretrained_match_plain_models(tmp_path: Path) -> None:
-    run_ranks(2, quietly, use_in_every_way, tmp_path)
+SOME_USES = [("gpt2", 0), ("tied llama", 3), ("t5", 3), ("vit", 3)]
+ALL_USES = [(name, stage) for name in FACTORIES for stage in (0, 3)]
+
+
+@pytest.mark.parametrize("cases", [SOME_USES, pytest.param(ALL_USES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_transformers_attributes_outputs_and_save_pretrained_match_plain_models(
+    cases: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    run_ranks(2, quietly, use_in_every_way, cases, tmp_path)
 
 
 def only_norms(model: nn.Module) -> torch.optim.Optimizer:

@@ -24,9 +24,9 @@ def check_like_ddp(found: dict[str, Any]) -> None:
             assert run["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6), (case, stage)
 
 
-@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
-def test_training_equals_ddp(stages: tuple[int, ...]) -> None:
-    for found in run_script("transformers", HERE / "train_like_ddp.py", stages):
+@pytest.mark.parametrize("arguments", [("some", 3), pytest.param(("all", 0, 2, 3), marks=pytest.mark.slow)], ids=str)
+def test_training_equals_ddp(arguments: tuple[object, ...]) -> None:
+    for found in run_script("transformers", HERE / "train_like_ddp.py", arguments):
         check_like_ddp(found)
 
 

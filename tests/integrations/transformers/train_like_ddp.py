@@ -1,6 +1,6 @@
 """Trains under DDP and on the engine, and reports the losses, norms and rates that were logged, and how weights differ.
 
-The arguments are stages. Models in tiles are checked at these as well.
+The arguments are "some" or "all", how many optimizers of few bits and models in tiles are checked, and stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.integrations.environments import report
 from tests.integrations.transformers.models import Tokens, tiny_llama, training_arguments
-from tests.integrations.transformers.tiled_models import check_models
+from tests.integrations.transformers.tiled_models import MODELS, SOME_MODELS, check_models
 from zeroengine import MixedOptimizer, Muon
 from zeroengine.integrations.transformers import ZeroTrainer
 
@@ -49,18 +49,15 @@ def logged(trainer: Trainer) -> dict[str, list[float]]:
     return {key: [entry[key] for entry in steps] for key in ("loss", "grad_norm", "learning_rate")}
 
 
-def check_optimizers_of_few_bits(stage: int) -> None:
+def check_optimizers_of_few_bits(everything: bool, stage: int) -> None:
     """Names of optimizers of bitsandbytes and torchao train with AdamW and Lion here, without these libraries.
 
     A section of the configuration has the bits of its type.
     """
     section = {"optimizer": {"type": "Lion8bit", "params": dict.fromkeys(("lr", "betas", "weight_decay"), "auto")}}
-    for name, keys, kind, dtype in (
-        ("adamw_8bit", {}, "AdamW", torch.uint8),
-        ("paged_lion_8bit", {}, "Lion", torch.uint8),
-        ("paged_adamw_32bit", {}, "AdamW", torch.float32),
-        ("adamw_torch", section, "Lion", torch.uint8),
-    ):
+    some = (("adamw_8bit", {}, "AdamW", torch.uint8), ("adamw_torch", section, "Lion", torch.uint8))
+    more = (("paged_adamw_32bit", {}, "AdamW", torch.float32), ("paged_lion_8bit", {}, "Lion", torch.uint8))
+    for name, keys, kind, dtype in some + more * everything:
         arguments = training_arguments(optim=name, max_steps=1)
         config = {"zero_optimization": {"stage": stage}, **keys}
         trainer = ZeroTrainer(tiny_llama(), arguments, train_dataset=Tokens(28), zero_config=config)
@@ -72,6 +69,7 @@ def check_optimizers_of_few_bits(stage: int) -> None:
 def main() -> None:
     # An epoch of 28 samples has 7 micro-steps on each of two ranks, so its last step has one micro-step and not three.
     data = Tokens(28)
+    everything, stages = sys.argv[1] == "all", list(map(int, sys.argv[2:]))
     found: dict[str, Any] = {}
     for case, changes in CASES.items():
         model, arguments = tiny_llama(), training_arguments(**changes)
@@ -79,7 +77,7 @@ def main() -> None:
         plain = Trainer(model, arguments, train_dataset=data, **made)
         found[case] = {"ddp": logged(plain)}
         expected = plain.model.state_dict()
-        for stage in map(int, sys.argv[1:]):
+        for stage in stages:
             config = {"zero_optimization": {"stage": stage}} | ({"optimizer": MUON} if case == "Muon" else {})
             trainer = ZeroTrainer(tiny_llama(), training_arguments(**changes), train_dataset=data, zero_config=config)
             found[case][f"stage {stage}"] = logged(trainer)
@@ -87,8 +85,8 @@ def main() -> None:
             assert weights.keys() == expected.keys()
             differences = (torch.max(torch.abs(weights[name] - expected[name])) for name in weights)
             found[case][f"stage {stage}"]["weights"] = float(max(differences))
-    check_optimizers_of_few_bits(int(sys.argv[1]))
-    check_models(list(map(int, sys.argv[1:])))
+    check_optimizers_of_few_bits(everything, stages[0])
+    check_models(list(MODELS if everything else SOME_MODELS), stages)
     report(found)
 
 
