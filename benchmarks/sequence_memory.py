@@ -53,24 +53,28 @@ class Part(NamedTuple):
     config: dict[str, Any]
 
 
-# A further part is a further line. The plan does not know what tiles save, so their last column is above 1.
+TILES: dict[str, Any] = {"tiling": {"loss": True, "mlp": True}}
+ON_HOST: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
+# A further part is a further line.
 PARTS = (
     Part("before", 1, False, {}),
     Part("checkpointing", 1, True, {}),
     Part("checkpointing, tiled loss", 1, True, {"tiling": {"loss": True}}),
-    Part("checkpointing, tiles", 1, True, {"tiling": {"loss": True, "mlp": True}}),
+    Part("checkpointing, tiles", 1, True, TILES),
     Part("2 ranks a sample", 2, False, {"sequence_parallel_size": 2}),
     Part("2 ranks a sample, checkpointing", 2, True, {"sequence_parallel_size": 2}),
     Part("4 ranks a sample", 4, False, {"sequence_parallel_size": 4}),
-    Part(
-        "2 ranks, checkpointing, tiles", 2, True, {"sequence_parallel_size": 2, "tiling": {"loss": True, "mlp": True}}
-    ),
+    Part("2 ranks, checkpointing, tiles", 2, True, {"sequence_parallel_size": 2, **TILES}),
 )
 # The parts of the extrapolation.
 LARGE_PARTS = (
     Part("checkpointing", 8, True, {}),
     Part("8 ranks a sample", 8, False, {"sequence_parallel_size": 8}),
     Part("8 ranks a sample, checkpointing", 8, True, {"sequence_parallel_size": 8}),
+    Part("checkpointing, tiles", 8, True, TILES),
+    Part("checkpointing, tiles, host", 8, True, TILES | ON_HOST),
+    Part("8 ranks, checkpointing, tiles", 8, True, {"sequence_parallel_size": 8, **TILES}),
+    Part("8 ranks, checkpointing, tiles, host", 8, True, {"sequence_parallel_size": 8, **TILES, **ON_HOST}),
 )
 LARGE_TOKENS = (131072, 262144, 524288, 1048576)
 WARM_UP_TOKENS = 256
@@ -165,7 +169,7 @@ def print_extrapolated() -> None:
     """Print what the planner says of a large model, a row for each part."""
     print("\nextrapolation by the plan, which nothing has measured: 8 B parameters, bf16, eight GPUs of 80 GB, stage 3")
     print(
-        f"{'part':<34}" + "".join(f"{tokens:>11,}" for tokens in LARGE_TOKENS) + "   longest that fits (GiB of a GPU)"
+        f"{'part':<36}" + "".join(f"{tokens:>11,}" for tokens in LARGE_TOKENS) + "   longest that fits (GiB of a GPU)"
     )
     for part in LARGE_PARTS:
         settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **part.config}
@@ -182,7 +186,7 @@ def print_extrapolated() -> None:
             )
             longest = longest or plan.longest_sequence.get(size, 0)
             sizes.append(f"{plan.estimates[0].device_total / 2**30:>11,.1f}")
-        print(f"{part.name:<34}{''.join(sizes)}   {longest:,}", flush=True)
+        print(f"{part.name:<36}{''.join(sizes)}   {longest:,}", flush=True)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroengine
 from benchmarks.sequence_memory import NewBytes
+from benchmarks.sequence_memory import facts_of as measured_facts
 from tests.distributed.ranks import run_ranks
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
@@ -20,6 +21,7 @@ from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.plan.search.candidates import Choices, PlanCandidate, micro_batches
 from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.seconds.known_machines import load_machine
+from zeroengine.sequence import tiled_loss
 
 VOCAB, LAYERS, WIDTH, HEADS, TOKENS = 256, 2, 64, 4, 1024
 MACHINE = load_machine("h100-80gb")
@@ -128,6 +130,58 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
         assert longer.estimate(PlanCandidate(1, "none", "none", 1, 1, checkpointing=True)).fits == fits
     tiny = Estimator(facts_of(decoder()), STAGE_1, replace(MACHINE, device_bytes=1 << 20))
     assert tiny.longest_sequence(choices, 1) == 0
+
+
+TILED = {"tiling": {"loss": True, "mlp": True}}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 4096, "hidden_size": 96}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 2048}
+# The MLPs have seven tiles, and the loss has ten.
+LENGTH, LOSS_BYTES = 640, (1 << 20, 1 << 20)
+
+
+def train_in_tiles() -> int:
+    """Return the peak bytes of a micro-step."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tiled_loss.CPU_BYTES = LOSS_BYTES
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, use_cache=False))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = zeroengine.initialize(model, config=TILED | {"optimizer": {"type": "AdamW"}})
+    for tokens in (16, LENGTH):
+        ids = torch.randint(9, (1, tokens))
+        with NewBytes() as counter:
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.close()
+    return counter.peak_bytes
+
+
+def test_tiles_take_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(tiled_loss, "CPU_BYTES", LOSS_BYTES)
+    facts, sizes = measured_facts(LLAMA, LENGTH), []
+    for more in (TILED, {"tiling": {"loss": True}}, {"tiling": {"mlp": True}}):
+        micro = trace_micro_step(facts, load(more).resolve(world_size=1), 1, checkpointing=True)
+        sizes.append((micro.peak_bytes, sum(o.flops * o.count for o in micro.forward)))
+    assert sizes[0][0] == pytest.approx(run_ranks(1, train_in_tiles)[0], rel=0.01)
+    assert 2 * sizes[0][0] < min(sizes[1][0], sizes[2][0])
+    # The forward of a loss in tiles computes its gradients, and few tiles stand for all.
+    head = 2 * LENGTH * 4096 * 96
+    assert sizes[0][1] == sizes[1][1] == pytest.approx(sizes[2][1] + 2 * head, rel=0.02)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_inputs_of_checkpoints_are_planned_in_cpu_memory(layers: int) -> None:
+    facts = facts_of(StandardDecoder(VOCAB, layers, WIDTH, HEADS, 3 * WIDTH, HEADS))
+    steps = []
+    for on_host, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
+        config = load({"activation_checkpointing": {"cpu_checkpointing": on_host}}).resolve(world_size=1)
+        steps.append(trace_micro_step(facts, config, 1, checkpointing=True, device=device))
+    plain, moved, on_cpu = steps
+    hidden = TOKENS * WIDTH * 4
+    # As measured on a device: see test_host_activations.
+    assert plain.peak_bytes - moved.peak_bytes == (layers - 3) * hidden
+    assert (plain.host_bytes, moved.host_bytes, on_cpu.host_bytes) == (0, layers * hidden, 0)
 
 
 class OwnAttention(nn.Module):

@@ -44,7 +44,7 @@ def tiled(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CPU_BLOCK", 2 * VOCABULARY * 4)
+    monkeypatch.setattr(module, "CPU_BYTES", (module.CPU_BYTES[0], 2 * VOCABULARY * 4))
 
 
 def inputs(dtype: torch.dtype = torch.float32, ignored: int = -100) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ The forward reads the weight and saves none of it, so the backward of a released
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from zeroengine.utils.compiler_disable import disable_compile
 
 # The bytes of the logits of a tile: larger tiles read the weight, and add to its gradient, less often. The softmax
 # takes a block of a tile at a time, which stays in the cache of a CPU.
-CPU_TILE, CPU_BLOCK, GPU_TILE, GPU_BLOCK = 64 << 20, 4 << 20, 256 << 20, 64 << 20
+CPU_BYTES, GPU_BYTES = (64 << 20, 4 << 20), (256 << 20, 64 << 20)
 
 
 @disable_compile
@@ -88,8 +88,12 @@ def tiled_loss(
             f"found {found}, {softcap=}, {tile_tokens=}, {label_smoothing=}, {reduction=}"
         )
     is_kept = labels != ignore_index
-    # On a GPU this would wait for the device, whose kernels check labels themselves.
-    if kind == "cpu" and (wrong := labels[is_kept & ((labels < 0) | (labels >= len(weight)))]).numel():
+    # On a GPU this would wait for the device, whose kernels check labels themselves. Labels of a plan have no values.
+    if (
+        kind == "cpu"
+        and type(labels) is Tensor
+        and (wrong := labels[is_kept & ((labels < 0) | (labels >= len(weight)))]).numel()
+    ):
         raise ZeroEngineError(f"tiled_loss(): label {wrong[0]} is outside of the vocabulary of {len(weight)} tokens")
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -99,7 +103,7 @@ def tiled_loss(
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         return F.cross_entropy(scores, targets, None, None, ignore_index, None, "sum", label_smoothing)
 
-    tile, block = (CPU_TILE, CPU_BLOCK) if kind == "cpu" else (GPU_TILE, GPU_BLOCK)
+    tile, block = CPU_BYTES if kind == "cpu" else GPU_BYTES
     sizes = tile_tokens or 1 + tile // (len(weight) * hidden.element_size()), 1 + block // (len(weight) * 4)
     # Inside a Function gradients are never enabled.
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
@@ -107,6 +111,11 @@ def tiled_loss(
     total: Tensor = _TiledLoss.apply(*flat, needs, sizes, loss_of)  # type: ignore[no-untyped-call]
     # So little changes no other count, and without labels the mean is 0 and not NaN.
     return total if reduction == "sum" else mean_loss(total, is_kept.sum().float().clamp(min=1e-30), engine=engine)
+
+
+def slices(length: int, size: int) -> Iterator[slice]:
+    """Yield the parts of so many rows. A plan replaces this function."""
+    return (slice(start, start + size) for start in range(0, length, size))
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -124,12 +133,13 @@ class _TiledLoss(torch.autograd.Function):
         grad_bias = torch.zeros_like(weight[:, 0], dtype=precise) if needs[2] else None
         # The pages of a new buffer for each tile would take longer than the softmax.
         buffer = hidden.new_empty(min(sizes[0], len(hidden)), len(weight))
-        for start in range(0, len(hidden), sizes[0]):
-            rows = hidden[(tile := slice(start, start + sizes[0]))]
+        for tile in slices(len(hidden), sizes[0]):
+            rows = hidden[tile]
             logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
             if bias is not None:
                 logits += bias
-            for part, targets in zip(logits.split(sizes[1]), labels[tile].split(sizes[1]), strict=True):
+            for block in slices(len(rows), sizes[1]):
+                part, targets = logits[block], labels[tile][block]
                 # Hooks from outside, such as those of a checkpoint, would drop what the gradients need at once.
                 with torch.set_grad_enabled(has_grad), saved_tensors_hooks(Tensor.detach, Tensor.detach):
                     loss = loss_of(leaf := part.detach().requires_grad_(has_grad), targets)

@@ -34,6 +34,7 @@ CAUSAL_LOSS = "ForCausalLMLoss"
 TOKEN_LOSSES = (CAUSAL_LOSS, "ForMaskedLMLoss", "ForTokenClassification")
 # What a kernel may be given for each head, or for each pair of tokens, and would need whole.
 PER_HEAD_OPTIONS = ("position_bias", "s_aux")
+NO_PARTS = ', which sequence_parallel_size cannot divide into parts: write "sequence_parallel_size": 1'
 
 
 def outermost_models(model: nn.Module) -> list[nn.Module]:
@@ -65,7 +66,7 @@ def connect(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
             replace_attribute(inner, "_loss_function", _UncopiedLoss(_loss_of_group, group, inner.loss_function), undo)
 
 
-def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
+def replace_attribute(module: object, name: str, value: Any, undo: ExitStack) -> None:
     """Set an attribute of ``module`` itself until ``undo`` is closed. The attributes of its class stay."""
     previous = vars(module).get(name)
     undo.callback(vars(module).pop if previous is None else partial(setattr, module), name, previous)
@@ -155,10 +156,7 @@ class _Connection:
             length, mask, by_vmap = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
             if length != options["kv_length"] or by_vmap:
                 what = "makes masks by a function of its own" if by_vmap else "attends to other tokens than its own"
-                raise ZeroEngineError(
-                    f"this model {what}, which sequence_parallel_size cannot divide into parts: write "
-                    '"sequence_parallel_size": 1'
-                )
+                raise ZeroEngineError(f"this model {what}{NO_PARTS}")
             options["q_length"] = options["kv_length"] = length * self._group.size
             if self._documents is not None:
                 is_in_document = packed_sequence_mask_function(self._documents)
@@ -200,16 +198,11 @@ def _kernel(kernel: str, module: nn.Module) -> Callable[..., Any]:
 
 def _check_call(name: str, query: Tensor, key: Tensor, options: dict[str, Any]) -> None:
     if query.shape[2] != key.shape[2]:
-        raise ZeroEngineError(
-            f"{name} attends from {query.shape[2]} tokens to {key.shape[2]}, as cross-attention does, which "
-            'sequence_parallel_size cannot divide into parts: write "sequence_parallel_size": 1'
-        )
+        lengths = f"from {query.shape[2]} tokens to {key.shape[2]}"
+        raise ZeroEngineError(f"{name} attends {lengths}, as cross-attention does{NO_PARTS}")
     needed = [option for option in PER_HEAD_OPTIONS if options.get(option) is not None]
     if needed:
-        raise ZeroEngineError(
-            f"{name} gives its kernel {needed[0]} of all heads, and a rank has a part of them: write "
-            '"sequence_parallel_size": 1'
-        )
+        raise ZeroEngineError(f"{name} gives its kernel {needed[0]} of all heads{NO_PARTS}")
 
 
 class _AttentionView:

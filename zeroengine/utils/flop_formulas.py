@@ -43,9 +43,10 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# Formulas that torch lacks: attention on a CPU, and the experts of a mixture.
+# Formulas that torch lacks: attention on a CPU, the experts of a mixture, and a product that is added in place.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     _aten._grouped_mm: _grouped_flops,
+    _aten.addmm_: lambda _, a, b, **__: _grouped_flops(a, b),
 }

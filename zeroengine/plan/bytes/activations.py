@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,10 +24,11 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.bytes.meta_copy import copy_to_meta
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
-from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, omit_equal_blocks
-from zeroengine.plan.bytes.sequence_parts import TracedTransport, connect_parts
+from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, first_differentiable, omit_equal_blocks
+from zeroengine.plan.bytes.sequence_parts import TracedTransport, connect_parts, connect_tiles
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
+from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 
@@ -67,6 +67,7 @@ class MicroStep:
         forward: The operations of forward.
         backward: The operations of backward. Recomputation counts.
         exchanged_bytes: That leave the rank for those which share its samples, in forward, backward and recomputation.
+        host_bytes: The inputs of checkpoints that are in CPU memory between forward and backward.
     """
 
     micro_batch: int
@@ -75,6 +76,7 @@ class MicroStep:
     forward: Sequence[OperationCount]
     backward: Sequence[OperationCount]
     exchanged_bytes: int = 0
+    host_bytes: int = 0
 
 
 def trace_micro_step(
@@ -129,8 +131,11 @@ def _trace(
             _leave_out_dropout_of_attention(replica)
         mixed_precision.prepare_buffers(replica, config, torch.device("cpu"), lambda buffer: None, undo)
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
+        moved: list[int] = []
         if checkpointing:
-            _checkpoint_blocks(units, attention)
+            moves = device == "cuda" and config.activation_checkpointing.cpu_checkpointing
+            _checkpoint_blocks(units, attention, trace, moved if moves else None)
+        connect_tiles(replica, config.tiling, trace, device, undo)
         transport = TracedTransport(trace, config.sequence_parallel_size, device)
         connect_parts(replica, transport, undo)
         for run in runs:
@@ -151,7 +156,7 @@ def _trace(
             ) from error
     if transport.world_size > 1 and not transport.sent_bytes:
         raise ZeroEngineError(f"{model.name}: sequence_parallel_size needs zeroengine.sequence_parallel.attention")
-    return replace(micro, exchanged_bytes=transport.sent_bytes)
+    return replace(micro, exchanged_bytes=transport.sent_bytes, host_bytes=sum(moved))
 
 
 def _run(model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int) -> MicroStep:
@@ -204,7 +209,7 @@ def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dty
         fake = torch.empty_strided(param.shape, param.stride(), dtype=dtypes[param], device="cpu")
         params[param] = nn.Parameter(fake, requires_grad=param.requires_grad)
         if param.requires_grad:
-            params[param].register_post_accumulate_grad_hook(_drop_gradient)
+            params[param].register_post_accumulate_grad_hook(drop_gradient_of)
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None:
@@ -214,10 +219,6 @@ def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dty
                 if buffer not in buffers:
                     buffers[buffer] = torch.empty_like(buffer, device="cpu")
                 module._buffers[name] = buffers[buffer]
-
-
-def _drop_gradient(param: torch.Tensor) -> None:
-    param.grad = None
 
 
 def _leave_out_dropout_of_attention(model: nn.Module) -> None:
@@ -231,13 +232,15 @@ def _leave_out_dropout_of_attention(model: nn.Module) -> None:
 
 
 def _checkpoint_blocks(
-    units: Sequence[Sequence[nn.Module]], attention: Callable[[], AbstractContextManager[Any]]
+    units: Sequence[Sequence[nn.Module]], attention: Callable[[], Any], trace: OperationTrace, moved: list[int] | None
 ) -> None:
     """Run the forward of each unit's module that has child modules under ``torch.utils.checkpoint``.
 
     Args:
         units: The modules of each unit.
         attention: The context of forwards. A backward leaves it, and its recomputations enter it again.
+        trace: The trace.
+        moved: Gets the bytes of each input that moves to the host; None: they stay on the device.
     """
     blocks = {module: None for modules in units for module in modules if next(module.children(), None) is not None}
     for block in blocks:
@@ -249,3 +252,21 @@ def _checkpoint_blocks(
             preserve_rng_state=False,
             context_fn=lambda: (contextlib.nullcontext(), attention()),
         )
+        if moved is not None:
+            block.forward = partial(_move_input, trace, moved, block.forward)
+
+
+def _move_input(trace: OperationTrace, moved: list[int], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a checkpoint, and count its input as on the host until its backward, as ``HostActivations`` has it there.
+
+    The input of the present checkpoint is on the device, and two more, which are on their way to the host or back.
+    """
+    output, count = call(*args, **kwargs), trace.add_bytes
+    for tensor, result in zip(first_differentiable((args, kwargs)), first_differentiable(output), strict=False):
+        if not moved:
+            count(2 * tensor.nbytes)
+            tensor.register_hook(lambda _, nbytes=-2 * tensor.nbytes: count(nbytes))
+        moved.append(trace.weight * tensor.nbytes)
+        count(-tensor.nbytes)
+        result.register_hook(lambda _, nbytes=tensor.nbytes: count(nbytes))
+    return output

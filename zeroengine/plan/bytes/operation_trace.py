@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,6 +120,15 @@ class OperationTrace(TorchDispatchMode):
         """Count bytes as alive."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    @contextmanager
+    def counted(self, times: int) -> Iterator[None]:
+        """Let operations inside count as so many more."""
+        weight, self.weight = self.weight, self.weight * times
+        try:
+            yield
+        finally:
+            self.weight = weight
 
     def ignore(self, tensors: Any) -> None:
         """Leave storages out that exist already, so that operations in place do not count them."""

@@ -117,13 +117,13 @@ def count_omitted_blocks(run: BlockRun, trace: OperationTrace, undo: ExitStack) 
 
     def enter_second(module: nn.Module, args: Any, kwargs: Any) -> None:
         counts["before"] = trace.live_bytes
-        for tensor in _first_differentiable((args, kwargs)):
+        for tensor in first_differentiable((args, kwargs)):
             tensor.register_hook(leave_backward)
         trace.weight = len(run.omitted) + 1
 
     def leave_second(module: nn.Module, args: Any, output: Any) -> None:
         trace.weight = 1
-        for tensor in _first_differentiable(output):
+        for tensor in first_differentiable(output):
             tensor.register_hook(enter_backward)
 
     def enter_last(module: nn.Module, args: Any) -> None:
@@ -143,7 +143,7 @@ def count_omitted_blocks(run: BlockRun, trace: OperationTrace, undo: ExitStack) 
     undo.callback(run.last.register_forward_pre_hook(enter_last).remove)
 
 
-def _first_differentiable(values: Any) -> Iterator[torch.Tensor]:
+def first_differentiable(values: Any) -> Iterator[torch.Tensor]:
     """Yield the first tensor with a gradient, if there is one: the residual stream of a block."""
     for tensor in tensors_in(values):
         if tensor.requires_grad:

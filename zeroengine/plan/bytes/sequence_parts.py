@@ -3,23 +3,31 @@
 [Note: What is traced]
 The replica is connected as ``initialize`` connects the model, to a transport that moves nothing. So the trace sees what
 a rank computes and holds: its own tokens, except in attention, which goes over the whole sequence with a part of the
-heads. What tiles save (``tiling``) and hidden states that leave the device (``cpu_checkpointing``) are counted as if
-they stayed: a loss in tiles depends on the values of labels, and a trace of a thousand tiles takes a minute. The bytes
-of one tile, and of what is fetched ahead, would take their places in ``connect_parts``.
+heads.
+
+[Note: Tiles that are traced]
+A trace of a thousand tiles takes a minute. Of a loss one tile and one block of it are traced, which count as all: they
+leave nothing behind. Of an MLP the first tile, which counts as all but one, and the last: their gradients of the
+weights are added. The others copy their tokens, so outputs and gradients of all tokens exist, and count no operations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroengine.comm.interfaces import ResizableBuffer
+from zeroengine.config.tiling import Tiling
 from zeroengine.monitor.timer import Timer
 from zeroengine.plan.bytes.operation_trace import OperationTrace
-from zeroengine.sequence import transformers_models
+from zeroengine.plan.bytes.standard_decoder import StandardDecoder
+from zeroengine.sequence import tiled_loss, tiled_mlp, tiled_models, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup, hide_groups
 from zeroengine.utils.work import Completed
@@ -70,3 +78,45 @@ def connect_parts(model: nn.Module, transport: Any, undo: ExitStack) -> None:
         comparison = RankComparison(transport, torch.device("cpu"), transport.world_size)
         transport.group = SequenceGroup(transport, comparison, Timer(), undo)
         transformers_models.connect(model, transport.group, undo)
+
+
+def connect_tiles(model: nn.Module, tiling: Tiling, trace: OperationTrace, device: str, undo: ExitStack) -> None:
+    """Let ``model`` compute in tiles, as ``initialize`` does, and trace few of them. See "Tiles that are traced".
+
+    Args:
+        model: The replica that is traced.
+        tiling: What to tile. Tiles that a model makes itself are traced in the same way.
+        trace: The trace.
+        device: ``cpu`` or ``cuda``, which has larger tiles.
+        undo: Ends it.
+    """
+    replace = partial(transformers_models.replace_attribute, undo=undo)
+    replace(tiled_loss, "slices", partial(_first_slice, trace))
+    replace(tiled_mlp, "run_tiles", partial(_run_tiles, trace))
+    # A fake tensor has a class already.
+    replace(tiled_models, "_lazy", unset_fake_temporarily()(tiled_models._lazy))
+    replace(tiled_loss, "CPU_BYTES", tiled_loss.CPU_BYTES if device == "cpu" else tiled_loss.GPU_BYTES)
+    # The model of plain numbers stands for any, and has no tiles.
+    if not isinstance(model, StandardDecoder):
+        tiled_models.tile_model(model, tiling, undo)
+
+
+def _first_slice(trace: OperationTrace, length: int, size: int) -> Iterator[slice]:
+    with trace.counted(-(-length // size)):
+        yield slice(0, size)
+
+
+def _run_tiles(trace: OperationTrace, run: Callable[..., Any], tiles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if len(tiles) < 3:
+        return list(map(run, tiles))
+    first, *others, last = tiles
+    count, stack = len(tiles) - 1, ExitStack()
+    with trace.counted(count):
+        outputs = [run(first)]
+    if first.requires_grad:
+        # Backward comes to the first tile when it is done with the others. Its hooks hold no tensor.
+        outputs[0].register_hook(lambda _: stack.enter_context(trace.counted(count)))
+        first.register_hook(lambda _: stack.close())
+    end = run(last)
+    with trace.counted(0):
+        return [*outputs, *(tile * 1 for tile in others), end]

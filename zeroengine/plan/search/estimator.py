@@ -150,6 +150,7 @@ class Estimator:
         device_total = sum(states.device.values()) - states.shared_pages + working + overhead
         # A model that is built under meta_init has no values on the CPU (`peak_cpu_extra`).
         per_host_rank = sum(states.cpu.values()) + states.checkpoint_copy + PROCESS_BYTES
+        per_host_rank += micro.host_bytes if micro is not None else 0
         host_total = ranks * per_host_rank if on_gpu else 0
         disk_total = ranks * states.disk_files
         needs = [
