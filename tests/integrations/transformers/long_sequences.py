@@ -105,7 +105,7 @@ def batch_of(step: int, case: str) -> dict[str, Any]:
     return batch
 
 
-def train(case: Case, degree: int) -> tuple[list[float], list[float], Any]:
+def train(case: Case, degree: int, steps: int) -> tuple[list[float], list[float], Any]:
     model = model_of(*case)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -118,7 +118,7 @@ def train(case: Case, degree: int) -> tuple[list[float], list[float], Any]:
     engine = zeroengine.initialize(model, config=settings)
     losses, norms = [], []
     try:
-        for step in range(3):
+        for step in range(steps):
             batch = batch_of(step, case[3])
             part = zeroengine.shard_sequence(batch, engine=engine)
             if case[3].startswith("without"):
@@ -158,20 +158,21 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
     everything = sys.argv[1] == "all"
+    steps = 20 if everything else 3
     before = registered()
     found: dict[str, Any] = {"equal": {}, "refused": {}}
     for case in SOME + ALL * everything:
         runs = found["equal"][" ".join((case[0], *case[2:]))] = []
         for degree in (1, 2, 4) if everything else (1, 2):
             # At degree 1 all ranks have the same samples, so the mean over ranks is that of one.
-            losses, norms, model = train(case, degree)
+            losses, norms, model = train(case, degree, steps)
             runs.append((losses, norms))
             assert model.config._attn_implementation == case[2]
             assert "_loss_function" not in vars(getattr(model, "base_model", model))
             assert registered() == before
     for case in REFUSED + ALL_REFUSED * everything:
         try:
-            train(case, 2)
+            train(case, 2, steps)
             found["refused"][f"{case[0]} {case[3]}"] = ""
         except zeroengine.ZeroEngineError as error:
             found["refused"][f"{case[0]} {case[3]}"] = str(error)
