@@ -4,6 +4,7 @@
 
 Another configuration file gives another stage; the script stays as it is. `--text FILE` trains on your own text.
 With `--checkpoint FOLDER` the script saves checkpoints, and a later run continues at any stage and number of ranks.
+With configs/snapshots.json, ranks that are started again continue from the memory of the hosts.
 """
 
 from __future__ import annotations
@@ -261,9 +262,8 @@ def main() -> None:
     say(f"training for {options.steps:,} steps; --steps N changes that")
     say(f"byte unigram entropy  {nats(unigram_entropy(text))}")
     say(f"held-out loss before  {nats(evaluate(engine, held_out, options.eval_batches))}")
-    if options.checkpoint is not None and (options.checkpoint / "latest").is_file():
-        engine.load_checkpoint(options.checkpoint)
-        say(f"continues after step {engine.global_steps} of {options.checkpoint}")
+    if engine.resume(options.checkpoint):
+        say(f"continues after step {engine.global_steps}")
     train(engine, text, options)
     say(f"held-out loss after   {nats(evaluate(engine, held_out, options.eval_batches))}")
 

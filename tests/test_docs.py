@@ -195,6 +195,7 @@ def run_page(snippets: Sequence[Snippet], folder: Path, disk: Path) -> None:
     """On one rank: run the snippets of a page one after another. ``/local_nvme`` is ``disk``."""
     os.chdir(folder)
     os.environ["ZEROENGINE_OVERRIDES"] = '["zero_optimization.stage3_param_persistence_threshold=0"]'  # units are tiny
+    os.environ["ZEROENGINE_SNAPSHOT_FOLDER"] = str(folder / "memory")  # as zero-launch does
     # Data loaders may have workers, made as in a script: this process is a daemon with a fork server otherwise.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)

@@ -31,7 +31,7 @@ TIERS = [
     {"optim", "sequence"},
     {"plan"},
     {"checkpoint"},
-    {"weights"},
+    {"weights", "recovery"},
     {"engine"},
     {"integrations", "launch"},
     {"cli"},

@@ -14,7 +14,7 @@ import zeroengine
 from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
-from zeroengine.checkpoint import on_signal
+from zeroengine.checkpoint import agreement, on_signal
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 
@@ -30,7 +30,7 @@ def train_until_signalled(folder: Path, to: dict[int, int], background: bool, ev
     on_signal.INTERVAL_S = every
     engine = engine_at(2, checkpoint=settings(folder, async_save=background))
     try:
-        for step in range(3 * on_signal.MAX_STEPS):
+        for step in range(3 * agreement.MAX_STEPS):
             if to.get(engine.rank) == step:
                 os.kill(os.getpid(), signal.SIGUSR1)
             take_steps(engine, range(step, step + 1))

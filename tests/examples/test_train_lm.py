@@ -71,7 +71,7 @@ def test_a_run_continues_from_a_checkpoint_at_another_stage(tmp_path: Path) -> N
     whole = train(1, "--steps", "14")
     assert train(1, *saving, "--steps", "7").returncode == 0
     run = train(3, *saving, "--steps", "14")
-    assert f"continues after step 7 of {tmp_path}" in run.stdout, run.stderr
+    assert "continues after step 7\n" in run.stdout, run.stderr
     assert losses(run.stdout) == losses(whole.stdout)
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["latest", "step-14", "step-7"]
 

@@ -71,7 +71,7 @@ def load_files(
     values: dict[str, Any] = {}
     in_file_order = sorted(parts, key=lambda piece: (piece.file, piece.start))
     for file_name, pieces in groupby(in_file_order, key=lambda piece: piece.file):
-        with as_checkpoint_errors(f"{path} cannot be read"), open(path / file_name, "rb") as file:
+        with as_checkpoint_errors(f"{path} cannot be read"), metadata.open_file(path / file_name) as file:
             for piece in pieces:
                 value = _load_piece(file, piece)
                 if piece.name in objects:

@@ -13,8 +13,8 @@ import os
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -28,6 +28,14 @@ from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 METADATA = ".metadata"
 # The names of the objects that only zeroengine reads begin so.
 ZEROENGINE_PREFIX = "zeroengine."
+
+
+OpenFile = Callable[[Path], io.BufferedReader]
+
+
+def open_local(path: Path) -> io.BufferedReader:
+    """Open a file of this host to read."""
+    return open(path, "rb")
 
 
 class ByteRange(NamedTuple):
@@ -77,24 +85,31 @@ class DcpMetadata:
         tensors: The tensors by name, in the file's order.
         objects: The other values by name.
         items: The bytes of every value, by the name of the file.
+        open_file: Opens one of its files by its path.
     """
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredPiece]
     items: dict[str, list[ByteRange]]
+    open_file: OpenFile = open_local
 
 
-def read_metadata(path: Path) -> DcpMetadata:
+def read_metadata(path: Path, open_file: OpenFile = open_local) -> DcpMetadata:
     """Return what the checkpoint directory `path` holds.
+
+    Args:
+        path: The directory.
+        open_file: Opens one of its files by its path. The file may be on another host.
 
     Raises:
         CheckpointError: There is no metadata, it cannot be read, or it lacks part of a tensor.
     """
-    if not (path / METADATA).exists():
+    if open_file is open_local and not (path / METADATA).exists():
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it")
     # A damaged pickle may raise almost anything, and none of it is the user's mistake.
     with as_checkpoint_errors(f"{path / METADATA} cannot be read", prefix=f"{path}: "):
-        return _convert(SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load())
+        with open_file(path / METADATA) as file:
+            return replace(_convert(SafeUnpickler(io.BytesIO(file.read()), _ALLOW_LIST).load()), open_file=open_file)
 
 
 def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -251,7 +251,7 @@ class CheckpointFolder:
 
         Args:
             writing: The directory that `begin` returned, with every file in it but the manifest.
-            manifest: The checkpoint's manifest, without its `sequence`.
+            manifest: The checkpoint's manifest. Its `sequence` is raised above those in the folder.
             keep: The number of checkpoints to keep; None keeps all.
 
         Raises:
@@ -260,7 +260,8 @@ class CheckpointFolder:
         """
         # The folder is read again at every commit, since other tools may have removed checkpoints meanwhile.
         older = self._by_age()
-        manifest = manifest.model_copy(update={"sequence": 1 + (older[-1][0] if older else 0)})
+        sequence = max(manifest.sequence, 1 + (older[-1][0] if older else 0))
+        manifest = manifest.model_copy(update={"sequence": sequence})
         # Each step is on the disk before the next one begins: a power cut between two of them leaves a whole
         # checkpoint under every tag.
         with _synced(writing / MANIFEST) as file:
@@ -287,8 +288,12 @@ class CheckpointFolder:
             self._remove(replaced)
         if keep is not None:
             # With `keep` 1 the slice must cover the whole list, and `-0` would make it empty.
-            for tag in [tag for *_, tag in older if tag != manifest.tag][: -(keep - 1) or None]:
-                self._remove(self.path / tag)
+            self.remove([tag for *_, tag in older if tag != manifest.tag][: -(keep - 1) or None])
+
+    def remove(self, tags: Iterable[str]) -> None:
+        """Remove checkpoints, except those that somebody reads."""
+        for tag in tags:
+            self._remove(self.path / tag)
 
     def _remove(self, path: Path) -> None:
         """Remove the directory of a checkpoint, unless somebody reads it: then a later save or job removes it."""

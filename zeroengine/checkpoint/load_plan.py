@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 
 from zeroengine.checkpoint.content import stateful_name
-from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, StoredTensor, read_metadata
+from zeroengine.checkpoint.dcp_metadata import (
+    METADATA,
+    ZEROENGINE_PREFIX,
+    OpenFile,
+    StoredTensor,
+    open_local,
+    read_metadata,
+)
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import (
     AVERAGE,
@@ -91,7 +98,9 @@ class LoadPlan:
     restarted: Collection[str]
 
 
-def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
+def make_plan(
+    engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions, open_file: OpenFile = open_local
+) -> LoadPlan:
     """Return what is to be read.
 
     Args:
@@ -99,12 +108,13 @@ def make_plan(engine: EngineState, path: Path, manifest: Manifest | None, option
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
         options: What to take from it.
+        open_file: As of `read_metadata`.
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine.
     """
     tensors, group = engine.tensors, engine.tensors.group
-    metadata = read_metadata(path)
+    metadata = read_metadata(path, open_file)
     if manifest is not None:
         # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
         unlisted = {METADATA, *metadata.items} - manifest.files.keys()

@@ -22,7 +22,7 @@ import torch
 
 from zeroengine.checkpoint.content import random_states, set_random_states
 from zeroengine.checkpoint.dcp_load import load_files
-from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX, OpenFile, open_local
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
@@ -65,7 +65,9 @@ class RestoreResult:
     missing: list[str]
 
 
-def restore(engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions) -> RestoreResult:
+def restore(
+    engine: EngineState, path: Path, manifest: Manifest | None, options: LoadOptions, open_file: OpenFile = open_local
+) -> RestoreResult:
     """Put a checkpoint's state into the engine. A collective. See "All or nothing".
 
     Args:
@@ -73,6 +75,7 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
         options: What to take from it.
+        open_file: As of `read_metadata`.
 
     Raises:
         CheckpointError: On every rank, before anything is changed; the checkpoint does not fit or cannot be read.
@@ -82,7 +85,7 @@ def restore(engine: EngineState, path: Path, manifest: Manifest | None, options:
     # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
     # does not fit or cannot be read changes nothing.
     with group.collective_errors("to load a checkpoint"), as_checkpoint_errors(f"{path} cannot be loaded"):
-        plan = make_plan(engine, path, manifest, options)
+        plan = make_plan(engine, path, manifest, options, open_file)
         objects = load_files(path, plan.names.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
         # memory for its state already.

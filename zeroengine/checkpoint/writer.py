@@ -66,6 +66,67 @@ class _Resources:
             destroy_group(group)
 
 
+class BackgroundWriter:
+    """Writes copies of states in a thread, one after the other, while training changes the states.
+
+    Args:
+        group: All ranks.
+        name: The name of the thread.
+    """
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._name = group, name
+        self._resources = resources = _Resources(group.rank)
+        # An engine that is not closed ends these when it is deleted, or when the process exits.
+        self.close = finalize(self, resources.end)
+        # Holds a copy of the states while they are written. It is kept for the next copy: fresh pages would take
+        # longer than the copy.
+        self._copy_memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    @property
+    def copy_bytes(self) -> int:
+        """The CPU memory that the copy of the states takes, in bytes."""
+        return self._copy_memory.nbytes
+
+    @property
+    def future(self) -> Future[str | None] | None:
+        """The write under way, or whose outcome nobody has asked for yet: why it failed, or None."""
+        return self._resources.future
+
+    def gloo_group(self) -> dist.ProcessGroup:
+        """Return the group over which the thread exchanges what it needs. The first call is a collective."""
+        # Creating a group is a collective and takes a while, so it is made at the first save and kept.
+        if self._resources.gloo_group is None:
+            self._resources.gloo_group = self._group.new_group("gloo")
+        return self._resources.gloo_group
+
+    def start(self, write: Callable[[CheckpointContent], str | None], content: CheckpointContent) -> Future[str | None]:
+        """Copy `content` and let the thread call `write` with the copy. Nothing may be under way.
+
+        Args:
+            write: Returns why it failed, or None.
+            content: Views of states, which may change once this returns.
+        """
+        # Growing replaces the memory, since the earlier save has ended and nothing refers to the old one.
+        if self._copy_memory.nbytes < content.copy_bytes:
+            self._copy_memory = aligned_zeros(content.copy_bytes, torch.uint8)
+        # From here on training may change the states: the thread reads only the copy. The interpreter does not exit in
+        # the middle of a save, since it waits for the threads of an executor.
+        executor = ThreadPoolExecutor(1, self._name)
+        self._resources.future = future = executor.submit(write, content.copied(self._copy_memory))
+        executor.shutdown(wait=False)
+        return future
+
+    def wait(self) -> str | None:
+        """Return when nothing is under way any more, and why the last write failed, once."""
+        if self._resources.future is None:
+            return None
+        with self._group.long_wait("save a checkpoint"):
+            error = self._resources.future.result()
+        self._resources.future = None
+        return error
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one engine, beside training where it can. Every method is a collective.
 
@@ -81,18 +142,13 @@ class CheckpointWriter:
         self, group: Group, settings: Checkpoint, placement: Placement, on_saved: Callable[[str, int, float], None]
     ) -> None:
         self._group, self._settings, self._placement, self._on_saved = group, settings, placement, on_saved
-        self._resources = resources = _Resources(group.rank)
-        # An engine that is not closed ends these when it is deleted, or when the process exits.
-        self._end = finalize(self, resources.end)
+        self._background = BackgroundWriter(group, "zeroengine-save")
         self._directories: dict[Path, CheckpointFolder] = {}
-        # Holds a copy of the states while they are written beside training. It is kept for the next save: fresh pages
-        # would take longer than the copy.
-        self._copy_memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def copy_bytes(self) -> int:
         """The CPU memory that the copy of the states takes, in bytes."""
-        return self._copy_memory.nbytes
+        return self._background.copy_bytes
 
     def write(self, content: CheckpointContent, folder: str, tag: str) -> None:
         """Write checkpoint `tag` of `folder`, beside training once it is copied. No save may be under way.
@@ -102,9 +158,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: On every rank; there is no such checkpoint then, and the ones before are as they were.
         """
-        # Creating a group is a collective and takes a while, so it is made at the first save and kept.
-        if self._resources.gloo_group is None:
-            self._resources.gloo_group = self._group.new_group("gloo")
+        gloo_group = self._background.gloo_group()
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
         nbytes = sum(self._group.all_gather_object(content.nbytes))
         # One rank makes the directory, or the ranks would race for it. Its name has a random part, so the other ranks
@@ -115,7 +169,7 @@ class CheckpointWriter:
                 directory.open()
                 new_directories.append(directory.begin(tag, nbytes))
         writing = all_new_directories[0][0]
-        write = partial(_write, self._resources.gloo_group, directory, tag, writing, self._settings.keep)
+        write = partial(_write, gloo_group, directory, tag, writing, self._settings.keep)
         began = time.monotonic()
 
         def report_saved(saving: Future[str | None] | None = None) -> None:
@@ -125,21 +179,13 @@ class CheckpointWriter:
 
         # States on disk may be larger than memory and cannot be copied, so training waits for their save.
         if self._settings.async_save and not self._placement.disks:
-            # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
-            if self._copy_memory.nbytes < content.copy_bytes:
-                self._copy_memory = aligned_zeros(content.copy_bytes, torch.uint8)
-            # From here on training may change the states: the thread reads only the copy. The interpreter does not exit
-            # in the middle of a save, since it waits for the threads of an executor.
-            executor = ThreadPoolExecutor(1, "zeroengine-save")
-            future = executor.submit(write, content.copied(self._copy_memory), ignore_progress)
+            future = self._background.start(partial(write, report=ignore_progress), content)
             future.add_done_callback(report_saved)
-            executor.shutdown(wait=False)
-            self._resources.future = future
         else:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", content.nbytes, self._group.rank == 0) as report:
                 with self._group.long_wait(f"save {tag}"):
-                    error = write(content, evicting(report, self._placement.evict))
+                    error = write(content, report=evicting(report, self._placement.evict))
             self._placement.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(error)
@@ -151,12 +197,9 @@ class CheckpointWriter:
         Raises:
             CheckpointError: On every rank; the save beside training failed.
         """
-        if self._resources.future is not None:
-            with self._group.long_wait("save a checkpoint"):
-                error = self._resources.future.result()
+        if self._background.future is not None:
             # An error must be raised once, and the next save may go on.
-            self._resources.future = None
-            self._raise_if_failed(error)
+            self._raise_if_failed(self._background.wait())
 
     def _raise_if_failed(self, error: str | None) -> None:
         # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
@@ -169,7 +212,7 @@ class CheckpointWriter:
         try:
             self.finish()
         finally:
-            self._end()
+            self._background.close()
 
     def finish(self) -> None:
         """Wait for the save that is under way, and unlock the folders. The next save locks its folder again."""

@@ -82,10 +82,14 @@ def launch_locally(options: argparse.Namespace) -> int:
 
     from zeroengine.launch.local import agent, network, pipes, rendezvous
     from zeroengine.launch.local.failure_report import failure_report
+    from zeroengine.launch.local.snapshot_folder import SnapshotFolder
 
     # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
     # ones.
     (console, events), run_id = open_console(options), uuid.uuid4().hex
+    # What the ranks of one round keep in memory is for those of the next one.
+    snapshot_folder = SnapshotFolder()
+    local_job.environment.update(snapshot_folder.environment)
     port, width = options.port, len(str(nproc - 1))
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(nproc)], terminal=True)
@@ -107,6 +111,7 @@ def launch_locally(options: argparse.Namespace) -> int:
         notice = f"restart {restart + 1} of {options.max_restarts}"
         events.append("restart", notice)
         console.print_own(f"zero-launch: {notice}\n")
+    snapshot_folder.remove()
     return outcome.code
 
 

@@ -91,10 +91,13 @@ def _find_start(reader: RunReader, step: int, checkpoint: Path | None) -> Start:
     """
     from zeroengine.checkpoint.inspect import find_checkpoint
 
-    events = [event for event in reader.events if event["kind"] == "checkpoint"]
     # The script may have named its folder of checkpoints from where it was started.
     base = str(reader.facts.get("command", {}).get("folder", "."))
-    paths = [Path(base, str(event.get("path"))) for event in events] if checkpoint is None else [checkpoint]
+    events = [event for event in reader.events if event["kind"] in ("checkpoint", "resume")]
+    paths = [Path(base, str(event.get("path"))) for event in events]
+    # A run that goes on from a checkpoint records the folder of checkpoints alone.
+    paths += [Path(path, f"step-{event['step']}") for path, event in zip(paths, events, strict=True)]
+    paths = paths if checkpoint is None else [checkpoint]
     starts = [Start(0, None)]
     for path in paths:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
@@ -38,6 +38,9 @@ from zeroengine.sequence.group import SequenceGroup
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 
+if TYPE_CHECKING:
+    from zeroengine.recovery.snapshots import MemorySnapshots
+
 log = logging.getLogger("zeroengine")
 
 
@@ -52,6 +55,7 @@ class LoopParts:
         foreign_parameters: Finds parameters that ``initialize`` was not given.
         state_offloader: Moves states away from the device on request.
         save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
+        snapshots: Keeps snapshots in the memory of hosts; None likewise.
         sequences: The ranks that share each sample.
     """
 
@@ -61,6 +65,7 @@ class LoopParts:
     foreign_parameters: ForeignParameters
     state_offloader: StateOffloader
     save_on_signal: SaveOnSignal | None
+    snapshots: MemorySnapshots | None
     sequences: SequenceGroup
 
 
@@ -109,6 +114,7 @@ def build_parts(
     save_on_signal = SaveOnSignal(setup.config, group) if setup.config.checkpoint.on_signal else None
     if save_on_signal is not None:
         setup.undo.callback(save_on_signal.close)
+    snapshots = _open_snapshots(setup, group)
     partition = partition_model(setup, ranks, reports.timer)
     comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size)
     sequences = SequenceGroup(ranks.transport, comparison, reports.timer, setup.undo)
@@ -128,6 +134,7 @@ def build_parts(
         ForeignParameters(setup.model, partition.units, setup.base_optimizer),
         StateOffloader(config, group.rank, group.device),
         save_on_signal,
+        snapshots,
         sequences,
     )
     # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
@@ -144,6 +151,18 @@ def build_parts(
                 listed(dropped, NUM_SHOWN),
             )
     return EngineParts(setup, ranks, reports, partition, passes, states, loop, sys.exc_info()[1])
+
+
+def _open_snapshots(setup: EngineSetup, group: Group) -> MemorySnapshots | None:
+    if setup.config.snapshots.every_seconds is None:
+        return None
+    # torch's part of checkpoints takes a second to import, which only runs with snapshots need here.
+    from zeroengine.recovery.snapshots import MemorySnapshots
+
+    planner = setup.planner
+    snapshots = MemorySnapshots(setup.config, group, planner.requirement(planner.current()).states.snapshot)
+    setup.undo.callback(snapshots.close)
+    return snapshots
 
 
 def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes) -> None:

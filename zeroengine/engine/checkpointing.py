@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeroengine.checkpoint.content import collect_content
+from zeroengine.checkpoint.dcp_metadata import open_local
 from zeroengine.checkpoint.directory import check_tag
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.load_plan import LoadOptions
@@ -23,14 +26,17 @@ from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.recovery.newest import NewestStates, newest_on_disk
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.paths import checked_path
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
+    from zeroengine.checkpoint.manifest import Manifest
     from zeroengine.checkpoint.restore import RestoreResult
     from zeroengine.checkpoint.writer import CheckpointWriter
+    from zeroengine.recovery.snapshots import MemorySnapshots
     from zeroengine.weights.live_loads import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
@@ -69,7 +75,8 @@ class EngineCheckpoints:
     @property
     def copy_bytes(self) -> int:
         """Return the bytes of the copy in CPU memory that a checkpoint is written from."""
-        return 0 if self._writer is None else self._writer.copy_bytes
+        writers = (self._writer, self._parts.loop.snapshots)
+        return sum(writer.copy_bytes for writer in writers if writer is not None)
 
     def check_not_half_loaded(self, call: str) -> None:
         """Refuse ``call`` after a load that failed halfway.
@@ -155,6 +162,19 @@ class EngineCheckpoints:
                 }
             self._writer.write(content, path, tag)
 
+    def take_snapshot(self, snapshots: MemorySnapshots) -> None:
+        """Keep the states in the memory of hosts, at the end of a step. A failure is a warning."""
+        try:
+            with self._parts.reports.timer.span("checkpoint"):
+                self._prepare_save(inside_step=True)
+                with self._parts.ranks.group.collective_errors("to take a snapshot"):
+                    content = collect_content(self._state(), None, frozen=True)
+                snapshots.take(content)
+        # Every rank has this error, and training goes on without the snapshot.
+        except ZeroEngineError as error:
+            if self._parts.ranks.group.rank == 0:
+                log.warning("no snapshot: %s", error)
+
     def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
@@ -177,21 +197,59 @@ class EngineCheckpoints:
         parts.states.master_weights.settle()
         self.rounds.make_replicas_equal()
 
+    def resume(self, directory: str | os.PathLike[str] | None) -> bool:
+        """Load the newest snapshot or checkpoint, and return whether there is one. See ``Engine.resume``."""
+        if self.replay is not None and self.replay.skips("resume()"):
+            return self.replay.has_loaded
+        newest = self._find_newest(directory)
+        if newest.has_any:
+            options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
+            self._load(directory, None, options, newest)
+        return newest.has_any
+
+    def _find_newest(self, directory: str | os.PathLike[str] | None) -> NewestStates:
+        """Return the newest snapshot and the newest checkpoint. A collective."""
+        group = self._parts.ranks.group
+        on_disk: list[tuple[bool, Manifest | None]] = []
+        with group.collective_errors("to resume", on_disk) as all_on_disk:
+            path = None if directory is None else checked_path(directory, "resume(directory)", CheckpointError)
+            # Ranks may see the folder in different states. What rank 0 sees counts.
+            if group.rank == 0 and path is not None:
+                on_disk.append(newest_on_disk(Path(path)))
+        snapshots = self._parts.loop.snapshots
+        has_checkpoint, manifest = (*all_on_disk[0], (False, None))[0]
+        return NewestStates(path, has_checkpoint, manifest, None if snapshots is None else snapshots.find())
+
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
-        if self.replay is not None and self.replay.skips("load_checkpoint()"):
+        if self.replay is not None and self.replay.skips("load_checkpoint()", weights_only=options.weights_only):
             return self.replay.client_state
         return self._load(directory, tag, options)
 
-    def _load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
-        parts = self._parts
-        arguments: dict[str, object] = {"tag": tag, **vars(options)}
+    def _load(
+        self,
+        directory: str | os.PathLike[str] | None,
+        tag: str | None,
+        options: LoadOptions,
+        newest: NewestStates | None = None,
+    ) -> Any:
+        """Load a checkpoint or a snapshot and return its client state.
+
+        Args:
+            directory: The folder of checkpoints. None: there is none.
+            tag: The name of a checkpoint. None: the newest, or a newer snapshot of an earlier round.
+            options: What to take from it.
+            newest: What is known of the newest. None: nothing yet.
+        """
+        parts, snapshots, is_whole = self._parts, self._parts.loop.snapshots, not options.weights_only
+        arguments: dict[str, object] = {"directory": directory, "tag": tag, **vars(options)}
         with parts.ranks.group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             parts.loop.state_offloader.check_resident("load_checkpoint()")
             parts.passes.gatherer.check_has_weights("load_checkpoint()")
             parts.loop.foreign_parameters.check()
-            folder = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
-            arguments["directory"] = os.path.abspath(folder)
+            if newest is None or directory is not None:
+                directory = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
+                arguments["directory"] = os.path.abspath(directory)
             if tag is not None and not (isinstance(tag, str) and tag and "\0" not in tag):
                 raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
         check_same("load_checkpoint()", all_arguments)
@@ -200,7 +258,12 @@ class EngineCheckpoints:
         parts.passes.backward.finish()
         parts.states.master_weights.settle()
         with parts.reports.timer.span("checkpoint"):
-            restored = self._restore(Path(folder), tag, options)
+            # A snapshot of an earlier round is meant as well, and one that this round has taken is not.
+            if snapshots is not None and snapshots.unused and tag is None and newest is None and is_whole:
+                newest = self._find_newest(directory)
+            restored = self._restore(Path(directory or ""), tag, options, newest)
+        if snapshots is not None and is_whole:
+            snapshots.unused = None
         self._mark_loaded(restored.missing)
         self.rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
@@ -213,12 +276,19 @@ class EngineCheckpoints:
         if parts.setup.config.zero_optimization.zeropp_loco_param is not None and parts.ranks.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.loop.step_runner.num_updates + parts.loop.step_runner.num_skipped
-        subject, path = "weights are" if options.weights_only else "the run is", os.fspath(directory)
-        parts.reports.event("resume", step, f"{subject} loaded from {path}, at step {step}", path=path)
+        subject, facts = "weights are" if options.weights_only else "the run is", {"path": os.fspath(directory or "")}
+        text = f"{subject} loaded from {facts['path']}, at step {step}"
+        if newest is not None and newest.search is not None:
+            text, facts = newest.describe(step), facts | newest.facts(step)
+            if parts.ranks.group.rank == 0:
+                log.warning("%s", text)
+        parts.reports.event("resume", step, text, **facts)
         return restored.client_state
 
-    def _restore(self, folder: Path, tag: str | None, options: LoadOptions) -> RestoreResult:
-        """Put a checkpoint into the engine, and return the rest of it.
+    def _restore(
+        self, folder: Path, tag: str | None, options: LoadOptions, newest: NewestStates | None
+    ) -> RestoreResult:
+        """Put a checkpoint or a snapshot into the engine, and return the rest of it.
 
         Raises:
             CheckpointError: On every rank; nothing is changed.
@@ -231,9 +301,14 @@ class EngineCheckpoints:
         # A save beside training may be replacing the very checkpoint that is asked for.
         if self._writer is not None:
             self._writer.wait()
-        search = CheckpointSearch(group, folder, tag, fallback=options.fallback)
+        snapshots, open_file = self._parts.loop.snapshots, open_local
+        source: AbstractContextManager[tuple[Path, Manifest | None]]
+        source = CheckpointSearch(group, folder, tag, fallback=options.fallback).open()
+        if snapshots is not None and newest is not None and (snapshot := newest.snapshot) is not None:
+            source = nullcontext((snapshots.path_of(snapshot), snapshot.manifest))
+            open_file = partial(snapshots.open_file, snapshot)
         try:
-            with search.open() as (checkpoint, manifest):
+            with source as (checkpoint, manifest):
                 if manifest is not None and manifest.tag != checkpoint.name and group.rank == 0:
                     log.warning(
                         "%s holds the checkpoint that was saved as %s, of step %d: its folder was renamed or copied",
@@ -241,7 +316,7 @@ class EngineCheckpoints:
                         manifest.tag,
                         manifest.step,
                     )
-                restored = restore(self._state(), checkpoint, manifest, options)
+                restored = restore(self._state(), checkpoint, manifest, options, open_file)
             # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
             self._is_half_loaded = self._is_half_loaded and options.weights_only
             self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
@@ -318,7 +393,7 @@ class EngineCheckpoints:
         """Load parameters and buffers. See ``Engine.load_weights``."""
         from zeroengine.weights.live_loads import LoadResult, load
 
-        if self.replay is not None and self.replay.skips("load_weights()"):
+        if self.replay is not None and self.replay.skips("load_weights()", weights_only=True):
             return LoadResult([], [])
         parts = self._parts
         with parts.ranks.group.collective_errors("to load weights"):

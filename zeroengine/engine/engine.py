@@ -755,7 +755,8 @@ class Engine:
 
         Args:
             directory: The folder of checkpoints, the same for all ranks.
-            tag: The checkpoint's name. None: the newest checkpoint.
+            tag: The checkpoint's name. None: the newest checkpoint. Before the first step this is also a newer snapshot
+                in memory, as ``resume`` takes it, unless weights alone are loaded.
             weights_only: Whether only parameters and buffers are loaded; optimizer, schedule and counters stay.
             optimizer: Whether the optimizer's state and hyperparameters are loaded. False starts with empty state, so
                 that another optimizer may continue; the loaded schedule sets the learning rates.
@@ -764,7 +765,7 @@ class Engine:
             fallback: Whether the newest undamaged checkpoint is loaded if the requested one is damaged.
 
         Returns:
-            The ``client_state`` that was saved, or None.
+            The ``client_state`` that was saved, or None, as from a snapshot.
 
         Raises:
             ZeroEngineError: The call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
@@ -773,6 +774,23 @@ class Engine:
         """
         options = LoadOptions(fallback=fallback, weights_only=weights_only, optimizer=optimizer, strict=strict)
         return self._checkpoints.load(directory, tag, options)
+
+    def resume(self, directory: str | os.PathLike[str] | None = None) -> bool:
+        """Go on from the newest snapshot in memory (``snapshots``) or checkpoint on the disk, whichever is newer.
+
+        Call it on every rank, before the first step. Rank 0 logs what was used, and how many steps were lost. A
+        snapshot has no ``client_state``: keep such values by ``register_stateful``.
+
+        Args:
+            directory: The folder of checkpoints, the same for all ranks; it need not exist. None: snapshots alone.
+
+        Returns:
+            Whether there was any. Otherwise the engine is unchanged.
+
+        Raises:
+            CheckpointError: On every rank; the newest cannot be loaded.
+        """
+        return self._checkpoints.resume(directory)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is being saved in the background, and unlock the folders. Call it on every rank.

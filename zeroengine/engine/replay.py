@@ -151,9 +151,19 @@ class StepReplay:
         # The script may draw its data next, which it drew from its own seed in the run, too.
         set_random_states(self._script_random, device)
 
-    def skips(self, call: str) -> bool:
-        """Return whether a call of the script that saves or loads does nothing. Before the first step some load."""
-        if call.startswith("load") and self.target.directory is None:
+    @property
+    def has_loaded(self) -> bool:
+        """Whether this goes on from a checkpoint."""
+        return self.target.directory is not None
+
+    def skips(self, call: str, *, weights_only: bool = False) -> bool:
+        """Return whether a call of the script that saves or loads does nothing.
+
+        Args:
+            call: The call.
+            weights_only: Whether it loads weights alone, with which a run begins that goes on from no checkpoint.
+        """
+        if weights_only and not self.has_loaded:
             return False
         if self._parts.ranks.group.rank == 0:
             log.warning("%s does nothing: this process takes step %d of a run again", call, self.target.step)

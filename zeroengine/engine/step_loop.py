@@ -243,6 +243,8 @@ class StepLoop(BackwardListener):
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if loop.save_on_signal is not None and loop.save_on_signal.is_due():
             loop.save_on_signal.save_and_exit(engine)
+        if loop.snapshots is not None and loop.snapshots.end_step(loop.step_runner.num_updates):
+            self._checkpoints.take_snapshot(loop.snapshots)
         return updated
 
     def _warn_of_unused_hooks(self) -> None:

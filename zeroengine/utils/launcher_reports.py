@@ -1,4 +1,4 @@
-"""What a rank reports to the launcher that started it. This file needs no torch."""
+"""What a rank and the launcher that started it tell each other. This file needs no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import os
 RESTART_EXIT_CODE = 75
 # This variable names the file by which a rank reports its first step.
 STEP_FILE = "ZEROENGINE_STEP_FILE"
+# This variable names the folder in memory that the launcher's process on this node removes when it ends.
+SNAPSHOT_FOLDER = "ZEROENGINE_SNAPSHOT_FOLDER"
 
 
 def report_step() -> None:

@@ -30,7 +30,9 @@ from zeroengine.launch.local.pipes import Pipes
 from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
+from zeroengine.launch.local.snapshot_folder import SnapshotFolder
 from zeroengine.launch.local.worker import BIND_VARIABLE
+from zeroengine.utils.addresses import own_address
 
 # The seconds in which the main thread must end everything once the launcher is gone.
 ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0
@@ -130,12 +132,17 @@ class LauncherConnection(Coordinator):
 
 
 class NodeServer:
-    """Carry out the launcher's tasks on this node: open the store's port, reach the first node, run the ranks."""
+    """Carry out the launcher's tasks on this node: open the store's port, reach the first node, run the ranks.
+
+    Attributes:
+        snapshot_folder: The folder in memory for the snapshots of all rounds.
+    """
 
     def __init__(self, launcher: LauncherConnection) -> None:
         self._launcher = launcher
         self._listener: socket.socket | None = None
         self._interface: str | None = None
+        self.snapshot_folder = SnapshotFolder()
 
     def carry_out(self, message: Message) -> None:
         """Carry out one task.
@@ -154,7 +161,7 @@ class NodeServer:
         # A listener of an earlier round would keep its port from the new one.
         if self._listener is not None:
             self._listener.close()
-        address = message["address"] or network.own_address(message["reached_at"], message["others"])
+        address = message["address"] or own_address(message["reached_at"], message["others"])
         host = ""
         if not message["others"] and not message["address"]:
             # This is the only node, and nobody else should reach the store.
@@ -190,6 +197,7 @@ class NodeServer:
         environment: dict[str, str] = dict(message["environment"])
         # The number of threads depends on this node's cores, so that the launcher cannot choose it.
         environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": job.omp_threads(nproc)}
+        environment |= self.snapshot_folder.environment
         # Gloo would otherwise choose the interface of the host name, which is often loopback.
         if assignment.nodes > 1 and self._interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._interface)
@@ -252,6 +260,7 @@ def main() -> None:
             server.carry_out(message)
         except (OSError, LaunchError) as error:
             launcher.send({"is": "problem", "text": str(error)})
+    server.snapshot_folder.remove()
     sys.stdout.flush()
     # An ordinary exit would wait for the threads.
     os._exit(0)

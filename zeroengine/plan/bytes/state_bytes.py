@@ -119,6 +119,7 @@ class StateBytes:
             pages of the other ranks.
         checkpoint_copy: The most bytes of CPU memory that ``checkpoint.async_save`` takes for the copy that it writes
             from.
+        snapshot: Likewise the bytes of its part of a snapshot, if any are taken (``snapshots``).
     """
 
     device: Mapping[str, int]
@@ -129,6 +130,7 @@ class StateBytes:
     disk_files: int = 0
     shared_pages: int = 0
     checkpoint_copy: int = 0
+    snapshot: int = 0
 
     @property
     def device_total(self) -> int:
@@ -233,7 +235,7 @@ def predict_states(
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]
-    copies = config.checkpoint.async_save and not on_disk
+    copy_bytes = checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, update.states)
     return StateBytes(
         device=device,
         cpu=host if on_gpu else {},
@@ -247,9 +249,8 @@ def predict_states(
         peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if traits.shares_pages and maps_pages else 0,
-        checkpoint_copy=checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, update.states)
-        if copies
-        else 0,
+        checkpoint_copy=copy_bytes if config.checkpoint.async_save and not on_disk else 0,
+        snapshot=copy_bytes if config.snapshots.every_seconds is not None else 0,
     )
 
 

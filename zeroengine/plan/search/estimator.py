@@ -13,6 +13,7 @@ from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
 from zeroengine.plan.bytes.model_facts import ModelFacts
 from zeroengine.plan.bytes.operation_trace import MAX_REAL_NUMEL
 from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
+from zeroengine.plan.bytes.snapshot_bytes import copies_of, snapshot_memory_bytes
 from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
     HEADROOM,
@@ -145,11 +146,13 @@ class Estimator:
         # Updates have temporaries of their own, but an update begins when the activations are gone.
         working = max(micro.peak_bytes if micro is not None else 0, states.peak_device_extra)
         process, share = (CONTEXT_BYTES, ALLOCATOR_SHARE) if on_gpu else (PROCESS_BYTES, HEAP_SHARE)
-        overhead = self._buffer_bytes + process + int(share * working)
+        copies = copies_of(self._base_config, machine.world_size // ranks)
+        snapshots = snapshot_memory_bytes(states.snapshot, copies)
+        overhead = self._buffer_bytes + process + int(share * working) + (0 if on_gpu else snapshots)
         # Ranks of one node map each other's pages where they share memory, and so gather without memory of their own.
         device_total = sum(states.device.values()) - states.shared_pages + working + overhead
         # A model that is built under meta_init has no values on the CPU (`peak_cpu_extra`).
-        per_host_rank = sum(states.cpu.values()) + states.checkpoint_copy + PROCESS_BYTES
+        per_host_rank = sum(states.cpu.values()) + states.checkpoint_copy + snapshots + PROCESS_BYTES
         per_host_rank += micro.host_bytes if micro is not None else 0
         host_total = ranks * per_host_rank if on_gpu else 0
         disk_total = ranks * states.disk_files

@@ -1,0 +1,77 @@
+"""A rank that is killed costs no bits: its round goes on from a snapshot in memory, which the launcher removes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import zeroengine
+from tests.distributed.ranks import run_ranks
+from tests.launch.conftest import Launch, Script, Start
+from tests.launch.processes import wait_for
+
+SCRIPT = """
+from tests.launch.local.test_snapshots import start, take_step
+engine = start(every_seconds=0.05)
+print("resumed", engine.resume(), flush=True)
+folder = os.environ["ZEROENGINE_SNAPSHOT_FOLDER"]
+open("folder", "w").write(folder)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+while engine.global_steps < 30:
+    print("loss", engine.global_steps, take_step(engine).hex(), flush=True)
+    time.sleep(0.01)
+    if first and rank == 1 and engine.global_steps == 20:
+        while not any(name.startswith("step-") for name in os.listdir(folder)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+engine.close()
+"""
+
+
+def start(**snapshots: float) -> zeroengine.Engine:
+    torch.manual_seed(0)
+    zero = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+    config = {"train_micro_batch_size_per_gpu": 2, "snapshots": snapshots, **zero}
+    return zeroengine.initialize(torch.nn.Linear(8, 8), config=config)
+
+
+def take_step(engine: zeroengine.Engine) -> float:
+    torch.manual_seed(engine.global_steps * 2 + engine.rank)
+    loss = engine(torch.randn(2, 8)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def undisturbed() -> list[str]:
+    engine = start()
+    return [take_step(engine).hex() for _ in range(30)]
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_killed_rank_costs_no_bits_and_nothing_stays_in_memory(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    result = launch("--max-restarts", "1", script(SCRIPT))
+    assert result.code == 0, result.err
+    assert not Path((tmp_path / "folder").read_text()).exists()
+    assert "resumed from the snapshot of step" in result.err and result.out.count("resumed True") == 2
+    for rank, losses in enumerate(run_ranks(2, undisturbed)):
+        found = set(re.findall(rf"\[rank {rank}\] loss (\d+) (.*)", result.out))
+        assert found == {(str(step), loss) for step, loss in enumerate(losses)}
+
+
+def test_the_folder_goes_with_a_launcher_that_is_killed(start: Start, script: Script, tmp_path: Path) -> None:
+    body = "folder = os.environ['ZEROENGINE_SNAPSHOT_FOLDER']\nos.makedirs(f'{folder}/{rank}')\n"
+    launcher = start(
+        "--nproc", "2", "--cpu", script(body + "open(f'pids{rank}', 'w').write(folder)\ntime.sleep(60)"), ranks=2
+    )
+    folder = Path((tmp_path / "pids0").read_text())
+    assert sorted(os.listdir(folder)) == ["0", "1"] and folder.parent == Path("/dev/shm")
+    launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not folder.exists(), 10)

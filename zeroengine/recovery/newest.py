@@ -1,0 +1,79 @@
+"""Choose between the newest snapshot in memory and the newest checkpoint on the disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.inspect import find_checkpoint
+from zeroengine.checkpoint.manifest import Manifest
+from zeroengine.errors import CheckpointError
+from zeroengine.recovery.generations import FoundSnapshot, SnapshotSearch
+
+
+def newest_on_disk(path: Path) -> tuple[bool, Manifest | None]:
+    """Return whether a folder has checkpoints, and the manifest of the newest, if it can be read."""
+    try:
+        return True, find_checkpoint(path, None)[1]
+    except CheckpointError:
+        # A file that names a damaged checkpoint shows that there was one. Loading it says what is wrong.
+        return os.path.lexists(path / LATEST), None
+
+
+@dataclass(frozen=True)
+class NewestStates:
+    """The newest states that a run may go on from. The same on all ranks.
+
+    Attributes:
+        folder: The folder of checkpoints; None where the user named none.
+        has_checkpoint: Whether it has any.
+        manifest: The manifest of the newest checkpoint; None where it has none or cannot be read.
+        search: What was found in memory; None where no snapshots are taken.
+    """
+
+    folder: str | None
+    has_checkpoint: bool
+    manifest: Manifest | None
+    search: SnapshotSearch | None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.has_checkpoint or self.snapshot is not None
+
+    @property
+    def snapshot(self) -> FoundSnapshot | None:
+        """The snapshot, if it is the newest; None if the checkpoint is."""
+        found = None if self.search is None else self.search.found
+        if found is None or self.manifest is None:
+            return found
+        # Both were taken at a time of rank 0, in whole seconds. Within one second the steps decide.
+        snapshot, checkpoint = ((m.saved_at, m.step) for m in (found.manifest, self.manifest))
+        return found if snapshot >= checkpoint else None
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Return what an event says of a resumed run beside its text."""
+        assert self.search is not None
+        return {
+            "source": "snapshot" if self.snapshot is not None else "checkpoint",
+            "hosts": 0 if self.snapshot is None else self.snapshot.num_hosts,
+            "lost_steps": max(self.search.reached - step, 0),
+        }
+
+    def describe(self, step: int) -> str:
+        """Return in one line what the run goes on from, at `step`, and what it has lost."""
+        assert self.search is not None
+        facts, found, folder = self.facts(step), self.search.found, self.folder
+        if self.snapshot is not None:
+            source = f"the snapshot of step {step} in the memory of {facts['hosts']} host{'s' * (facts['hosts'] > 1)}"
+            newest = "cannot be read" if self.manifest is None else f"is of step {self.manifest.step}"
+            other = f"the newest checkpoint in {folder} {newest}" if self.has_checkpoint else "there is no checkpoint"
+        else:
+            source = f"the checkpoint of step {step} in {folder}"
+            other = f"no snapshot {'in memory is whole' if found is None else 'is newer'}"
+        passed_over = "".join(f"; that of step {newer} is not whole" for newer in self.search.passed_over)
+        lost = "1 step was lost" if facts["lost_steps"] == 1 else f"{facts['lost_steps']} steps were lost"
+        return f"resumed from {source}; {lost}; {other}{passed_over}"
