@@ -15,6 +15,7 @@ from tests.checkpoint.models import engine_at
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
 from tests.view.generated_digests import UNITS, write_digests
+from tests.view.generated_runs import data_of
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.entries import StateEntry, pieces_of_run
 from zeroengine.checkpoint.manifest import MANIFEST, read_manifest
@@ -48,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def compare(capsys: pytest.CaptureFixture[str], *arguments: Path) -> tuple[int, str]:
+def compare(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str]:
     code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, " ".join((out + err).split())
@@ -58,13 +59,11 @@ def test_one_element_that_differs_is_found_with_its_size(
     saved: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
-    code = main([str(saved / "a"), str(saved / "b"), "--json", "--html", str(page)])
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    code, text = compare(capsys, saved / "a", saved / "b", "--html", page)
+    report = data_of(page.read_text())
     (row,) = report["tensors"]
     assert code == 1 and (row["name"], row["differing"], row["ulps"]) == (NAME, 1, 1)
     assert 0 < row["absolute"] < row["relative"] < 2**-22
-    assert NAME in page.read_text()
-    text = compare(capsys, saved / "a", saved / "b")[1]
     assert f"1 of {report['coverage'][0].split()[1]} tensors differ, in 1 elements." in text and NAME in text
 
 

@@ -50,18 +50,16 @@ def test_another_learning_rate_is_said_since_its_first_step(diff: Diff) -> None:
     assert "a and b differ first at step 50, in the parameters of embedding, layers.0, layers.1 and 7 more." in text
     assert "At that step gradients are equal, moments are equal, parameters differ in all 10 units." in text
     assert "Of 50 compared steps after it, 50 differ." in text
-    assert "the gradients and moments of step 50 are equal and step 49 is equal, look at the update" in text
-    assert "The learning rate is 0.001 and 0.002 from step 50 on." in text
-    assert "The losses differ from step 51 on" in text
+    assert "Since the gradients and moments of step 50 are equal, look at the update" in text
+    assert "The learning rate differs from step 50 on: 0.001 and 0.002 at first." in text
+    assert "The loss differs from step 51 on" in text
     assert "Settings that differ a b optimizer.params.lr 0.0003 0.002" in text
     assert "Equal bits are not to be expected" not in text and "flipped" not in text
-    first = json.loads(diff("a", b, "--json")[1])["first"]
-    assert (first["step"], first["before"], first["lr"]) == (50, 49, [[0.001], [0.002]])
 
 
 def test_a_learning_rate_that_differs_for_some_steps_is_said_so(diff: Diff) -> None:
     b = write_digests(Path("b"), lr={1: 0.001, 50: 0.002, 60: 0.001})
-    assert "The learning rate is 0.001 and 0.002 from step 50 to 59, in 10 steps." in diff("a", b)[1]
+    assert "The learning rate differs from step 50 to 59, in 10 steps: 0.001 and 0.002 at first." in diff("a", b)[1]
 
 
 @pytest.mark.parametrize("kind", ["parameters", "moments"])
@@ -73,7 +71,7 @@ def test_a_flipped_bit_is_named_by_step_unit_and_state(diff: Diff, kind: str) ->
 
 def test_a_difference_that_begins_in_backward_is_traced_to_its_unit(diff: Diff) -> None:
     text = diff("a", write_digests(Path("b"), changes=[(37, "gradients", range(5))]))[1]
-    assert "gradients differ in 5 of 10 units" in text and "Since step 36 is equal, look at the data" in text
+    assert "gradients differ in 5 of 10 units" in text and "Look at the data" in text
     assert re.search(r"The losses of step 37 are (\S+) and \1, so the difference begins in backward", text)
     assert "The units after layers.3, to which backward comes earlier, are equal: look at layers.3 first." in text
 
@@ -109,7 +107,7 @@ def test_of_other_intervals_the_common_steps_are_compared(diff: Diff) -> None:
     b = write_digests(Path("b"), every=10, changes=[(37, "gradients", [1])])
     code, text = diff("a", b)
     assert code == 1 and "differ first at step 40, in the gradients of" in text
-    assert "It began in a step after 30, up to 40. To find out in which, and in what, repeat both" in text
+    assert "It began in one of the steps 31 to 40. To find out in which, and in what, repeat both" in text
     assert "at 10 steps (10 to 100, every 10). a alone has digests of 90 other steps." in text
     code, text = diff(write_digests(Path("c"), steps=9, every=4), write_digests(Path("d"), steps=9, every=3))
     assert (
@@ -124,7 +122,7 @@ def test_of_other_units_the_common_ones_are_compared(diff: Diff) -> None:
     b = write_digests(Path("b"), units=[*UNITS[:8], "tail", "end"])
     code, text = diff("a", b)
     assert code == 0 and "of 8 units at 100 steps" in text
-    assert "only a has layers.7, head, and only b has tail, end" in text
+    assert "Only a has the units layers.7, head. Only b has the units tail, end." in text
     code, text = diff("a", write_digests(Path("c"), units=["x", "y", "z"]))
     assert code == 2 and "no unit is in both" in text and 'Write the same "units"' in text
 
@@ -163,10 +161,8 @@ def test_wrong_input_says_what_to_write(diff: Diff) -> None:
     assert "b/digests.jsonl has no digests of a step yet" in diff("a", b)[1]
     write_lines(b / "digests.jsonl", [header(UNITS, 2, format=2)])
     assert "b/digests.jsonl has digests of format 2, and this zeroengine knows format 1" in diff("a", b)[1]
-    assert diff("a", "a/run.json") == (
-        2,
-        "zero-diff: a/run.json is no folder: write run folders or checkpoints, as in runs/a runs/b",
-    )
+    code, text = diff("a", "a/run.json")
+    assert code == 2 and "a/run.json is a file" in text
     Path("empty").mkdir()
     assert diff("a", "empty")[0] == 2
     (b / "digests.jsonl").unlink()

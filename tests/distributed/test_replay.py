@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def record(folder: Path) -> dict[int, Any]:
 
 def repeat(folder: Path, stage: int, first_batch: int) -> tuple[dict[int, Any], Any]:
     """What zero-replay starts, of a script that loads and saves, draws random numbers, and may have other data."""
-    target = ReplayTarget(LAST - 1, str(folder / "run"), str(folder / "checkpoints"), f"step-{SAVED}")
-    os.environ[REPLAY_VARIABLE] = target.to_variable()
+    target = ReplayTarget(LAST - 1, str(folder / "run"), str(folder / f"checkpoints/step-{SAVED}"))
+    os.environ[REPLAY_VARIABLE] = json.dumps(vars(target))
     engine = make(stage, folder / f"replay-{stage}")
     loaded = engine.load_checkpoint(folder / "nowhere")
     engine.save_checkpoint(folder / "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
@@ -144,3 +145,10 @@ def write_run(
         for name, value in run_lines(ranks, steps, layers, restart, seed):
             (step_lines if name == "steps.jsonl" else event_lines).write(json.dumps(value) + "\n")
     return folder
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """Return what the scripts of a page read."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.browser import browser, open_page
 from tests.view.generated_digests import UNITS, write_digests
-from tests.view.generated_runs import run_facts, run_lines, write_run
+from tests.view.generated_runs import data_of, run_facts, run_lines, write_run
 from zeroengine.cli.zero_diff import main as diff
 from zeroengine.cli.zero_view import main
 from zeroengine.view.report import report_page
@@ -25,12 +25,6 @@ def write_page(*folders: Path) -> Path:
     page = folders[0].with_suffix(".html")
     assert main([*map(str, folders), "--html", str(page)]) == 0
     return page
-
-
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 def test_the_page_stands_alone_and_shows_no_secret(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ class Manifest(BaseModel):
     files: Annotated[dict[str, FileRecord], MinLen(1)]
 
     @property
+    def num_steps(self) -> int:
+        """The number of steps taken, with those that were skipped. ``step`` counts the others alone."""
+        return self.step + self.counters.get("skipped_steps", 0)
+
+    @property
     def nbytes(self) -> int:
         """The size of all files in bytes."""
         return sum(file.bytes for file in self.files.values())

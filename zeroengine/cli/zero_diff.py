@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest
@@ -14,7 +12,6 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.formats import MISSING
 from zeroengine.utils.paths import path_argument
 from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
-from zeroengine.view.clean_values import finite
 from zeroengine.view.diff_report import DiffReport, Side, compare_runs, different_settings, read_side, rounding
 from zeroengine.view.digest_comparison import DigestComparison
 from zeroengine.view.digest_table import HOW_TO_WRITE, DigestTable, read_digests, table_of_checkpoint
@@ -43,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     add("a", metavar="A", type=path_argument, help="a run folder, or a checkpoint; of a folder of some the newest")
     add("b", metavar="B", type=path_argument, help="another one")
     add("--html", metavar="FILE", type=path_argument, help="write one self-contained page, too")
-    add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     try:
         report = compare([options.a, options.b])
@@ -52,11 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ZeroEngineError(f"{error.filename}: {error.strerror}") from None
     if options.html:
         write_output(options.html, diff_page(report), "--html")
-    if options.json:
-        print(json.dumps(finite(vars(report)), indent=1))
-    else:
-        show(report)
-    return int(not report.equal)
+    show(report)
+    return int(bool(report.differences))
 
 
 def compare(paths: list[Path]) -> DiffReport:
@@ -65,37 +58,34 @@ def compare(paths: list[Path]) -> DiffReport:
     Raises:
         ZeroEngineError: One of them is neither, or they cannot be compared.
     """
-    for path in paths:
-        if not path.is_dir():
-            raise ZeroEngineError(f"{path} is no folder: write run folders or checkpoints, as in runs/a runs/b")
     is_run = [any((path / name).exists() for name in (RUN, STEPS, EVENTS, DIGESTS)) for path in paths]
     if not any(is_run):
         return _compare_checkpoints(paths)
     sides, tables = [], []
     for path, reads_run in zip(paths, is_run, strict=True):
-        tables.append(read_digests(path) if reads_run else _digests_of_checkpoint(path))
-        sides.append(read_side(path) if reads_run else _side_of(path, find_checkpoint(path, None)[1]))
-    return compare_runs(DigestComparison(tables, [str(path) for path in paths]), sides)
+        sides.append(read_side(path, str(path)) if reads_run else _side_of(path, *find_checkpoint(path, None)))
+        tables.append(read_digests(path) if reads_run else _digests_of_checkpoint(*find_checkpoint(path, None)))
+    return compare_runs(DigestComparison(tables, [side.name for side in sides]), sides)
 
 
-def _digests_of_checkpoint(path: Path) -> DigestTable:
-    found, manifest = find_checkpoint(path, None)
+def _digests_of_checkpoint(path: Path, manifest: Manifest | None) -> DigestTable:
     if manifest is None or not manifest.digests:
         raise ZeroEngineError(
-            f"{found} has no digests, without which it does not compare with a run: {HOW_TO_WRITE}, and save at a step "
+            f"{path} has no digests, without which it does not compare with a run: {HOW_TO_WRITE}, and save at a step "
             "with digests. Two checkpoints are compared without"
         )
-    return table_of_checkpoint(manifest.digests, manifest.step, manifest.world_size)
+    return table_of_checkpoint(manifest.digests, manifest.num_steps, manifest.world_size)
 
 
-def _side_of(path: Path, manifest: Manifest | None) -> Side:
-    facts: dict[str, Any] = {}
-    if manifest is not None:
-        facts = manifest.model_dump(include={"config", "step", "world_size", "precision", "optimizer", "versions"})
-        # The names of parameters are those of the tensors.
-        groups = [{key: group[key] for key in group if key != "params"} for group in manifest.param_groups]
-        facts["param_groups"] = {str(number): group for number, group in enumerate(groups)}
-    return Side(str(path), facts)
+def _side_of(path: Path, found: Path, manifest: Manifest | None) -> Side:
+    # Of a folder, the newest checkpoint is compared, and its name belongs to what is said.
+    name = str(path if path.name == found.name else path / found.name)
+    if manifest is None:
+        return Side(name, {})
+    facts = manifest.model_dump(include={"config", "step", "world_size", "precision", "optimizer", "versions"})
+    # The names of parameters are those of the tensors.
+    groups = [{key: group[key] for key in group if key != "params"} for group in manifest.param_groups]
+    return Side(name, facts | {"param_groups": {str(number): group for number, group in enumerate(groups)}})
 
 
 def _compare_checkpoints(paths: list[Path]) -> DiffReport:
@@ -104,9 +94,7 @@ def _compare_checkpoints(paths: list[Path]) -> DiffReport:
     from zeroengine.checkpoint.tensor_differences import compare_checkpoints
 
     tensors, sentences = compare_checkpoints([path for path, _ in found])
-    # Of a folder, the newest checkpoint is compared, and its name belongs to what is said.
-    shown = [path if path.name == at.name else path / at.name for path, (at, _) in zip(paths, found, strict=True)]
-    sides = [_side_of(path, manifest) for path, (_, manifest) in zip(shown, found, strict=True)]
+    sides = [_side_of(path, *checkpoint) for path, checkpoint in zip(paths, found, strict=True)]
     settings = different_settings(sides)
     rows = sorted((t for t in tensors if t.differing), key=lambda tensor: -tensor.relative)
     if rows:
@@ -121,7 +109,7 @@ def _compare_checkpoints(paths: list[Path]) -> DiffReport:
         ]
     names, elements = [side.name for side in sides], sum(tensor.elements for tensor in tensors)
     coverage = [f"Compared: {len(tensors):,} tensors with {elements:,} elements."]
-    return DiffReport(names, not sentences, sentences, coverage, settings, tensors=[vars(tensor) for tensor in rows])
+    return DiffReport(names, sentences, coverage, settings, tensors=[vars(tensor) for tensor in rows])
 
 
 def show(report: DiffReport) -> None:

@@ -53,13 +53,13 @@ class EngineCheckpoints:
         digests: Takes the digests of what is saved.
 
     Attributes:
-        rounds: See above.
+        rounds, digests: See above.
         tensors: The engine's tensors by name.
         replay: Takes a step of another run again; None in an ordinary run.
     """
 
     def __init__(self, parts: EngineParts, rounds: ReplicaRounds, digests: StateDigests) -> None:
-        self._parts, self.rounds, self._digests = parts, rounds, digests
+        self._parts, self.rounds, self.digests = parts, rounds, digests
         module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
         self.tensors = EngineTensors(module, units, states.optimizer, states.outer_step, gatherer, group, replicas)
@@ -158,7 +158,7 @@ class EngineCheckpoints:
             if parts.setup.config.digests.every is not None:
                 content.about["digests"] = {
                     "units": [unit.name for unit in parts.partition.units],
-                    **self._digests.now(),
+                    **self.digests.now(),
                 }
             self._writer.write(content, path, tag)
 
@@ -340,9 +340,10 @@ class EngineCheckpoints:
         """Load the checkpoint that a replay goes on from, if zero-replay has started this process. A collective."""
         if (target := ReplayTarget.of_process()) is not None:
             self.replay = StepReplay(self._parts, target)
-            if target.directory is not None:
+            if target.checkpoint is not None:
                 options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
-                self.replay.note_loaded(self._load(target.directory, target.tag, options))
+                directory, tag = os.path.split(target.checkpoint)
+                self.replay.note_loaded(self._load(directory, tag, options))
 
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""

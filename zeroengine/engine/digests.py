@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,11 @@ from zeroengine.checkpoint.content import random_states
 from zeroengine.comm.watchdog import host_name
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import DivergenceError
-from zeroengine.monitor.digest_file import DigestFile
-from zeroengine.optim.state_digests import KINDS, Difference, differences, state_digests, weights_digests, whole_digests
+from zeroengine.monitor.run_folder import append_to_file
+from zeroengine.optim.state_digests import KINDS, differences, state_digests, weights_digests, whole_digests
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.utils.listed import listed
-from zeroengine.utils.run_files import GIVEN
+from zeroengine.utils.run_files import DIGEST_FORMAT, DIGESTS, GIVEN
 from zeroengine.utils.small_transfers import HostCopy
 
 log = logging.getLogger("zeroengine")
@@ -59,25 +61,21 @@ class StateDigests:
         ]
         self._weights: UnitDigests | None = None
         parts.setup.undo.callback(self.close)
-        # What the micro-steps of the step in progress were given, where digests are due.
-        self._inputs: UnitDigests = []
-        self._generators: torch.Tensor | None = None
+        # What the micro-steps of the step in progress were given, where digests are due, in the order of ``GIVEN``.
+        self._given: list[UnitDigests] = []
         # The step, and the numbers of all ranks, from the sum until the host reads them.
         self._pending: tuple[int, HostCopy] | None = None
         self.taken: tuple[int, dict[str, str]] | None = None
-        self._file: DigestFile | None = None
         self._hosts = ["this host"] * self._group.world_size
-        monitor, group = parts.reports.monitor, parts.ranks.group
-        if self._settings.every is None:
-            return
-        self._hosts = self._group.all_gather_object(host_name() or platform.node(), "to name ranks that differ")
-        if group.rank == 0 and monitor is not None and monitor.folder is not None:
-            self._file = DigestFile(monitor.folder, self._names, self._group.world_size)
-        elif group.rank == 0:
-            log.warning(
-                "digests are compared between copies and kept in checkpoints, and nowhere else: for zero-diff, name a "
-                'run folder ("monitor": {"folder": "runs/a"}, or zero-launch --run-folder runs/a)'
-            )
+        monitor, every = parts.reports.monitor, self._settings.every
+        # The run folder, on the rank that writes it.
+        self._folder = None if monitor is None or every is None else monitor.folder
+        if every is not None:
+            self._hosts = self._group.all_gather_object(host_name() or platform.node(), "to name ranks that differ")
+            start = {"units": self._names, "world_size": self._group.world_size, "time": time.time()}
+            self._write({"format": DIGEST_FORMAT, **start})
+            if parts.ranks.group.rank == 0 and self._folder is None:
+                log.warning('digests: for zero-diff, name a run folder ("monitor": {"folder": "runs/a"}), too')
 
     @property
     def _is_due(self) -> bool:
@@ -86,16 +84,14 @@ class StateDigests:
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         """Take the digest of the inputs of a forward of training. Not a collective."""
-        if not self._is_due:
-            return
-        digest = digest_inputs((args, kwargs), self._group.device)
-        if not self._inputs:
+        if self._is_due:
             # Python's and NumPy's generators begin with other states in each process.
             states = {name: random_states(self._group.device).get(name) for name in ("torch", "cuda")}
-            generators = digest_inputs(states, torch.device("cpu"))
-            self._generators = None if generators is None else generators.long()
-        # Each micro-step has a factor of its own, so that the order counts.
-        self._inputs.append(None if digest is None else digest.long() * (2 * len(self._inputs) + 1))
+            inputs = digest_inputs((args, kwargs), self._group.device)
+            # Each micro-step has a factor of its own, so that the order counts.
+            factor = 2 * len(self._given) + 1
+            given = inputs, digest_inputs(states, torch.device("cpu"))
+            self._given.append([None if digest is None else digest.long() * factor for digest in given])
 
     def begin_update(self) -> None:
         """Take the digests that come before the update of the step in progress. No unit is being gathered."""
@@ -110,7 +106,7 @@ class StateDigests:
         """
         self._read()
         weights, self._weights = self._weights, None
-        facts = [_total(self._inputs), self._generators]
+        facts = [_total(digests) for digests in zip(*self._given, strict=True)]
         self.drop_gradients()
         issued = self._parts.loop.step_runner.issued_step
         if weights is not None and issued is not None:
@@ -133,22 +129,28 @@ class StateDigests:
 
     def drop_gradients(self) -> None:
         """Forget what the step in progress was given, which starts again."""
-        self._inputs, self._generators = [], None
+        self._given = []
 
     def by_unit(self, digests: str) -> dict[str, str]:
         """Return the digests of one kind by the name of the unit."""
         return {name: digests[16 * i : 16 * i + 16] for i, name in enumerate(self._names)}
 
     def close(self) -> None:
-        """Read the digests of the last step, and close the file. Each rank may come here alone."""
+        """Read the digests of the last step. Each rank may come here alone."""
         try:
             self._read()
         except DivergenceError as error:
             # The run is over, so there is nothing to stop.
             log.error("%s", error)
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Append a line to the run folder, if this rank writes one."""
+        if self._folder is not None:
+            try:
+                append_to_file(self._folder / DIGESTS, line)
+            except OSError as error:
+                self._folder = None
+                log.warning("no further digests are written: %s", error.strerror)
 
     def _exchange(self, weights: UnitDigests, facts: UnitDigests | None) -> torch.Tensor:
         """Return the numbers of all ranks: int64, of shape (ranks, states), followed by what each rank was given.
@@ -191,13 +193,7 @@ class StateDigests:
         # The weights are compared only.
         del digests["weights"]
         self.taken = step, digests
-        if self._file is not None:
-            try:
-                self._file.append(step, digests)
-            except OSError as error:
-                self._file.close()
-                self._file = None
-                log.warning("no further digests are written: %s", error.strerror)
+        self._write({"step": step, **digests})
         self._compare(step, numbers)
 
     def _compare(self, step: int, numbers: np.ndarray) -> None:
@@ -205,12 +201,16 @@ class StateDigests:
         found = differences(numbers[:, : len(self._degrees)], self._degrees)
         if not found:
             return
-        texts = [self._describe(difference) for difference in found[:NUM_SHOWN]]
-        more = f"; and {len(found) - NUM_SHOWN} more" if len(found) > NUM_SHOWN else ""
+        texts = []
+        for state, ranks in found:
+            kind, unit = divmod(state, len(self._names))
+            named = [f"rank {self._group.numbers[rank]} ({self._hosts[rank]})" for rank in ranks]
+            texts.append(f"the {KINDS[kind]} of unit {self._names[unit]} on {listed(named, MAX_RANKS_SHOWN)}")
         text = (
             f"step {step}: ranks that hold copies of one state have different values, so memory, a link or a kernel "
-            f"has changed some: {'; '.join(texts)}{more}. Go on from a checkpoint of an earlier step, without the "
-            "hosts of these ranks; zero-replay takes the step again and shows what differs"
+            f"has changed some: {listed(texts, NUM_SHOWN)}. These ranks differ from most, or are all that have copies "
+            "where there is no majority. Go on from a checkpoint of an earlier step, without their hosts; zero-replay "
+            "takes the step again and shows what differs"
         )
         stops = self._settings.on_difference == "stop"
         self._parts.reports.event("error" if stops else "warning", step, text)
@@ -219,18 +219,8 @@ class StateDigests:
         if self._group.rank == 0:
             log.warning("%s", text)
 
-    def _describe(self, difference: Difference) -> str:
-        """Return what differs and where, for a message."""
-        kind, unit = divmod(difference.state, len(self._names))
-        state = f"the {KINDS[kind]} of unit {self._names[unit]}"
-        ranks = [f"rank {self._group.numbers[rank]} ({self._hosts[rank]})" for rank in difference.ranks]
-        if not difference.others:
-            return f"{state} on {listed(ranks, MAX_RANKS_SHOWN)}, of which too few have copies to say which is right"
-        others = [f"{self._group.numbers[rank]}" for rank in difference.others]
-        return f"{state} on {listed(ranks, MAX_RANKS_SHOWN)}, unlike ranks {listed(others, MAX_RANKS_SHOWN)}"
 
-
-def _total(digests: UnitDigests) -> torch.Tensor | None:
+def _total(digests: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Return the sum of digests; None if there is none, or one of them is not known."""
     known = [digest for digest in digests if digest is not None]
     return torch.stack(known).sum() if known and len(known) == len(digests) else None

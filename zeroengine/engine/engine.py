@@ -90,7 +90,7 @@ class Engine:
         recorder = StepRecorder(parts) if parts.setup.config.replay.keep is not None else None
         observers = [digests.begin_forward] if recorder is None else [digests.begin_forward, recorder.begin_forward]
         forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
-        self._steps = StepLoop(parts, checkpoints, rounds, digests, recorder, forwards)
+        self._steps = StepLoop(parts, checkpoints, recorder, forwards)
         self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler

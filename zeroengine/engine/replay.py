@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,16 @@ class ReplayTarget:
     Attributes:
         step: Its number.
         run_folder: The run folder of the run that took it first.
-        directory: The folder of checkpoints that it goes on from; None: the run begins anew.
-        tag: The name of the checkpoint.
+        checkpoint: The checkpoint that it goes on from; None: the run begins anew.
     """
 
     step: int
     run_folder: str
-    directory: str | None
-    tag: str | None
-
-    def to_variable(self) -> str:
-        """Return the value of `REPLAY_VARIABLE`."""
-        return json.dumps(asdict(self))
+    checkpoint: str | None
 
     @staticmethod
     def of_process() -> ReplayTarget | None:
-        """Return the target of this process, if it has one."""
+        """Return the target of this process, if it has one: the fields as JSON in `REPLAY_VARIABLE`."""
         text = os.environ.get(REPLAY_VARIABLE)
         return None if text is None else ReplayTarget(**json.loads(text))
 
@@ -74,25 +69,23 @@ class StepRecorder:
         self._forwards: list[Any] = []
         self._failed = False
         group, monitor = parts.ranks.group, parts.reports.monitor
-        folder = None if monitor is None or monitor.folder is None else str(monitor.folder.absolute())
+        folder = None if monitor is None or monitor.folder is None else monitor.folder.absolute()
         folder = group.all_gather_object(folder, "to keep steps")[0]
         if folder is None:
             raise ZeroEngineError(
                 'replay.keep needs a run folder to keep steps in: write "monitor": {"folder": "runs/a"}, or start the '
                 "run by zero-launch --run-folder runs/a"
             )
-        self._folder = folder
+        self._folder: Path = folder
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         """Keep the inputs of a forward of training."""
-        if self._failed:
-            return
         try:
-            inputs = storable("the inputs of the model", [list(args), dict(kwargs)])
+            if not self._failed:
+                inputs = storable("the inputs of the model", [list(args), dict(kwargs)])
+                self._forwards.append({"inputs": inputs, "random": random_states(self._parts.ranks.group.device)})
         except CheckpointError as error:
             self._fail(str(error))
-            return
-        self._forwards.append({"inputs": inputs, "random": random_states(self._parts.ranks.group.device)})
 
     def drop_gradients(self) -> None:
         """Forget what the step in progress was given, which starts again."""
@@ -137,8 +130,9 @@ class StepReplay:
         device = parts.ranks.group.device
         self._script_random = random_states(device)
         self._random: dict[str, Any] | None = None
-        self._num_forwards, self._kept_step = 0, -1
-        self._kept: list[Any] = []
+        # What the forwards of a step were given that have not run yet, and the number of the step.
+        self._kept: Iterator[Any] = iter(())
+        self._kept_step = -1
         # Before every other hook, so that the engine sees the inputs that the model gets.
         hook = UncopiedHook(self._replace_inputs)
         handle = parts.setup.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -154,7 +148,7 @@ class StepReplay:
     @property
     def has_loaded(self) -> bool:
         """Whether this goes on from a checkpoint."""
-        return self.target.directory is not None
+        return self.target.checkpoint is not None
 
     def skips(self, call: str, *, weights_only: bool = False) -> bool:
         """Return whether a call of the script that saves or loads does nothing.
@@ -175,7 +169,6 @@ class StepReplay:
         Raises:
             SystemExit: This was the step.
         """
-        self._num_forwards = 0
         if step >= self.target.step:
             raise SystemExit(0)
 
@@ -187,15 +180,12 @@ class StepReplay:
         if self._random is not None:
             set_random_states(self._random, group.device)
             self._random = None
-        step = runner.next_number
-        if step != self._kept_step:
-            path = file_of_step(self.target.run_folder, group.rank, step)
-            self._kept = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else []
-            self._kept_step = step
-        number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if number >= len(self._kept):
+        if runner.next_number != self._kept_step:
+            self._kept_step = runner.next_number
+            path = file_of_step(self.target.run_folder, group.rank, self._kept_step)
+            self._kept = iter(torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else ())
+        if (kept := next(self._kept, None)) is None:
             return None
-        kept = self._kept[number]
         set_random_states(kept["random"], group.device)
         kept_args, kept_kwargs = kept["inputs"]
         return tuple(kept_args), kept_kwargs

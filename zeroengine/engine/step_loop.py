@@ -13,11 +13,9 @@ from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
-from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.memory import measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.replay import StepRecorder
-from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
@@ -31,9 +29,7 @@ class StepLoop(BackwardListener):
 
     Args:
         parts: The parts of the engine.
-        checkpoints: Knows whether a load failed half way.
-        rounds: The rounds of ``local_steps``.
-        digests: Takes digests of the states at some steps.
+        checkpoints: Knows whether a load failed half way. Has the rounds of ``local_steps``, and the digests.
         recorder: Keeps what repeats the last steps; None if nothing asks for it.
         forwards: Observes the forwards of the model.
 
@@ -42,17 +38,11 @@ class StepLoop(BackwardListener):
     """
 
     def __init__(
-        self,
-        parts: EngineParts,
-        checkpoints: EngineCheckpoints,
-        rounds: ReplicaRounds,
-        digests: StateDigests,
-        recorder: StepRecorder | None,
-        forwards: ModelForwards,
+        self, parts: EngineParts, checkpoints: EngineCheckpoints, recorder: StepRecorder | None, forwards: ModelForwards
     ) -> None:
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
-        self._checkpoints, self._rounds, self.forwards = checkpoints, rounds, forwards
-        self._digests, self._recorder = digests, recorder
+        self._checkpoints, self._rounds, self._digests = checkpoints, checkpoints.rounds, checkpoints.digests
+        self._recorder, self.forwards = recorder, forwards
         self._warned_of_hooks = False
         parts.passes.backward.listener = self
 
@@ -236,10 +226,9 @@ class StepLoop(BackwardListener):
             memory = partial(measure_memory, parts, self._checkpoints.copy_bytes)
             self._reports.monitor.end_step(issued, memory, placement, parts.partition.units)
         self._digests.end_update()
-        if issued is not None and self._recorder is not None:
-            self._recorder.end_step(issued.number)
-        if issued is not None and self._checkpoints.replay is not None:
-            self._checkpoints.replay.end_step(issued.number)
+        for observer in (self._recorder, self._checkpoints.replay):
+            if issued is not None and observer is not None:
+                observer.end_step(issued.number)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if loop.save_on_signal is not None and loop.save_on_signal.is_due():
             loop.save_on_signal.save_and_exit(engine)

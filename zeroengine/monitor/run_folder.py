@@ -62,11 +62,11 @@ class RunFolder:
         if self.path.absolute() in _WRITTEN:
             return False
         self.path.mkdir(parents=True, exist_ok=True)
-        self._files[STEPS] = open_lines(self.path / STEPS)
+        self._files[STEPS] = _open_lines(self.path / STEPS)
         if not _lock(self._files[STEPS]):
             self.close()
             return False
-        self._files[EVENTS] = open_lines(self.path / EVENTS)
+        self._files[EVENTS] = _open_lines(self.path / EVENTS)
         _WRITTEN[self.path.absolute()] = self
         return True
 
@@ -82,7 +82,7 @@ class RunFolder:
         # Lines in a file that was removed would be lost without an error.
         if not os.fstat(self._files[name]).st_nlink:
             raise FileNotFoundError(f"{self.path / name} was removed")
-        append_line(self._files[name], value)
+        _append_line(self._files[name], value)
 
     def close(self) -> None:
         """Close the files."""
@@ -98,9 +98,18 @@ def append_event(folder: Path, event: RunEvent) -> None:
     Raises:
         OSError: The folder cannot be written.
     """
-    descriptor = open_lines(folder / EVENTS)
+    append_to_file(folder / EVENTS, event.to_json())
+
+
+def append_to_file(path: Path, value: Mapping[str, Any]) -> None:
+    """Append a value as a line of JSON to a file, which is made if it is absent.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    descriptor = _open_lines(path)
     try:
-        append_line(descriptor, event.to_json())
+        _append_line(descriptor, value)
     finally:
         os.close(descriptor)
 
@@ -126,12 +135,7 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
-    """Append a value as a line of JSON.
-
-    Raises:
-        OSError: The disk is full or fails.
-    """
+def _append_line(descriptor: int, value: Mapping[str, Any]) -> None:
     line = (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
     # One write to a file that is opened for appending is never mixed with those of other processes, such as
     # zero-launch's.
@@ -139,7 +143,7 @@ def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def open_lines(path: Path) -> int:
+def _open_lines(path: Path) -> int:
     """Open a file for appending. If its last line is not whole, because its writer was killed, end that line."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size = os.fstat(descriptor).st_size

@@ -9,6 +9,7 @@ shard have equal numbers. A factor that is odd keeps differences: a change of on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.unit import Unit
 
 # What is digested of each unit. "parameters" are the masters, or the parameters of a frozen unit. "weights" are what
@@ -29,18 +31,9 @@ from zeroengine.runtime.unit import Unit
 KINDS = ("parameters", "gradients", "moments", "weights")
 
 
-class StateRun(NamedTuple):
-    """Values of a state that lie one after another: those of one parameter in one shard.
-
-    Attributes:
-        name: The state's name.
-        values: The values. Those of 8 bytes or more may begin anywhere, others at a multiple of 8 bytes.
-        first: The index of the first one in the whole state.
-    """
-
-    name: str
-    values: torch.Tensor
-    first: int
+# Values of a state that lie one after another: the state's name, the values, and the index of the first one in the
+# whole state. Values of 8 bytes or more may begin anywhere, others at a multiple of 8 bytes.
+StateRun = tuple[str, torch.Tensor, int]
 
 
 def weights_digests(units: Sequence[Unit], world_size: int) -> list[torch.Tensor | None]:
@@ -69,39 +62,34 @@ def state_digests(
         gradients: Whether the gradients are those of a step.
     """
     shards = {shard.unit: shard for shard in optimizer.shards}
-    parameters: list[torch.Tensor | None] = []
-    reduced: list[torch.Tensor | None] = []
-    moments: list[torch.Tensor | None] = []
+    digests: list[list[torch.Tensor | None]] = [[], [], []]
     for unit in units:
         shard = shards.get(unit)
         if shard is None:
-            parameters.append(_digest_of_weights(unit))
-            reduced.append(None)
-            moments.append(None)
-            continue
-        parameters.append(_digest(_runs(shard, shard.master)))
-        reduced.append(_digest(_runs(shard, shard.gradient)) if gradients else None)
-        moments.append(_digest(_moments(shard, optimizer)))
-        # All states together may exceed memory.
-        shard.evict(shard.master, *optimizer.state_of(shard).tensors(shard))
-        if shard.unit_grads.store is not None:
-            shard.unit_grads.store.evict(shard.gradient)
-    return [parameters, reduced, moments]
+            of_unit = [_digest_of_weights(unit), None, None]
+        else:
+            masters, reduced = (_runs(unit, shard.spans(), values) for values in (shard.master, shard.gradient))
+            of_unit = [_digest(masters), _digest(reduced) if gradients else None, _digest(_moments(shard, optimizer))]
+            # All states together may exceed memory.
+            shard.evict(shard.master, *optimizer.state_of(shard).tensors(shard))
+            if shard.unit_grads.store is not None:
+                shard.unit_grads.store.evict(shard.gradient)
+        for of_kind, digest in zip(digests, of_unit, strict=True):
+            of_kind.append(digest)
+    return digests
 
 
 def _digest_of_weights(unit: Unit) -> torch.Tensor | None:
-    slots, spans = unit.layout.slots, unit.layout.spans(unit.rank, unit.degrees.parameters)
-    runs = (StateRun(slots[s.param_index].name, unit.shard[s.shard_slice], s.param_offset) for s in spans)
-    digest = _digest(runs)
+    digest = _digest(_runs(unit, unit.layout.spans(unit.rank, unit.degrees.parameters), unit.shard))
     if unit.offloaded_shards is not None:
         unit.offloaded_shards.store.evict(unit.shard)
     return digest
 
 
-def _runs(shard: OptimizerShard, values: torch.Tensor) -> Iterator[StateRun]:
-    """Yield the part of each parameter in ``values``, which are elements of the shard."""
-    for span in shard.spans():
-        yield StateRun(shard.unit.layout.slots[span.param_index].name, values[span.shard_slice], span.param_offset)
+def _runs(unit: Unit, spans: Iterable[ShardSpan], values: torch.Tensor) -> Iterator[StateRun]:
+    """Yield the part of each parameter in ``values``, which are elements of a shard."""
+    for span in spans:
+        yield unit.layout.slots[span.param_index].name, values[span.shard_slice], span.param_offset
 
 
 def _moments(shard: OptimizerShard, optimizer: ShardedOptimizer) -> Iterator[StateRun]:
@@ -111,24 +99,24 @@ def _moments(shard: OptimizerShard, optimizer: ShardedOptimizer) -> Iterator[Sta
         name = shard.unit.layout.slots[span.param_index].name
         state = shard_state.of(shard, span)
         for key, values in state.elements.items():
-            yield StateRun(f"{name}.{key}", values[: span.numel], span.param_offset)
+            yield f"{name}.{key}", values[: span.numel], span.param_offset
         for key, values in state.scales.items():
             # A shard may begin at any block. In 8 bytes each, the scales of two shards add up all the same.
-            yield StateRun(f"{name}.{key}.scales", values.double(), span.param_offset // ops.MOMENT_BLOCK)
+            yield f"{name}.{key}.scales", values.double(), span.param_offset // ops.MOMENT_BLOCK
         # What belongs to a whole parameter is kept where the parameter is whole.
         for key, values in state.numbers.items():
             if values.numel() > 1:
-                yield StateRun(f"{name}.{key}", values, 0)
+                yield f"{name}.{key}", values, 0
 
 
 def _digest(runs: Iterable[StateRun]) -> torch.Tensor | None:
     """Return the digest of all runs, 0-d int64, without waiting for a device. None: there are none."""
     digests, factors = [], []
-    for run in runs:
+    for name, values, first in runs:
         # The values may be part of a mapped file, whose disk may fail.
-        populate(run.values)
-        digests.append(ops.digest(run.values, run.first))
-        factors.append(_factor(run.name))
+        populate(values)
+        digests.append(ops.digest(values, first))
+        factors.append(_factor(name))
     if not digests:
         return None
     device = digests[0].device
@@ -167,12 +155,10 @@ class Difference(NamedTuple):
     Attributes:
         state: The index of the state.
         ranks: The ranks that differ from most; all with a copy, where no value has more of them than another.
-        others: The other ranks with a copy.
     """
 
     state: int
     ranks: tuple[int, ...]
-    others: tuple[int, ...]
 
 
 def differences(numbers: np.ndarray, degrees: Sequence[tuple[Degrees, int]]) -> list[Difference]:
@@ -196,10 +182,7 @@ def differences(numbers: np.ndarray, degrees: Sequence[tuple[Degrees, int]]) -> 
 
 
 def _difference(state: int, ranks: Sequence[int], values: Sequence[int]) -> Difference:
-    counts = {value: values.count(value) for value in values}
-    most = max(counts.values())
+    (right, most), (_, second), *_ = Counter(values).most_common()
     # A tie does not say who is right.
-    right = next(iter(value for value, count in counts.items() if count == most))
-    is_tie = list(counts.values()).count(most) > 1
-    differing = tuple(rank for rank, value in zip(ranks, values, strict=True) if is_tie or value != right)
-    return Difference(state, differing, tuple(rank for rank in ranks if rank not in differing))
+    is_tie = second == most
+    return Difference(state, tuple(r for r, value in zip(ranks, values, strict=True) if is_tie or value != right))

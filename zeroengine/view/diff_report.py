@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,20 +10,23 @@ from typing import Any
 from zeroengine.utils.flat_items import flat_items
 from zeroengine.utils.listed import listed
 from zeroengine.utils.masking import masked_tree
-from zeroengine.utils.run_files import RUN, STEPS
-from zeroengine.view.clean_values import NUMBER, clean_facts, finite
+from zeroengine.utils.run_files import STEPS
+from zeroengine.view.clean_values import finite
 from zeroengine.view.digest_comparison import MAX_NAMES, DigestComparison, FirstDifference
-from zeroengine.view.run_reader import GrowingLines
+from zeroengine.view.run_reader import GrowingLines, RunReader
 
 # What has no influence on the numbers: facts of run.json, and sections that say what is written, and where.
-NO_SETTINGS = ("config", "units", "format", "started", "peak_flops", "zeroengine", "hosts")
+NO_SETTINGS = ("config", "units", "format", "started", "peak_flops", "zeroengine")
 LOGGERS = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "wall_clock_breakdown")
-OTHER_SETTINGS = (*LOGGERS, "monitor.", "digests.", "replay.", "snapshots.", "checkpoint.", "trace.")
+STARTS = ("command.folder", "command.config", "command.overrides")
+OTHER_SETTINGS = (*LOGGERS, "monitor.", "digests.", "replay.", "snapshots.", "checkpoint.", "trace.", *STARTS)
 # What changes the numbers of an update, and leaves the order of sums as it is.
 UPDATE_SETTINGS = ("optimizer.", "scheduler.", "gradient_clipping", "steps_planned", "step", "param_groups.")
 KERNELS = ("device", "versions.")
 INEXACT = [f"zero_optimization.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")]
 LOW_PRECISIONS = {"bf16.enabled": "bf16", "fp16.enabled": "fp16", "torch_autocast.enabled": "autocast"}
+# What the records of steps say, and what it is called.
+NUMBERS = {"lr": "learning rate", "loss": "loss"}
 # What to look at, by the kind of state that differs first.
 CAUSES = {
     "gradients": "the data, the kernels of forward and backward, the order of reductions, or the hardware",
@@ -41,7 +42,7 @@ class Side:
     Attributes:
         name: What the user calls it.
         facts: What run.json says, or a manifest in the same form.
-        numbers: Learning rates, loss and norm of the gradient by step.
+        numbers: Those of ``NUMBERS`` by step.
     """
 
     name: str
@@ -51,14 +52,10 @@ class Side:
     def settings(self) -> dict[str, Any]:
         """Return everything that may change the numbers, by dotted key, without secrets."""
         facts = {key: value for key, value in self.facts.items() if key not in NO_SETTINGS}
-        facts |= {"hosts": sorted(set(self.facts.get("hosts", [])))} | self.facts.get("config", {})
-        return {key: value for key, value in flat_items(masked_tree(facts)) if not key.startswith(OTHER_SETTINGS)}
-
-    @property
-    def precision(self) -> str:
-        """What the run computes in."""
-        settings = self.settings()
-        return next((name for key, name in LOW_PRECISIONS.items() if settings.get(key) is True), "fp32")
+        if "hosts" in facts:
+            facts["hosts"] = sorted(set(facts["hosts"]))
+        settings = flat_items(masked_tree(facts | self.facts.get("config", {})))
+        return {key: value for key, value in settings if not key.startswith(OTHER_SETTINGS)}
 
 
 # The key of a setting, and both values. None where one has no such setting.
@@ -71,49 +68,38 @@ class DiffReport:
 
     Attributes:
         names: What the two are called.
-        equal: Whether they are equal in everything that was compared.
-        differences: Sentences about the differences.
+        differences: Sentences about the differences; none if they are equal in everything that was compared.
         coverage: Sentences about what was compared.
         settings: The settings that differ: key, and both values; None where one has no such setting.
-        first: The first difference: `step`, the step `before`, names of `units` by kind of state, `world_sizes`, and
-            of both the learning rates (`lr`), `loss` and `grad_norm`.
         heat: The picture of units by steps. See ``DigestComparison.heat``.
         tensors: Of two checkpoints, the tensors that differ.
     """
 
     names: Sequence[str]
-    equal: bool
     differences: list[str]
     coverage: list[str]
     settings: Settings
-    first: dict[str, Any] | None = None
     heat: dict[str, Any] | None = None
     tensors: Sequence[dict[str, Any]] = ()
 
 
-def read_side(folder: Path) -> Side:
-    """Return what a run folder says of the run and its steps, besides digests."""
-    facts: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-        facts = json.loads((folder / RUN).read_bytes())
+def read_side(folder: Path, name: str) -> Side:
+    """Return what a run folder says of the run and its steps, besides digests, by the name that users read."""
     numbers = {
-        record["step"]: finite({key: record.get(key) for key in ("lr", "loss", "grad_norm")})
+        record["step"]: finite({key: record.get(key) for key in NUMBERS})
         for record in GrowingLines(folder / STEPS).read()
         if isinstance(record.get("step"), int)
     }
-    return Side(str(folder), clean_facts(facts) if isinstance(facts, dict) else {}, numbers)
+    return Side(name, RunReader(folder, wait=True).facts, numbers)
 
 
 def compare_runs(comparison: DigestComparison, sides: Sequence[Side]) -> DiffReport:
     """Return the report of a run and another run or a checkpoint, from their digests."""
     first, settings, names = comparison.first(), different_settings(sides), [side.name for side in sides]
-    report = DiffReport(names, first is None, [], comparison.coverage(), settings, heat=comparison.heat())
+    report = DiffReport(names, [], comparison.coverage(), settings, heat=comparison.heat())
     if first is not None:
         report.differences += [*_place(comparison, first, names), *rounding(sides, settings, first.world_sizes)]
         report.differences += [*comparison.given(first.step), *_reading(comparison, first, sides), *_numbers(sides)]
-        at_step = [side.numbers.get(first.step, {}) for side in sides]
-        numbers = {key: [values.get(key) for values in at_step] for key in ("lr", "loss", "grad_norm")}
-        report.first = vars(first) | numbers
     return report
 
 
@@ -135,8 +121,7 @@ def _place(comparison: DigestComparison, first: FirstDifference, names: Sequence
         where = f"all {of} units" if len(units) == of else f"{len(units)} of {of} units"
         parts.append(f"{kind} differ in {where}" if units else f"{kind} are equal")
     later, different = int((comparison.steps > first.step).sum()), len(comparison.different_steps) - 1
-    last = f", the last one at step {comparison.different_steps[-1]:,}" if 0 < different < later else ""
-    after = f" Of {later:,} compared steps after it, {different:,} differ{last}." if later else ""
+    after = f" Of {later:,} compared steps after it, {different:,} differ." if later else ""
     yield f"At that step {', '.join(parts)}.{after}"
 
 
@@ -144,29 +129,27 @@ def _reading(comparison: DigestComparison, first: FirstDifference, sides: Sequen
     """Yield what the place of the first difference says about its cause."""
     (kind, names), units, step = next(iter(first.units.items())), comparison.units, first.step
     equal = comparison.kinds[: comparison.kinds.index(kind)]
+    is_backward = kind == "gradients"
     if step == 0:
         yield "They differ before the first step: in the seed, the initial weights, or the checkpoint that was loaded."
-    elif not equal and first.before not in (None, step - 1):
+    elif not equal and (first.before or 0) < step - 1:
         # A difference in any earlier step changes the gradients of all later ones.
         yield (
-            f"It began in a step after {first.before:,}, up to {step:,}. To find out in which, and in what, repeat "
-            'both from the last equal step with "digests": {"every": 1}.'
+            f"It began in one of the steps {(first.before or 0) + 1:,} to {step:,}. To find out in which, and in what, "
+            'repeat both from the last equal step with "digests": {"every": 1}.'
         )
-    elif not equal and first.before is None and step > 1:
-        yield "No earlier step is compared, so it may have begun in any step, or before the first one."
     else:
-        known = [f"the {' and '.join(equal)} of step {step:,} are equal"] if equal else []
-        known += [f"step {first.before:,} is equal"] if first.before is not None else []
-        since = f"Since {' and '.join(known)}, look at" if known else "Look at the seed, the loaded checkpoint,"
-        yield f"{since} {CAUSES[kind]}."
+        since = f"Since the {' and '.join(equal)} of step {step:,} are equal, look at" if equal else "Look at"
+        start = "the seed, the loaded checkpoint, " if not equal and first.before is None else ""
+        yield f"{since} {start}{CAUSES[kind]}."
         a, b = (side.numbers.get(step, {}).get("loss") for side in sides)
-        if kind == "gradients" and None not in (a, b):
-            where = "backward or the reduction" if a == b else "the data or forward" if known else "forward or before"
+        if is_backward and None not in (a, b):
+            where = "backward or the reduction" if a == b else "forward or before it"
             yield f"The losses of step {step:,} are {a} and {b}, so the difference begins in {where}."
         # Backward comes to the last unit first, and each unit passes a difference on to those before it.
-        if kind == "gradients" and names == units[: len(names)] != units:
+        if is_backward and names == units[: len(names)] != units:
             yield f"The units after {names[-1]}, to which backward comes earlier, are equal: look at {names[-1]} first."
-        if kind != "gradients" and len(names) == 1 < len(units):
+        if not is_backward and len(names) == 1 < len(units):
             yield "A setting changes all units, and only one differs: a bit that flipped in memory is more likely."
 
 
@@ -174,21 +157,13 @@ def _numbers(sides: Sequence[Side]) -> Iterator[str]:
     """Yield how learning rates and losses differ over the steps that both have recorded."""
     a, b = (side.numbers for side in sides)
     common = sorted(a.keys() & b.keys())
-    rates = [step for step in common if a[step]["lr"] != b[step]["lr"]]
-    if rates:
-        values = " and ".join(str(numbers[rates[0]]["lr"]).strip("[]") for numbers in (a, b))
-        always = rates == common[common.index(rates[0]) :]
-        until = "on" if always else f"to {rates[-1]:,}, in {len(rates):,} steps"
-        yield f"The learning rate is {values} from step {rates[0]:,} {until}."
-    losses = [(step, a[step]["loss"], b[step]["loss"]) for step in common]
-    gaps = [
-        (abs(x - y) / max(abs(x), abs(y)), step)
-        for step, x, y in losses
-        if x != y and isinstance(x, NUMBER) and isinstance(y, NUMBER)
-    ]
-    if gaps:
-        most, step = max(gaps)
-        yield f"The losses differ from step {gaps[0][1]:,} on, by at most {100 * most:.3g} % (step {step:,})."
+    for key, name in NUMBERS.items():
+        steps = [step for step in common if a[step][key] != b[step][key]]
+        if steps:
+            values = " and ".join(str(numbers[steps[0]][key]).strip("[]") for numbers in (a, b))
+            always = steps == common[common.index(steps[0]) :]
+            until = "on" if always else f"to {steps[-1]:,}, in {len(steps):,} steps"
+            yield f"The {name} differs from step {steps[0]:,} {until}: {values} at first."
 
 
 def rounding(sides: Sequence[Side], settings: Settings, world_sizes: Sequence[int]) -> Iterator[str]:
@@ -199,22 +174,19 @@ def rounding(sides: Sequence[Side], settings: Settings, world_sizes: Sequence[in
         settings: What differs between their settings.
         world_sizes: The number of ranks of each; 0 if it is not known.
     """
-    a, b = (side.precision for side in sides)
-    changed: Collection[str] = {key for key, _, _ in settings if not key.startswith(UPDATE_SETTINGS)}
     both = [side.settings() for side in sides]
-    is_other_size = 0 not in world_sizes and len(set(world_sizes)) == 2
-    is_on_gpu = any(values.get("device", "cpu") != "cpu" for values in both)
-    are_ranks_first = {(values.get("zero_optimization.stage") or 0) > 1 for values in both}
-    is_inexact = any(values.get(key) for values in both for key in INEXACT)
-    accumulates = any(values.get("gradient_accumulation_steps", 1) != 1 for values in both)
+    a, b = (next((name for key, name in LOW_PRECISIONS.items() if own.get(key) is True), "fp32") for own in both)
+    changed = any(not key.startswith(UPDATE_SETTINGS) for key, _, _ in settings)
+    are_ranks_first = {(own.get("zero_optimization.stage") or 0) > 1 for own in both}
+    accumulates = any(own.get("gradient_accumulation_steps", 1) != 1 for own in both)
     reasons = {
-        f"{world_sizes[0]} and {world_sizes[1]} ranks add up gradients in another order": is_other_size,
+        f"{world_sizes[0]} and {world_sizes[1]} ranks add up gradients in another order": len({0, *world_sizes}) == 3,
         f"one computes in {a} and the other in {b}": a != b,
         f"{a} rounds sums coarsely, so another order of them gives other bits": a == b != "fp32" and changed,
-        "quantized communication is inexact, and depends on the degrees": is_inexact and changed,
+        "quantized communication is inexact": changed and any(own.get(key) for own in both for key in INEXACT),
         "with accumulation, stages 2 and 3 add in another order": accumulates and len(are_ranks_first) == 2,
-        "other devices and versions have other kernels": any(key.startswith(KERNELS) for key in changed),
-        "NCCL adds in an order that depends on ranks, stage and machine": is_on_gpu and changed,
+        "other devices and versions have other kernels": any(key.startswith(KERNELS) for key, _, _ in settings),
+        "NCCL chooses the order of sums": changed and any(own.get("device", "cpu") != "cpu" for own in both),
     }
     if given := [reason for reason, holds in reasons.items() if holds]:
         yield (

@@ -59,11 +59,9 @@ class DigestComparison:
         self.kinds = [kind for kind in KINDS if kind in a.kinds and kind in b.kinds]
         self.steps, *rows = np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
         if not len(self.steps):
-            have = " and ".join(f"{name} has {_span(table.steps)}" for name, table in self._named)
-            raise ZeroEngineError(
-                f"no step has digests in both: {have}. For two runs, {HOW_TO_WRITE}, with one number for both; for a "
-                "run and a checkpoint, save at a step with digests"
-            )
+            have = " and ".join(f"{name} has {span_of(table.steps)}" for name, table in self._named)
+            advice = f"{HOW_TO_WRITE}, with one number for both, and save at a step with digests"
+            raise ZeroEngineError(f"no step has digests in both: {have}. So {advice}")
         if not self.units:
             have = " and ".join(f"{name} has {listed(table.units, MAX_NAMES)}" for name, table in self._named)
             raise ZeroEngineError(f'no unit is in both: {have}. Write the same "units" in both configurations')
@@ -120,12 +118,9 @@ class DigestComparison:
 
     def coverage(self) -> list[str]:
         """Return sentences about what is compared, and what is not because one of the two lacks it."""
-        sentences = [f"Compared: {', '.join(self.kinds)} of {len(self.units):,} units at {_span(self.steps)}."]
+        sentences = [f"Compared: {', '.join(self.kinds)} of {len(self.units):,} units at {span_of(self.steps)}."]
         alone = [(name, [unit for unit in table.units if unit not in self.units]) for name, table in self._named]
-        only = [f"only {name} has {listed(own, MAX_NAMES)}" for name, own in alone if own]
-        if only:
-            advice = "Units of one name may hold other parameters where models are cut otherwise"
-            sentences.append(f"{advice}: {', and '.join(only)}.")
+        sentences += [f"Only {name} has the units {listed(own, MAX_NAMES)}." for name, own in alone if own]
         for name, table in self._named:
             if len(table.steps) > len(self.steps):
                 sentences.append(f"{name} alone has digests of {len(table.steps) - len(self.steps):,} other steps.")
@@ -133,8 +128,8 @@ class DigestComparison:
         return sentences
 
 
-def _span(steps: npt.NDArray[np.int64]) -> str:
-    """Return how many steps there are, and from where to where."""
+def span_of(steps: npt.NDArray[np.int64]) -> str:
+    """Return in words how many steps there are, and from where to where."""
     gaps = set(np.diff(steps).tolist())
     every = f", every {gaps.pop():,}" if len(gaps) == 1 and gaps != {1} else ""
     return f"{len(steps):,} steps ({steps[0]:,} to {steps[-1]:,}{every})" if len(steps) > 1 else f"step {steps[0]:,}"

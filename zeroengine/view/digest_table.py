@@ -59,9 +59,11 @@ def read_digests(folder: Path) -> DigestTable:
         advice = "For a checkpoint, write its own folder, as in runs/a/step-100"
         raise ZeroEngineError(f"{folder} has no {DIGESTS}, so its states are not known: {HOW_TO_WRITE}. {advice}")
     size, lines = path.stat().st_size, GrowingLines(path)
-    headers: list[tuple[list[str], int]] = []
-    # By step, the index of the header before the line, and the digests.
-    rows: dict[int, tuple[int, npt.NDArray[Any]]] = {}
+    # Of the engine that wrote a line: the places of its units, and its number of ranks.
+    places: dict[str, int] = {}
+    world_size = 0
+    # By step, those of the engine, and the digests.
+    rows: dict[int, tuple[dict[str, int], int, npt.NDArray[Any]]] = {}
     given: dict[int, dict[str, str]] = {}
     with progress(f"reading {path}", size, shown=size > LONG_READ_BYTES) as report:
         for line in lines.read(report):
@@ -72,26 +74,21 @@ def read_digests(folder: Path) -> DigestTable:
                 )
             try:
                 if "units" in line:
-                    headers.append((list(map(str, line["units"])), int(line.get("world_size") or 0)))
-                else:
-                    words = np.frombuffer(bytes.fromhex("".join(line[kind] for kind in KINDS)), ">u8")
-                    row = len(headers) - 1, words.reshape(len(KINDS), len(headers[-1][0]))
-                    step = int(np.int64(line["step"]))
-                    rows[step], given[step] = row, {kind: str(line[kind]) for kind in GIVEN if kind in line}
+                    places = {str(name): place for place, name in enumerate(line["units"])}
+                    world_size = int(line["world_size"])
+                    continue
+                words = np.frombuffer(bytes.fromhex("".join(line[kind] for kind in KINDS)), ">u8")
+                step, row = int(np.int64(line["step"])), words.reshape(len(KINDS), len(places))
+                rows[step] = places, world_size, row
+                given[step] = {kind: str(line[kind]) for kind in GIVEN if kind in line}
             except (LookupError, TypeError, ValueError, OverflowError):
                 lines.note_damaged()
     if not rows:
         raise ZeroEngineError(f"{path} has no digests of a step yet: wait for the first, or lower digests.every")
     steps = sorted(rows)
-    used = np.array([rows[step][0] for step in steps])
-    engines = sorted(set(used.tolist()))
-    units = [name for name in headers[used[-1]][0] if all(name in headers[index][0] for index in engines)]
-    values = np.empty((len(steps), len(KINDS), len(units)), np.uint64)
-    for index in engines:
-        places = np.flatnonzero(used == index)
-        columns = list(map(headers[index][0].index, units))
-        values[places] = np.stack([rows[steps[place]][1] for place in places])[:, :, columns]
-    world_sizes = np.array([headers[index][1] for index in used])
+    units = [name for name in rows[steps[-1]][0] if all(name in rows[step][0] for step in steps)]
+    values = np.stack([row[:, [own[name] for name in units]] for own, _, row in map(rows.__getitem__, steps)])
+    world_sizes = np.array([rows[step][1] for step in steps])
     notices = [f"{folder}/{notice}." for notice in lines.notices()]
     return DigestTable(units, KINDS, np.array(steps), world_sizes, values, notices, given)
 

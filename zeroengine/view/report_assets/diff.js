@@ -111,7 +111,7 @@ function main() {
     draw();
   });
   const [a, b] = DIFF.names,
-    state = DIFF.equal ? h("span", { class: "state ended" }, "equal") : h("span", { class: "state failed" }, "different");
+    state = DIFF.differences.length === 0 ? h("span", { class: "state ended" }, "equal") : h("span", { class: "state failed" }, "different");
   document.getElementById("tools").remove();
   document
     .getElementById("head")
