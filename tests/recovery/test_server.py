@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +98,12 @@ def test_a_client_that_stops_in_the_midst_does_not_hold_up_the_end(server: Snaps
     # The fixture ends the server while this client still owes its bytes.
     connection._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection._socket.sendall(b"half")
+
+
+def test_a_silent_peer_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    code = "import socket, sys\nfrom zeroengine.checkpoint.directory import CheckpointFolder\n"
+    code += "from zeroengine.recovery.server import SnapshotServer\n"
+    code += "server = SnapshotServer('127.0.0.1', CheckpointFolder(sys.argv[1]), 'secret')\n"
+    code += "peer = socket.create_connection(server.server_address)\n"
+    code += "while not server.connections: pass\n"
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=20).returncode == 0

@@ -65,6 +65,27 @@ def train(memory: Path, num_hosts: int, steps: int, disk: Path | None = None, co
     return sorted(path.name for path in (memory / os.environ["ZEROENGINE_HOST"]).glob("step-*"))
 
 
+def train_two(memory: Path) -> list[int]:
+    engines = [engine_on(memory, 1) for _ in range(2)]
+    for number, engine in enumerate(engines):
+        take_steps(engine, range(number + 1))
+        take(engine)
+    for engine in engines:
+        engine.close()
+    steps = []
+    for number in range(2):
+        engines[number] = engine_on(memory, 1)
+        assert engines[number].resume()
+        steps.append(engines[number].global_steps)
+    for engine in engines:
+        engine.close()
+    return steps
+
+
+def test_each_engine_of_a_process_has_snapshots_of_its_own(memory: Path) -> None:
+    assert run_ranks(1, train_two, memory) == [[1, 2]]
+
+
 def go_on(memory: Path, num_hosts: int, disk: Path | None = None, **more: Any) -> tuple[bool, int, list[float], str]:
     lines: list[str] = []
     handler = logging.Handler()

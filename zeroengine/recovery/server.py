@@ -44,13 +44,18 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
 
     Attributes:
         writing: The directories that files may be put into, by tag.
-        connections: The open connections.
+        connections: The open connections, each with its thread.
     """
+
+    # The interpreter's exit would wait for a peer that is silent.
+    daemon_threads = True
+    # All ranks of a host connect at the same moment.
+    request_queue_size = 128
 
     def __init__(self, address: str, folder: CheckpointFolder, token: str) -> None:
         self.folder, self.token = folder, token
         self.writing: dict[str, Path] = {}
-        self.connections: set[socket.socket] = set()
+        self.connections: dict[socket.socket, threading.Thread] = {}
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _ClientConnection)
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL_INTERVAL_S,), name="zeroengine-snapshots")
@@ -64,9 +69,10 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
         """End the threads and close the sockets."""
         self.shutdown()
         self._thread.join()
-        for connection in list(self.connections):
+        for connection, thread in list(self.connections.items()):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
         self.server_close()
 
 
@@ -78,10 +84,10 @@ class _ClientConnection(socketserver.StreamRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.server.connections.add(self.connection)
+        self.server.connections[self.connection] = threading.current_thread()
 
     def finish(self) -> None:
-        self.server.connections.discard(self.connection)
+        self.server.connections.pop(self.connection)
         super().finish()
 
     def handle(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import mmap
 import os
@@ -26,10 +27,11 @@ import socket
 import struct
 import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -71,6 +73,9 @@ STEP = ".step"
 # The ranks agree at most so often that a snapshot is due.
 AGREEMENT_INTERVAL_S = 1.0
 
+# By folder, the open snapshots of this process.
+_OPEN: WeakValueDictionary[str, MemorySnapshots] = WeakValueDictionary()
+
 
 class MemorySnapshots:
     """Takes the snapshots of one engine and finds them. All ranks construct, query and close it together.
@@ -90,6 +95,9 @@ class MemorySnapshots:
     def __init__(self, config: Config, group: Group, nbytes: int) -> None:
         self._group = group
         path, token = _checked_folder(config, group), secrets.token_hex(16)
+        # Each engine of a process has snapshots of its own. All ranks make their engines in the same order.
+        path = next(p for p in itertools.chain([path], _numbered(path)) if p not in _OPEN)
+        _OPEN[path] = self
         address = source_address_for(os.environ.get("MASTER_ADDR") or socket.gethostname())
         self._name = host_name() or socket.gethostname()
         rows = group.all_gather_object(((self._name, path), address, token, nbytes))
@@ -127,7 +135,8 @@ class MemorySnapshots:
         with as_checkpoint_errors(f"snapshots.folder {path}: cannot be made a folder"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(path / STEP, "a+b") as step:
-                step.truncate(8)
+                # Where memory is full, writing to a page that is not there yet would kill the process.
+                os.posix_fallocate(step.fileno(), 0, 8)
                 self._step = mmap.mmap(step.fileno(), 8)
         if not mount_of(path).in_memory:
             log.warning(
@@ -297,11 +306,16 @@ class MemorySnapshots:
 
     def close(self) -> None:
         """Wait for the snapshot under way, and end threads and sockets. What was taken stays in memory."""
+        _OPEN.pop(str(self._folder.path), None)
         self._writer.wait()
         self._writer.close()
         self._agreement.close()
         self._folder.close()
         self._end()
+
+
+def _numbered(path: str) -> Iterator[str]:
+    return (os.path.join(path, f"engine-{number}") for number in itertools.count(2))
 
 
 def _checked_folder(config: Config, group: Group) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,4 +77,19 @@ def test_the_folder_goes_with_a_launcher_that_is_killed(start: Start, script: Sc
     folder = Path((tmp_path / "pids0").read_text())
     assert sorted(os.listdir(folder)) == ["0", "1"] and folder.parent == Path("/dev/shm")
     launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not folder.exists(), 10)
+
+
+def test_ranks_that_outlive_a_killed_launcher_cannot_make_the_folder_anew() -> None:
+    code = "import time\nfrom zeroengine.launch.local.snapshot_folder import SNAPSHOT_FOLDER, SnapshotFolder\n"
+    code += "print(SnapshotFolder().environment[SNAPSHOT_FOLDER], flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        folder.mkdir()
+        launcher.kill()
+    wait_for(lambda: not folder.exists(), 10)
+    # As a rank does that takes a snapshot before the guard has ended it.
+    time.sleep(0.5)
+    folder.mkdir()
     wait_for(lambda: not folder.exists(), 10)
