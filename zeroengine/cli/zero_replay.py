@@ -49,11 +49,16 @@ def main(argv: list[str] | None = None) -> int:
         raise ZeroEngineError(
             f"{options.run} has no digests of step {options.step:,}: it has {span_of(recorded.steps)}"
         )
+    facts, num_ranks = reader.facts, int(recorded.world_sizes[recorded.steps.tolist().index(options.step)])
+    # A run that was started again may have had other ranks at the step. With replicas that train apart, digests are
+    # those of one of them, and the number of its ranks.
+    if num_ranks and facts.get("config", {}).get("local_steps") is None:
+        facts |= {"world_size": num_ranks}
     start, names, replays = _find_start(reader, options.step), [str(options.run), "the replay"], []
     with tempfile.TemporaryDirectory(prefix="zero-replay-") as temporary:
         for number in range(1 if options.once else 2):
             folder = Path(temporary, str(number))
-            _run(reader.facts, options, start, folder)
+            _run(facts, options, start, folder)
             replays.append(read_digests(folder))
             comparison = DigestComparison((recorded, replays[-1]), names)
             if (last := comparison.steps[-1]) != options.step:
