@@ -96,3 +96,28 @@ def test_a_replay_without_kept_inputs_takes_those_of_the_script(tmp_path: Path) 
 def test_keeping_steps_needs_a_run_folder() -> None:
     with pytest.raises(ZeroEngineError, match=r'replay\.keep needs a run folder.*"monitor": \{"folder": "runs/a"\}'):
         zeroengine.initialize(build(), config=config(0, replay={"keep": 2}))
+
+
+def fail_to_write(*_: Any) -> None:
+    raise RuntimeError("file write failed")
+
+
+def keep_a_view_and_fail(folder: Path) -> int:
+    engine = make(0, folder / "run", replay={"keep": 2}, gradient_accumulation_steps=1)
+    corpus = torch.zeros(1 << 20, dtype=torch.int64)
+    ids = corpus[: batch(0, 0)[0].numel()].view_as(batch(0, 0)[0])
+    engine.backward(engine(ids, ids))
+    engine.step()
+    nbytes = file_of_step(folder / "run", engine.rank, 1).stat().st_size
+    # A full disk is torch's own error.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._steps._recorder, "begin_forward", lambda *_: None)
+        patch.setattr(torch, "save", fail_to_write)
+        engine.backward(engine(ids, ids))
+        engine.step()
+    engine.close()
+    return nbytes
+
+
+def test_keeping_a_view_keeps_no_more_than_it_and_a_full_disk_ends_no_rank(tmp_path: Path) -> None:
+    assert all(nbytes < 1 << 20 for nbytes in run_ranks(2, keep_a_view_and_fail, tmp_path))

@@ -95,8 +95,9 @@ class StateDigests:
 
     def begin_update(self) -> None:
         """Take the digests that come before the update of the step in progress. No unit is being gathered."""
-        if self._is_due:
-            self._weights = weights_digests(self._parts.partition.units, self._group.world_size)
+        # Those of a step that raised are not of this one.
+        is_due, units = self._is_due, self._parts.partition.units
+        self._weights = weights_digests(units, self._group.world_size) if is_due else None
 
     def end_update(self) -> None:
         """Take the other digests of the step that has ended, if it is due, and compare copies.

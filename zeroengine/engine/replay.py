@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint.content import random_states, set_random_states, storable
+from zeroengine.checkpoint.failures import failure_reason
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.utils.tensor_tree import map_tensors
 
 log = logging.getLogger("zeroengine")
 
@@ -82,7 +84,9 @@ class StepRecorder:
         """Keep the inputs of a forward of training."""
         try:
             if not self._failed:
-                inputs = storable("the inputs of the model", [list(args), dict(kwargs)])
+                # Of a view torch would save all the memory that it is part of, such as a whole corpus.
+                inputs = map_tensors(torch.clone, [list(args), dict(kwargs)])
+                inputs = storable("the inputs of the model", inputs)
                 self._forwards.append({"inputs": inputs, "random": random_states(self._parts.ranks.group.device)})
         except CheckpointError as error:
             self._fail(str(error))
@@ -105,8 +109,9 @@ class StepRecorder:
                 # A run that went back to an earlier step has files of later ones, which are of another course.
                 if not step - self._keep < int(old.stem.removeprefix("step-")) <= step:
                     old.unlink(missing_ok=True)
-        except OSError as error:
-            self._fail(f"{path} cannot be written: {error.strerror}")
+        # torch has errors of its own for a full disk, and an error of this rank alone would let the others wait.
+        except (OSError, RuntimeError) as error:
+            self._fail(f"{path} cannot be written: {failure_reason(error)}")
 
     def _fail(self, reason: str) -> None:
         self._failed = True
@@ -162,6 +167,10 @@ class StepReplay:
         if self._parts.ranks.group.rank == 0:
             log.warning("%s does nothing: this process takes step %d of a run again", call, self.target.step)
         return True
+
+    def drop_gradients(self) -> None:
+        """Begin with the first forward that the run has kept of the step, which starts again."""
+        self._kept_step = -1
 
     def end_step(self, step: int) -> None:
         """End the process after the step that was asked for.

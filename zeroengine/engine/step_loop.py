@@ -85,8 +85,9 @@ class StepLoop(BackwardListener):
         """Forget what the step in progress was given."""
         self._reports.drop_gradients()
         self._digests.drop_gradients()
-        if self._recorder is not None:
-            self._recorder.drop_gradients()
+        for observer in (self._recorder, self._checkpoints.replay):
+            if observer is not None:
+                observer.drop_gradients()
 
     # -- calls of the user ------------------------------------------------------------------------
 
@@ -225,14 +226,16 @@ class StepLoop(BackwardListener):
         if self._reports.monitor is not None and issued is not None:
             memory = partial(measure_memory, parts, self._checkpoints.copy_bytes)
             self._reports.monitor.end_step(issued, memory, placement, parts.partition.units)
+        # The comparison of copies may raise, and this is the step that zero-replay is to take again.
+        if issued is not None and self._recorder is not None:
+            self._recorder.end_step(issued.number)
         self._digests.end_update()
-        for observer in (self._recorder, self._checkpoints.replay):
-            if issued is not None and observer is not None:
-                observer.end_step(issued.number)
+        if issued is not None and self._checkpoints.replay is not None:
+            self._checkpoints.replay.end_step(issued.number)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if loop.save_on_signal is not None and loop.save_on_signal.is_due():
             loop.save_on_signal.save_and_exit(engine)
-        if loop.snapshots is not None and loop.snapshots.end_step(loop.step_runner.num_updates):
+        if loop.snapshots is not None and loop.snapshots.end_step(loop.step_runner.next_number - 1):
             self._checkpoints.take_snapshot(loop.snapshots)
         return updated
 
