@@ -170,8 +170,10 @@ class EngineCheckpoints:
                 with self._parts.ranks.group.collective_errors("to take a snapshot"):
                     content = collect_content(self._state(), None, frozen=True)
                 snapshots.take(content)
-        # Every rank has this error, and training goes on without the snapshot.
-        except ZeroEngineError as error:
+        # The state of a registered object may raise anything on one rank, and training goes on on all.
+        except Exception as error:
+            if not self._parts.ranks.group.is_error_of_all_ranks(error):
+                raise
             if self._parts.ranks.group.rank == 0:
                 log.warning("no snapshot: %s", error)
 
