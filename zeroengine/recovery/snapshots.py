@@ -72,6 +72,8 @@ log = logging.getLogger("zeroengine")
 STEP = ".step"
 # The ranks agree at most so often that a snapshot is due.
 AGREEMENT_INTERVAL_S = 1.0
+# The numbers of this process's engines with snapshots.
+_OPEN_ENGINES: set[int] = set()
 
 # By folder, the open snapshots of this process.
 _OPEN: WeakValueDictionary[str, MemorySnapshots] = WeakValueDictionary()
@@ -100,7 +102,11 @@ class MemorySnapshots:
         _OPEN[path] = self
         address = source_address_for(os.environ.get("MASTER_ADDR") or socket.gethostname())
         self._name = host_name() or socket.gethostname()
-        rows = group.all_gather_object(((self._name, path), address, token, nbytes))
+        number = next(number for number in itertools.count(1) if number not in _OPEN_ENGINES)
+        rows = group.all_gather_object(((self._name, path), address, token, nbytes, number))
+        # Engines of one process, as of a GAN, must not take the snapshots of one another.
+        _OPEN_ENGINES.add(number := rows[0][4])
+        path = path if number == 1 else os.path.join(path, f"engine-{number}")
         by_host = ranks_by_value({rank: row[0] for rank, row in enumerate(rows)}).values()
         self._ranks = HostRanks(list(by_host), group.rank)
         self._token = rows[0][2]
@@ -110,6 +116,7 @@ class MemorySnapshots:
         resources = contextlib.ExitStack()
         # An engine that is not closed ends these when it is deleted, or when the process exits.
         self._end = finalize(self, resources.close)
+        resources.callback(_OPEN_ENGINES.discard, number)
         self._copies = _checked_copies(config, group, len(self._ranks.ranks))
         endpoints: list[tuple[str, int]] = []
         with group.collective_errors("to initialize", endpoints) as all_endpoints:
@@ -148,7 +155,7 @@ class MemorySnapshots:
         kept_for = [host for host in range(len(sizes)) if ranks.host in ranks.targets(host, self._copies)]
         files = GENERATIONS * (sizes[ranks.host] + sum(sizes[host] for host in kept_for))
         # Snapshots of an earlier round are replaced.
-        present = sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file())
+        present = sum(entry.stat().st_blocks * 512 for entry in path.glob("*/*") if entry.is_file())
         free = shutil.disk_usage(path).free + present
         for need, size, where in (
             (files, free, path),
@@ -173,7 +180,7 @@ class MemorySnapshots:
         """Return whether a snapshot is due, at the end of a step; the same answer on all ranks.
 
         Args:
-            step: The number of updates.
+            step: The number of the step.
         """
         if self._step is not None:
             struct.pack_into("<q", self._step, 0, step)
