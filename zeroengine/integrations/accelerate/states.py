@@ -22,6 +22,7 @@ from accelerate.checkpointing import (
 )
 
 from zeroengine.engine.initialize import engine_of
+from zeroengine.engine.replay import ReplayTarget
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.integrations.accelerate.engines import as_initialized
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
@@ -38,6 +39,9 @@ def save(
 ) -> str:
     """Save the states. See `ZeroAccelerator.save_state`."""
     settings = accelerator.project_configuration
+    # A replay would replace or remove what the run has saved.
+    if ReplayTarget.of_process() is not None:
+        return output_dir or ""
     if settings.automatic_checkpoint_naming:
         folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
         if folder.exists():

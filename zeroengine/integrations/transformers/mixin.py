@@ -20,10 +20,12 @@ from accelerate.utils import patch_environment
 from torch import nn
 from transformers.utils import is_peft_available
 
+from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import gathered
 from zeroengine.engine.initialize import engine_of
+from zeroengine.engine.replay import ReplayTarget
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
@@ -249,6 +251,11 @@ class ZeroTrainerMixin(Trainer):
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # A replay counts its steps from zero, and would replace or remove checkpoints of the run.
+        if ReplayTarget.of_process() is None:
+            super()._save_checkpoint(*args, **kwargs)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._require_engine("a checkpoint")
         # The base of an adapter is loaded from its own files.
@@ -282,7 +289,9 @@ class ZeroTrainerMixin(Trainer):
             return
         engine = self._require_engine("resume_from_checkpoint")
         if Path(checkpoint, FOLDER).is_dir():
-            engine.load_checkpoint(Path(checkpoint, FOLDER))
+            # The Trainer's own counters are those of this checkpoint, and not of a newer snapshot in memory.
+            found, _ = find_checkpoint(Path(checkpoint, FOLDER), None)
+            engine.load_checkpoint(found.parent, found.name)
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
         elif not is_peft_model(self.model):
             engine.load_weights(checkpoint, strict=False)
