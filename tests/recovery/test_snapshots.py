@@ -65,27 +65,6 @@ def train(memory: Path, num_hosts: int, steps: int, disk: Path | None = None, co
     return sorted(path.name for path in (memory / os.environ["ZEROENGINE_HOST"]).glob("step-*"))
 
 
-def train_two(memory: Path) -> list[int]:
-    engines = [engine_on(memory, 1) for _ in range(2)]
-    for number, engine in enumerate(engines):
-        take_steps(engine, range(number + 1))
-        take(engine)
-    for engine in engines:
-        engine.close()
-    steps = []
-    for number in range(2):
-        engines[number] = engine_on(memory, 1)
-        assert engines[number].resume()
-        steps.append(engines[number].global_steps)
-    for engine in engines:
-        engine.close()
-    return steps
-
-
-def test_each_engine_of_a_process_has_snapshots_of_its_own(memory: Path) -> None:
-    assert run_ranks(1, train_two, memory) == [[1, 2]]
-
-
 def go_on(memory: Path, num_hosts: int, disk: Path | None = None, **more: Any) -> tuple[bool, int, list[float], str]:
     lines: list[str] = []
     handler = logging.Handler()
@@ -261,3 +240,36 @@ def without_folder() -> str:
 
 def test_without_a_folder_the_message_says_what_to_write() -> None:
     assert "start the script with zero-launch, or write" in run_ranks(1, without_folder)[0]
+
+
+class FailsOnOneRank:
+    """An object of the user whose state cannot be had on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if os.environ["RANK"] == "1":
+            raise KeyError("position")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def train_two(memory: Path, steps: tuple[int, int]) -> list[int]:
+    engines = [engine_on(memory, 1) for _ in range(2)]
+    resumed = []
+    for engine, number in zip(engines, steps, strict=True):
+        engine.resume()
+        resumed.append(engine.global_steps)
+        take_steps(engine, range(number))
+        take(engine)
+    # Training goes on on both ranks.
+    engines[0].register_stateful("loader", FailsOnOneRank())
+    take(engines[0])
+    for engine in engines:
+        engine.close()
+    return resumed
+
+
+def test_two_engines_go_on_each_from_its_own_snapshot(memory: Path) -> None:
+    assert run_ranks(2, train_two, memory, (1, 2)) == [[0, 0]] * 2
+    assert run_ranks(2, train_two, memory, (0, 0)) == [[1, 2]] * 2

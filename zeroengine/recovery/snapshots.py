@@ -27,11 +27,10 @@ import socket
 import struct
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -75,9 +74,6 @@ AGREEMENT_INTERVAL_S = 1.0
 # The numbers of this process's engines with snapshots.
 _OPEN_ENGINES: set[int] = set()
 
-# By folder, the open snapshots of this process.
-_OPEN: WeakValueDictionary[str, MemorySnapshots] = WeakValueDictionary()
-
 
 class MemorySnapshots:
     """Takes the snapshots of one engine and finds them. All ranks construct, query and close it together.
@@ -97,9 +93,6 @@ class MemorySnapshots:
     def __init__(self, config: Config, group: Group, nbytes: int) -> None:
         self._group = group
         path, token = _checked_folder(config, group), secrets.token_hex(16)
-        # Each engine of a process has snapshots of its own. All ranks make their engines in the same order.
-        path = next(p for p in itertools.chain([path], _numbered(path)) if p not in _OPEN)
-        _OPEN[path] = self
         address = source_address_for(os.environ.get("MASTER_ADDR") or socket.gethostname())
         self._name = host_name() or socket.gethostname()
         number = next(number for number in itertools.count(1) if number not in _OPEN_ENGINES)
@@ -313,16 +306,11 @@ class MemorySnapshots:
 
     def close(self) -> None:
         """Wait for the snapshot under way, and end threads and sockets. What was taken stays in memory."""
-        _OPEN.pop(str(self._folder.path), None)
         self._writer.wait()
         self._writer.close()
         self._agreement.close()
         self._folder.close()
         self._end()
-
-
-def _numbered(path: str) -> Iterator[str]:
-    return (os.path.join(path, f"engine-{number}") for number in itertools.count(2))
 
 
 def _checked_folder(config: Config, group: Group) -> str:

@@ -18,8 +18,7 @@ from zeroengine.view.run_reader import GrowingLines, RunReader
 # What has no influence on the numbers: facts of run.json, and sections that say what is written, and where.
 NO_SETTINGS = ("config", "units", "format", "started", "peak_flops", "zeroengine")
 LOGGERS = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "wall_clock_breakdown")
-STARTS = ("command.folder", "command.config", "command.overrides")
-OTHER_SETTINGS = (*LOGGERS, "monitor.", "digests.", "replay.", "snapshots.", "checkpoint.", "trace.", *STARTS)
+OTHER_SETTINGS = (*LOGGERS, "monitor.", "digests.", "replay.", "snapshots.", "checkpoint.", "trace.", "command.")
 # What changes the numbers of an update, and leaves the order of sums as it is.
 UPDATE_SETTINGS = ("optimizer.", "scheduler.", "gradient_clipping", "steps_planned", "step", "param_groups.")
 KERNELS = ("device", "versions.")
