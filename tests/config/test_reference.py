@@ -47,7 +47,10 @@ def test_the_tables_in_the_docs_are_current() -> None:
 
 
 def test_there_is_a_ready_file_for_each_stage_and_subject() -> None:
-    assert READY == [*(CONFIGS / f"{name}.json" for name in ("ema", "long-sequences", "low-memory", "muon")), *STAGES]
+    assert READY == [
+        *(CONFIGS / f"{name}.json" for name in ("ema", "long-sequences", "low-memory", "muon", "snapshots")),
+        *STAGES,
+    ]
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
