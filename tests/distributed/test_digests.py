@@ -45,7 +45,7 @@ def digests_at_the_end(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, settings in runs.items():
         engine = make(settings)
         take_steps(engine, range(2))
-        taken = engine._digests.taken
+        taken = engine._checkpoints.digests.taken
         assert taken is not None and taken[0] == 2
         digests[name] = taken[1]
         # Between steps they are the same.
@@ -153,14 +153,14 @@ def test_every_flipped_bit_of_a_copy_is_named_by_rank_and_unit(settings: dict[st
 def flip_within_a_step(stage: int, flipped: str) -> tuple[str, int]:
     engine = make({"zero_optimization": {"stage": stage}}, every=2)
     take_steps(engine, range(1))
-    shard, begin_update = engine._parts.states.optimizer.shards[1], engine._digests.begin_update
+    shard, begin_update = engine._parts.states.optimizer.shards[1], engine._checkpoints.digests.begin_update
 
     def begin_update_after_flip() -> None:
         if engine.rank == 2:
             flip(engine.units[1].full_buffer.tensor if flipped == "weights" else shard.gradient, 3, 7)
         begin_update()
 
-    engine._digests.begin_update = begin_update_after_flip  # type: ignore[method-assign]
+    engine._checkpoints.digests.begin_update = begin_update_after_flip  # type: ignore[method-assign]
     with pytest.raises(DivergenceError) as error:
         take_steps(engine, range(1, 2))
     # The step has been taken, so the script may save, or look at its states.

@@ -44,7 +44,7 @@ def train(engine: zeroengine.Engine, checkpoints: Path, first_batch: int) -> dic
             except SystemExit as end:
                 assert end.code == 0
                 micro_step = -1
-        step, digests = engine._digests.taken or (0, {})
+        step, digests = engine._checkpoints.digests.taken or (0, {})
         taken[step] = digests
         if micro_step < 0:
             break

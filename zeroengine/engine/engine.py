@@ -83,7 +83,7 @@ class Engine:
         calls = OptimizerCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
         self._parts = parts = make_parts(calls)
         rounds = ReplicaRounds(parts)
-        self._digests = digests = StateDigests(parts)
+        digests = StateDigests(parts)
         self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds, digests)
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
@@ -527,7 +527,10 @@ class Engine:
         """
         self._parts.loop.state_offloader.check_resident("state_digests()")
         self._parts.states.master_weights.settle()
-        return {kind: self._digests.by_unit(digests) for kind, digests in self._digests.now().items()}
+        return {
+            kind: self._checkpoints.digests.by_unit(digests)
+            for kind, digests in self._checkpoints.digests.now().items()
+        }
 
     @messages.ends_in_callers_code
     def full_state_dict(
