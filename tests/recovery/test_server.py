@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,9 +96,12 @@ def test_who_does_not_know_the_token_gets_nothing(server: SnapshotServer, tmp_pa
 def test_a_client_that_stops_in_the_midst_does_not_hold_up_the_end(server: SnapshotServer) -> None:
     connection = connect(server)
     connection._request(do="put", tag=TAG, name="first", nbytes=100)
-    # The fixture ends the server while this client still owes its bytes.
     connection._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection._socket.sendall(b"half")
+    # The server ends while this client still owes its bytes.
+    began = time.monotonic()
+    server.end()
+    assert time.monotonic() - began < 10 and not server.connections
 
 
 def test_a_silent_peer_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:

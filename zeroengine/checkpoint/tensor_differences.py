@@ -24,7 +24,7 @@ MAX_NAMES = 3
 
 @dataclass
 class TensorDifference:
-    """How a tensor of two checkpoints differs.
+    """The difference of one tensor between two checkpoints.
 
     Attributes:
         name: Its name in both.
@@ -43,11 +43,11 @@ class TensorDifference:
     relative: float = 0.0
     ulps: int = 0
 
-    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Add a piece: the same elements of both tensors, 1-D."""
-        self.elements += left.numel()
-        is_same_dtype = left.dtype == right.dtype
-        for a, b in zip(left.split(CHUNK), right.split(CHUNK), strict=True):
+        self.elements += first.numel()
+        is_same_dtype = first.dtype == second.dtype
+        for a, b in zip(first.split(CHUNK), second.split(CHUNK), strict=True):
             words = [x.view(BITS[x.element_size()]) if is_same_dtype else x.double() for x in (a, b)]
             differs = words[0] != words[1]
             if not differs.any():
@@ -92,8 +92,8 @@ def compare_checkpoints(paths: Sequence[Path]) -> tuple[list[TensorDifference], 
     compared = [TensorDifference(name) for name in common if name not in reshaped]
     with progress("comparing", sum(a[tensor.name].nbytes + b[tensor.name].nbytes for tensor in compared)) as report:
         for tensor in compared:
-            for left, right in _pieces(tensor.name, paths, contents, report):
-                tensor.add(left, right)
+            for first, second in _pieces(tensor.name, paths, contents, report):
+                tensor.add(first, second)
     return compared, sentences
 
 

@@ -90,11 +90,11 @@ def _side_of(path: Path, found: Path, manifest: Manifest | None) -> Side:
 
 def _compare_checkpoints(paths: list[Path]) -> DiffReport:
     # Only the tensors need torch, whose import takes seconds.
-    found = [find_checkpoint(path, None) for path in paths]
+    checkpoints = [find_checkpoint(path, None) for path in paths]
     from zeroengine.checkpoint.tensor_differences import compare_checkpoints
 
-    tensors, sentences = compare_checkpoints([path for path, _ in found])
-    sides = [_side_of(path, *checkpoint) for path, checkpoint in zip(paths, found, strict=True)]
+    tensors, sentences = compare_checkpoints([path for path, _ in checkpoints])
+    sides = [_side_of(path, *checkpoint) for path, checkpoint in zip(paths, checkpoints, strict=True)]
     settings = different_settings(sides)
     rows = sorted((t for t in tensors if t.differing), key=lambda tensor: -tensor.relative)
     if rows:

@@ -95,9 +95,9 @@ def _find_start(reader: RunReader, step: int) -> tuple[int, Path | None]:
         for place in (path, path / f"step-{event.get('step')}"):
             # The run may have removed it since, or moved on to another folder.
             with contextlib.suppress(CheckpointError):
-                found, manifest = find_checkpoint(place, None)
+                checkpoint, manifest = find_checkpoint(place, None)
                 if manifest is not None and manifest.num_steps < step:
-                    starts.append((manifest.num_steps, found))
+                    starts.append((manifest.num_steps, checkpoint))
     return max(starts, key=lambda start: start[0])
 
 
