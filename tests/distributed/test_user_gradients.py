@@ -50,6 +50,35 @@ class FusedLM(TinyLM):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
+def zero_by_loop(loop: Loop, set_to_none: bool) -> None:
+    for param in loop.model.blocks[1].parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+def zero_by_lists(loop: Loop, set_to_none: bool) -> None:
+    params = loop.model.blocks[1].parameters()
+    torch._foreach_zero_([param.grad.data for param in params if param.grad is not None])
+
+
+def zero_by_engine(loop: Loop, set_to_none: bool) -> None:
+    (loop.optimizer if loop.engine is None else loop.engine).zero_grad(set_to_none=set_to_none)
+
+
+# The ways to throw gradients away, or to set them to zero, with the arguments of a ``Loop``.
+WAYS_TO_DROP: dict[str, Callable[[Loop, bool], None]] = {
+    "engine": zero_by_engine,
+    "optimizer": lambda loop, set_to_none: loop.optimizer.zero_grad(set_to_none),
+    "model": lambda loop, set_to_none: loop.model.zero_grad(set_to_none),
+    "part": lambda loop, set_to_none: loop.model.blocks[1].zero_grad(set_to_none),
+    "another optimizer": lambda loop, set_to_none: torch.optim.SGD(
+        loop.model.blocks[1].parameters(), lr=1.0, foreach=True
+    ).zero_grad(set_to_none),
+    "loop": zero_by_loop,
+    "lists": zero_by_lists,
+}
+
+
 def ramp(param: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.linspace(-scale, scale, param.numel()).view(param.shape)
 
@@ -59,10 +88,14 @@ class Loop:
 
     Args:
         is_plain: whether the engine's backwards are `loss.backward()`.
+        ranks: how many there are.
+        more: further keys of the configuration.
     """
 
-    def __init__(self, case: str, stage: int | None, is_plain: bool = False) -> None:
-        self.is_plain = is_plain
+    def __init__(
+        self, case: str, stage: int | None, is_plain: bool = False, ranks: int = 2, more: dict[str, Any] | None = None
+    ) -> None:
+        self.is_plain, self.ranks = is_plain, ranks
         self.case, self.micro_steps = case, 1 if case in ("without a backward", "post-accumulate hook") else 2
         self.model: Any = build(FusedLM)
         self.params = dict(self.model.named_parameters())
@@ -72,7 +105,7 @@ class Loop:
             if case == "before initialize":
                 self.model(*batch(9, 0)).backward()
             task = Task(clip=0.0, micro_steps=self.micro_steps)
-            self.engine = zeroengine.initialize(self.model, self.optimizer, settings(task, stage))
+            self.engine = zeroengine.initialize(self.model, self.optimizer, settings(task, stage, **(more or {})))
         if case == "post-accumulate hook":
             self.params[NAME].register_post_accumulate_grad_hook(self.halve)
 
@@ -86,12 +119,24 @@ class Loop:
             loss = self.engine(*batch(number, self.engine.rank))
             loss.backward() if self.is_plain else self.engine.backward(loss)
         else:
-            losses = [self.model(*batch(number, rank)) for rank in range(2)]
+            losses = [self.model(*batch(number, rank)) for rank in range(self.ranks)]
             (torch.stack(losses).mean() / self.micro_steps).backward()
 
     def end_micro_step(self) -> None:
         if self.engine is not None:
             self.engine.step()
+
+    def drop_as_case_says(self, moment: str) -> None:
+        if not self.case.endswith(moment):
+            return
+        way, set_to_none = self.case.removesuffix(moment), True
+        if way.endswith(" to zero"):
+            way, set_to_none = way.removesuffix(" to zero"), False
+        if way.endswith(" in gathered"):
+            with contextlib.nullcontext() if self.engine is None else zeroengine.gathered(self.model):
+                WAYS_TO_DROP[way.removesuffix(" in gathered")](self, set_to_none)
+        else:
+            WAYS_TO_DROP[way](self, set_to_none)
 
     def run(self) -> dict[str, torch.Tensor]:
         weight = self.params[NAME]
@@ -107,7 +152,13 @@ class Loop:
                 if micro_step + 1 < self.micro_steps:
                     if self.case == "assigned between backwards":
                         weight.grad = ramp(weight, 0.03)
+                    if step:
+                        self.drop_as_case_says(", before a micro-step ends")
                     self.end_micro_step()
+                    if step:
+                        self.drop_as_case_says(", between micro-steps")
+            if step:
+                self.drop_as_case_says(", before the step")
             if self.case == "assigned before the step":
                 weight.grad = ramp(weight, 0.04)
             if self.case == "transposed, assigned before the step":
@@ -145,12 +196,12 @@ CASES = [
 ]
 
 
-def check_cases(cases: list[str], stages: tuple[int, ...]) -> None:
+def check_cases(cases: list[str], stages: tuple[int, ...], ranks: int = 2, more: dict[str, Any] | None = None) -> None:
     start()
-    for case in cases:
-        expected = Loop(case, None).run()
+    for number, case in enumerate(cases):
+        expected = Loop(case, None, ranks=ranks).run()
         for stage in stages:
-            state = Loop(case, stage, is_plain=bool((CASES.index(case) + stage) % 3)).run()
+            state = Loop(case, stage, is_plain=bool((number + stage) % 3), ranks=ranks, more=more).run()
             for name, value in expected.items():
                 torch.testing.assert_close(
                     state[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, c=(case, stage, name): f"{c}: {m}"
@@ -159,6 +210,44 @@ def check_cases(cases: list[str], stages: tuple[int, ...]) -> None:
 
 def test_gradients_of_the_user_count_as_in_plain_pytorch() -> None:
     run_ranks(2, check_cases, CASES, STAGES)
+
+
+# Between micro-steps some gradients were reduced at stages 2 and 3, and before the step all of them.
+DROPS = [
+    "model, between micro-steps",
+    "part to zero, before a micro-step ends",
+    "loop in gathered, before the step",
+    "lists, between micro-steps",
+    "another optimizer, before the step",
+    "engine to zero, before the step",
+]
+ALL_DROPS = [
+    f"{way}{how}{when}"
+    for way in WAYS_TO_DROP
+    for how in ("", " to zero", " in gathered")
+    for when in (", before a micro-step ends", ", between micro-steps", ", before the step")
+    # The engine refuses its own call there.
+    if how != " in gathered" or (way != "engine" and when == ", before the step")
+]
+
+
+def test_every_way_to_drop_a_gradient_drops_it_as_in_plain_pytorch() -> None:
+    run_ranks(2, check_cases, DROPS, STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "stages", "more"),
+    [
+        (3, (0, 1), {}),
+        (3, (2, 3), {}),
+        (2, (0, 3), {"comm": {"transport": "gloo"}}),
+        (2, (2,), {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        (1, (3,), {}),
+    ],
+)
+def test_all_ways_to_drop_a_gradient_at_all_stages(ranks: int, stages: tuple[int, ...], more: dict[str, Any]) -> None:
+    run_ranks(ranks, check_cases, ALL_DROPS, stages, ranks, more)
 
 
 def drop_by(call: Callable[[zeroengine.Engine, torch.optim.Optimizer], None], stage: int) -> None:
@@ -174,8 +263,12 @@ def drop_by(call: Callable[[zeroengine.Engine, torch.optim.Optimizer], None], st
             param.grad = torch.ones_like(param.detach()) if stage < 3 else torch.ones(param.shape)
         call(engine, optimizer)
         assert all(param.grad is None for param in model.parameters())
-        with pytest.raises(ZeroEngineError, match="without backward"):
-            engine.step()
+        if after_backward:
+            # A micro-step whose gradients were dropped counts.
+            assert engine.step()
+        else:
+            with pytest.raises(ZeroEngineError, match="without backward"):
+                engine.step()
     assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 

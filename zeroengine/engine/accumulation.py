@@ -43,11 +43,12 @@ class Accumulation:
         backwards: Number of backwards that produced gradients since the last update.
         ended_micro_steps: Number of calls of `engine.step()` since the last update.
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
+        has_dropped: Whether all gradients of the step so far were dropped.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
         self.micro_steps = self.backwards = self.ended_micro_steps = 0
-        self.incomplete = False
+        self.incomplete = self.has_dropped = False
         self._per_step, self._rank = micro_steps_per_step, rank
         # The number of backwards since the last call of either step(). A step() without a backward is refused.
         self._new_backwards = 0
@@ -71,8 +72,8 @@ class Accumulation:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the step in progress has any gradients, or has lost some."""
-        return self.backwards > 0 or self.ended_micro_steps > 0 or self.incomplete
+        """Whether the step in progress has any gradients, or has lost some in a backward that raised."""
+        return ((self.backwards > 0 or self.ended_micro_steps > 0) and not self.has_dropped) or self.incomplete
 
     # -- forwards and backwards -------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class Accumulation:
         """
         # Several losses of one forward are several calls but one micro-step, so the number of forwards is the limit.
         num_backwards = max(1, min(num_calls, self._forwards_before_backward))
+        self.has_dropped = False
         self.backwards += num_backwards
         self._new_backwards += num_backwards
         # begin_backward has already counted the first of these passes.
@@ -119,6 +121,7 @@ class Accumulation:
 
     def note_assigned_gradients(self) -> None:
         """Count gradients that user code assigned, for a step without a backward."""
+        self.has_dropped = False
         if not self._new_backwards:
             self.backwards += 1
             self._new_backwards += 1
@@ -145,7 +148,17 @@ class Accumulation:
             )
 
     def drop_gradients(self) -> None:
-        """Return to the start of the step in progress, because its gradients were dropped."""
+        """Note that the gradients of the step so far were dropped. Its backwards and micro-steps still count.
+
+        A step that lacks gradients, because a backward raised, starts again.
+        """
+        if self.incomplete:
+            self.restart_step()
+        else:
+            self.has_dropped = True
+
+    def restart_step(self) -> None:
+        """Return to the start of the step in progress, without gradients."""
         # The ended micro-steps will be repeated, and must not be counted twice.
         self.micro_steps -= self.ended_micro_steps
         self._start_step()
@@ -153,7 +166,7 @@ class Accumulation:
     def _start_step(self) -> None:
         self.backwards = self._new_backwards = self.ended_micro_steps = 0
         self._passes = self._local_passes = 0
-        self.incomplete = False
+        self.incomplete = self.has_dropped = False
         self._boundary = None
 
     def _warn_of_forgotten_step(self) -> None:

@@ -272,6 +272,7 @@ class EngineCheckpoints:
         if restored.counters:
             # These gradients belong to the parameters of before the load.
             parts.passes.backward.drop_gradients()
+            parts.loop.accumulation.restart_step()
             self._set_counters(restored.counters)
         # A checkpoint has no errors of quantized gradients: they are those of other gradients, perhaps of other ranks.
         parts.passes.reducer.reduces.forget_errors()

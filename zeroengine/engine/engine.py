@@ -258,15 +258,16 @@ class Engine:
         self._parts.states.lr_schedule.replace(schedule)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last ``step``, such as those that another model's loss left here.
+        """Drop the gradients of the step so far, such as those that another model's loss left here.
 
-        After a backward that raised in the middle of a step, drop all gradients of the step, which starts again.
-        Directly after a step this does nothing: a step's first gradients overwrite those of the previous step.
+        This is the same as setting ``grad`` of each parameter to None. A micro-step counts although its gradients were
+        dropped. After a backward that raised in the middle of a step, the step starts again. Directly after a step this
+        does nothing: a step's first gradients overwrite those of the previous step.
 
-        Raises:
-            ZeroEngineError: Earlier micro-steps of this step would also lose their gradients.
+        Args:
+            set_to_none: As in torch. With False gradients become zero, by which weights and moments decay.
         """
-        self._steps.zero_grad()
+        self._steps.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,8 +21,6 @@ from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
 
-log = logging.getLogger("zeroengine")
-
 
 class ParameterOwner:
     """Serves the functions that take parameters alone, for the parameters of one engine.
@@ -38,7 +35,6 @@ class ParameterOwner:
 
     def __init__(self, parts: EngineParts, engine: Callable[[], Any]) -> None:
         self.parts, self.engine = parts, engine
-        self._warned_of_read = False
         for unit in parts.partition.units:
             for param in unit.params:
                 param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
@@ -101,21 +97,29 @@ class ParameterOwner:
         if torch._C._current_graph_task_id() < 0:
             self.parts.passes.reducer.note_assigned(param)
 
-    def note_gradient_read(self, param: nn.Parameter) -> None:
-        """Warn once that ``grad`` of a parameter was read between ``backward`` and ``step``, for it is None."""
-        has_gradients = self.parts.loop.accumulation.has_gradients or self.parts.passes.backward.in_progress
-        # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
-        if self._warned_of_read or not has_gradients or torch._C._current_graph_task_id() >= 0:
-            return
-        self._warned_of_read = True
-        if self.parts.ranks.group.rank == 0:
-            log.warning(
-                "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
-                "into buffers of the engine. torch.nn.utils.clip_grad_norm_ and clip_grad_value_ clip nothing here: "
-                "call engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
-                "zeroengine.full_gradient(param) gives the gradient, zeroengine.set_full_gradient(param, value) "
-                "replaces it, and engine.zero_grad() drops all of them."
-            )
+    def engine_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return what a read of ``grad`` of a parameter finds where no tensor is in it."""
+        # Within a backward torch itself reads `grad`, and finds this rank's gradient.
+        if not self._has_gradients or torch._C._current_graph_task_id() >= 0:
+            return None
+        set_to_zero = partial(_set_gradient_to_zero, weakref.ref(self), weakref.ref(param))
+        return self.parts.passes.reducer.user_gradients.engine_gradient(param, set_to_zero)
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self.parts.loop.accumulation.has_gradients or self.parts.passes.backward.in_progress
+
+    def set_gradient_to_zero(self, param: nn.Parameter) -> None:
+        """Set the gradient of a parameter in the step so far to zero, if there is one."""
+        user_gradients = self.parts.passes.reducer.user_gradients
+        if self._has_gradients and not user_gradients.is_dropped(param):
+            self.parts.passes.reducer.note_assigned(param, is_zero=True)
+
+
+def _set_gradient_to_zero(owner_ref: weakref.ref[ParameterOwner], param_ref: weakref.ref[nn.Parameter]) -> None:
+    owner, param = owner_ref(), param_ref()
+    if owner is not None and param is not None:
+        owner.set_gradient_to_zero(param)
 
 
 def _state_without_engine(param_ref: weakref.ref[nn.Parameter]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class OptimizerCalls:
     """
 
     step: Callable[[], None]
-    zero_grad: Callable[[], None]
+    zero_grad: Callable[[bool], None]
     run_method: CallOverShards
 
 
@@ -388,6 +388,6 @@ def build_states(
     redirect_calls(base_optimizer, calls.step, calls.zero_grad, setup.undo)
     if isinstance(base_optimizer, MixedOptimizer):
         for member in members_of(base_optimizer):
-            redirect_calls(member, base_optimizer.refuse_member_step, calls.zero_grad, setup.undo)
+            redirect_calls(member, base_optimizer.refuse_member_step, None, setup.undo)
     forward_own_methods(base_optimizer, calls.run_method, setup.undo)
     return States(base_optimizer, optimizer, lr_schedule, outer_step, master_weights)

@@ -6,6 +6,7 @@ import logging
 from functools import partial
 
 import torch
+from torch import nn
 
 from zeroengine.checkpoint.on_signal import SavingEngine
 from zeroengine.engine import call_checks
@@ -43,7 +44,8 @@ class StepLoop(BackwardListener):
         self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
         self._checkpoints, self._rounds, self._digests = checkpoints, checkpoints.rounds, checkpoints.digests
         self._recorder, self.forwards = recorder, forwards
-        self._warned_of_hooks = False
+        # The warnings that were given, which come once each.
+        self._warnings: set[str] = set()
         parts.passes.backward.listener = self
 
     # -- the events of a backward -----------------------------------------------------------------
@@ -64,6 +66,7 @@ class StepLoop(BackwardListener):
 
     def begin_backward(self) -> None:
         """Count a backward that begins."""
+        self._warn_of_dropped_micro_steps(self._parts.passes.reducer.user_gradients.drops_all)
         self._loop.accumulation.begin_backward()
 
     def end_backward(self, num_calls: int) -> None:
@@ -76,7 +79,7 @@ class StepLoop(BackwardListener):
         self._loop.accumulation.fail_backward(after_others)
 
     def drop_gradients(self) -> None:
-        """Begin the step again."""
+        """Note that the step in progress has no gradients so far."""
         self._forget_step()
         self._loop.accumulation.drop_gradients()
         self._loop.clipping.drop_gradients()
@@ -91,22 +94,19 @@ class StepLoop(BackwardListener):
 
     # -- calls of the user ------------------------------------------------------------------------
 
-    def zero_grad(self) -> None:
-        """Drop the gradients since the last step. See ``Engine.zero_grad``."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the gradients of the step so far, or set them to zero. See ``Engine.zero_grad``."""
         backward, accumulation = self._parts.passes.backward, self._loop.accumulation
         # This also ends a backward that raised, and drops its gradients.
         backward.finish()
-        if not accumulation.incomplete:
-            if not accumulation.has_new_gradients:
-                # Many loops call zero_grad() directly after a step, when only the user can have left something.
-                self._parts.passes.reducer.user_gradients.drop()
-                return
-            if accumulation.ended_micro_steps:
-                raise ZeroEngineError(
-                    "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
-                    "lost. Call it before the first backward of a step."
-                )
-        backward.drop_gradients()
+        if not set_to_none and not accumulation.incomplete:
+            nn.Module.zero_grad(self._parts.setup.model, set_to_none=False)
+        elif accumulation.has_gradients:
+            self._warn_of_dropped_micro_steps(True)
+            backward.drop_gradients()
+        else:
+            # Many loops call zero_grad() directly after a step, when only the user can have left something.
+            self._parts.passes.reducer.user_gradients.drop()
 
     def clip(self, max_norm: float, call: str) -> torch.Tensor:
         """Clip the step in progress to ``max_norm``, and return the norm. See ``Engine.clip_grad_norm_``."""
@@ -182,7 +182,8 @@ class StepLoop(BackwardListener):
         # If the last backward raised, this drops its gradients, which are incomplete.
         parts.passes.backward.finish()
         # The parameters are looked at again only where the loop clips by hand.
-        if self._loop.clipping.has_clipped and reducer.user_gradients.has_assigned:
+        user_gradients = reducer.user_gradients
+        if self._loop.clipping.has_clipped and user_gradients.has_assigned and not user_gradients.drops_all:
             self._loop.clipping.check_not_clipped("assigning to param.grad")
         if reducer.take_assigned_gradients():
             self._loop.accumulation.note_assigned_gradients()
@@ -204,6 +205,7 @@ class StepLoop(BackwardListener):
         """Take a step on behalf of ``call``. Return the result of ``Engine.step``."""
         parts, loop, placement = self._parts, self._loop, self._parts.partition.placement
         self._finish_gradients(call)
+        self._warn_of_dropped_gradients()
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
         self._digests.begin_update()
@@ -239,13 +241,36 @@ class StepLoop(BackwardListener):
             self._checkpoints.take_snapshot(loop.snapshots)
         return updated
 
+    def _warn_of_dropped_gradients(self) -> None:
+        """Warn once of a step all of whose gradients the user has dropped, perhaps in each step."""
+        reducer = self._parts.passes.reducer
+        dropped = reducer.assigned_digests and not any(flag for grads in reducer.gradients for flag in grads.has_grad)
+        if self._loop.accumulation.has_dropped or dropped:
+            self._warn_once(
+                "a step whose gradients were all dropped before it, by zero_grad() for example, changes no parameter. "
+                "If that is not meant, call zero_grad() before the first backward of a step."
+            )
+
+    def _warn_of_dropped_micro_steps(self, drops_all: bool) -> None:
+        """Warn once of gradients of earlier micro-steps that the user drops, perhaps before each micro-step."""
+        accumulation = self._loop.accumulation
+        if drops_all and accumulation.ended_micro_steps and not accumulation.has_dropped:
+            self._warn_once(
+                "zero_grad() between the micro-steps of a step has dropped the gradients of the earlier ones, as in "
+                "plain PyTorch. If they are to add up, call it only after a step() that updated."
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            if self._parts.ranks.group.rank == 0:
+                log.warning("%s", text)
+
     def _warn_of_unused_hooks(self) -> None:
         """Warn once that ``engine.step()`` does not call the step hooks of the optimizer that was passed in."""
         # Hooks may be registered after initialize(), so every step checks until the first warning.
-        if not self._warned_of_hooks and has_own_step_hooks(self._parts.states.base_optimizer):
-            self._warned_of_hooks = True
-            if self._parts.ranks.group.rank == 0:
-                log.warning(
-                    "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
-                    "optimizer.step() in its place, which does"
-                )
+        if has_own_step_hooks(self._parts.states.base_optimizer):
+            self._warn_once(
+                "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
+                "optimizer.step() in its place, which does"
+            )

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.engine_gradient import GRAD_SCALER_REFUSAL
 from zeroengine.runtime.released_parameter import drop_gradient_of
 
 # The attributes that wrappers and `redirect_calls` put on an instance.
@@ -47,18 +48,22 @@ add_param_group = getattr(_decorated, "__wrapped__", _decorated)
 
 
 def redirect_calls(
-    optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None], undo: ExitStack
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], None],
+    zero_grad: Callable[[bool], None] | None,
+    undo: ExitStack,
 ) -> None:
     """Make `optimizer.step()` and `optimizer.zero_grad()` call the engine, and nothing else.
 
     Args:
         optimizer: The optimizer that was passed to `initialize`.
         step: A bound method, such as of the engine. Only a weak reference to it is kept.
-        zero_grad: Likewise.
+        zero_grad: Likewise. None: the optimizer holds a part of the parameters, whose gradients torch's method drops.
         undo: Makes it an ordinary optimizer again.
     """
     # The caller may keep the optimizer longer than the engine, which holds most of the memory.
-    engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
+    engine_step = weakref.WeakMethod(step)
+    engine_zero_grad = None if zero_grad is None else weakref.WeakMethod(zero_grad)
     optimizer_ref = weakref.ref(optimizer)
 
     def pre_hook(called: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -73,7 +78,8 @@ def redirect_calls(
         return (copy_without_parameters(called),), {}
 
     def zero(set_to_none: bool = True) -> None:
-        _alive(engine_zero_grad())()
+        assert engine_zero_grad is not None
+        _alive(engine_zero_grad())(set_to_none)
 
     def load(state_dict: Mapping[str, Any]) -> None:
         optimizer = optimizer_ref()
@@ -88,7 +94,8 @@ def redirect_calls(
         ).remove
     )
     # GradScaler then calls step() instead of asserting that there are gradients, and `check_step_call` explains.
-    for name, value in (("zero_grad", zero), ("load_state_dict", load), ("_step_supports_amp_scaling", True)):
+    replaced = {"load_state_dict": load, "_step_supports_amp_scaling": True}
+    for name, value in (replaced if zero_grad is None else {"zero_grad": zero, **replaced}).items():
         # ``undo`` restores an attribute that a wrapper put on the instance.
         if name in vars(optimizer):
             undo.callback(setattr, optimizer, name, vars(optimizer)[name])
@@ -97,7 +104,7 @@ def redirect_calls(
         setattr(optimizer, name, value)
 
 
-def _alive(method: Callable[[], None] | None) -> Callable[[], None]:
+def _alive(method: Callable[..., None] | None) -> Callable[..., None]:
     if method is None:
         raise ZeroEngineError(
             "the engine that this optimizer was passed to is gone: the optimizer trains nothing itself"
@@ -118,12 +125,7 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
     if scaled:
-        raise ZeroEngineError(
-            "GradScaler.step(optimizer): the scaler cannot see the gradients, which are reduced and partitioned, and "
-            'the engine scales the loss itself where fp16 needs it. Write "fp16": {"enabled": true} (or '
-            '"torch_autocast": {"enabled": true, "dtype": "fp16"}) in the configuration, and make the scaler with '
-            "enabled=False or remove it."
-        )
+        raise ZeroEngineError(GRAD_SCALER_REFUSAL)
     if closure is not None or kwargs:
         arguments = "a closure" if closure is not None else ", ".join(kwargs)
         raise ZeroEngineError(

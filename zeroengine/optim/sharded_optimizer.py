@@ -52,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduction: StepReduction,
         *,
         step: Callable[[], None],
-        zero_grad: Callable[[], None],
+        zero_grad: Callable[[bool], None],
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = " and ".join(type(member).__name__ for member in members_of(base_optimizer))
@@ -92,8 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step, as ``Engine.zero_grad`` does."""
-        self._zero_grad()
+        """Drop the gradients of the step so far, or set them to zero, as ``Engine.zero_grad`` does."""
+        self._zero_grad(set_to_none)
 
     # Methods, properties and attributes of the caller's class serve here, too. See "Methods of an optimizer's own" in
     # ``optim/own_methods.py``.

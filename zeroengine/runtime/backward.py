@@ -160,8 +160,8 @@ class Backward:
         self.finish()
         if torch.is_grad_enabled():
             self.listener.begin_forward()
-            # The forward is to find the parameters with their own class.
-            self._reducer.user_gradients.pause()
+        # The forward is to find the parameters with their own class.
+        self._reducer.user_gradients.pause()
 
     def leave_forward(self) -> None:
         """Note that a forward of the whole model has ended or raised outside of any backward."""
@@ -370,7 +370,7 @@ class Backward:
             )
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the step in progress, which starts again."""
+        """Drop the gradients of the step in progress so far."""
         self.in_progress = self._is_in_call = False
         self._reducer.drop_gradients()
         self.listener.drop_gradients()

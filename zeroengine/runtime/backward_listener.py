@@ -35,4 +35,4 @@ class BackwardListener:
         """
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the step in progress, which starts again."""
+        """All gradients of the step in progress so far are dropped."""

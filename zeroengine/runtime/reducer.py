@@ -135,6 +135,7 @@ class Reducer:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""
         self.user_gradients.stop_watching()
         self.take_assigned_gradients()
+        self.user_gradients.restart()
 
     def _is_reduced_in_backward(self, unit_grads: UnitGradients) -> bool:
         """Return whether the backward in progress reduces the unit, now or at its end."""
@@ -292,6 +293,7 @@ class Reducer:
             unit_grads.end_step()
         self.assigned_digests.clear()
         self.user_gradients.stop_watching()
+        self.user_gradients.restart()
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
@@ -332,18 +334,27 @@ class Reducer:
             self.reduces.wait()
         for assignment in assigned:
             unit_grads, index = assignment.unit_grads, assignment.index
-            value = None if assignment.value is None else assignment.value.detach().to_dense().contiguous()
+            param, value = unit_grads.unit.params[index], None
+            if assignment.is_zero:
+                has_gradient = unit_grads.has_grad[index] or index in unit_grads.deferred_grads
+                self.replace_gradient(unit_grads, index, None, 0)
+                # Unlike one that is None, a gradient of zero is one.
+                unit_grads.has_grad[index] = has_gradient
+                self.assigned_digests[param] = digest(torch.ones(1, device=param.device))
+                continue
+            if assignment.value is not None:
+                value = assignment.value.detach().to_dense().contiguous()
             # A rank that drops a gradient differs from one that leaves it.
-            self.assigned_digests[unit_grads.unit.params[index]] = None if value is None else digest(value)
+            self.assigned_digests[param] = None if value is None else digest(value)
             self.replace_gradient(unit_grads, index, value, 1 / self._transport.world_size)
         for param in self.user_gradients.of_frozen():
             # A rank that has none differs from the others, and all of them learn of it in the sum of the step.
             self.assigned_digests[param] = None
         return bool(assigned)
 
-    def note_assigned(self, param: nn.Parameter) -> None:
+    def note_assigned(self, param: nn.Parameter, is_zero: bool = False) -> None:
         """Note that user code has assigned to the gradient of ``param``, perhaps None, outside of a backward."""
-        self.user_gradients.note_assigned(param, WeakMethod(self, Reducer.take_assigned_gradients))
+        self.user_gradients.note_assigned(param, WeakMethod(self, Reducer.take_assigned_gradients), is_zero)
 
     def check_frozen(self) -> None:
         """Check that nothing was assigned to gradients that no update uses.

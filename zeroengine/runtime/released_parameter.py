@@ -43,6 +43,8 @@ METADATA = {
     *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
+# The attribute of a parameter whose gradient is watched.
+_WATCHED = "_zeroengine_watched"
 _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
@@ -76,9 +78,9 @@ class ReleasedParameter(nn.Parameter):
         # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
         if result is None and not is_tracing():
             if func == _READ_GRADIENT:
-                _notify_owner(args[0], "note_gradient_read")
-            elif func in _ASSIGN_GRADIENT:
-                _notify_owner(args[0], "note_gradient_assigned")
+                return _ask_owner(args[0], "engine_gradient")
+            if func in _ASSIGN_GRADIENT:
+                _ask_owner(args[0], "note_gradient_assigned")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -115,12 +117,11 @@ def drop_gradient_of(param: nn.Parameter) -> None:
         param.grad = None
 
 
-def _notify_owner(param: nn.Parameter, event: str) -> None:
-    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None, or has assigned to it."""
+def _ask_owner(param: nn.Parameter, method: str) -> Any:
+    """Call a method of the owner of ``param``. Return None where there is no owner."""
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     owner = reference() if reference is not None else None
-    if owner is not None:
-        getattr(owner, event)(param)
+    return None if owner is None else getattr(owner, method)(param)
 
 
 def _edge_of(tensor: torch.Tensor) -> Any:
@@ -168,14 +169,21 @@ def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
 
 
 def mark_gathered(param: nn.Parameter) -> None:
-    """Make ``param`` an ordinary parameter of its own class again."""
+    """Note that ``param`` has values. It has its own class again, unless its gradient is watched."""
+    if _WATCHED in param.__dict__:
+        mark_released(param, _use_watched)
+    else:
+        _restore_class(param)
+
+
+def _restore_class(param: nn.Parameter) -> None:
     if is_released_parameter(param):
         param.__class__ = param.__dict__.pop("_zeroengine_class")
         del param.__dict__["_zeroengine_resolver"]
         wrapper = param.__dict__.get(WRAPPER_ATTRIBUTE)
         # The storages of a wrapper may belong to several units.
         if wrapper is not None and not any(is_released_parameter(storage) for _, storage in storages_of(wrapper)):
-            mark_gathered(wrapper)
+            _restore_class(wrapper)
 
 
 def _resolve_storages(wrapper: nn.Parameter, operation: str) -> None:
@@ -188,15 +196,17 @@ def _resolve_storages(wrapper: nn.Parameter, operation: str) -> None:
 
 
 def watch_gradient(param: nn.Parameter) -> None:
-    """Notice reads of ``param.grad`` and assignments to it. A released parameter stays as it is."""
+    """Notice reads of ``param.grad`` and assignments to it. A released parameter has no values as before."""
+    param.__dict__[_WATCHED] = True
     if not is_released_parameter(param):
         mark_released(param, _use_watched)
 
 
 def stop_watching_gradient(param: nn.Parameter) -> None:
     """Make ``param`` an ordinary parameter again, unless it is released."""
+    param.__dict__.pop(_WATCHED, None)
     if is_released_parameter(param) and not has_no_values(param):
-        mark_gathered(param)
+        _restore_class(param)
 
 
 def has_no_values(param: torch.Tensor) -> bool:
@@ -205,14 +215,15 @@ def has_no_values(param: torch.Tensor) -> bool:
 
 
 def _use_watched(param: nn.Parameter, operation: str) -> None:
-    mark_gathered(param)
+    _restore_class(param)
 
 
 @contextlib.contextmanager
 def _own_class(param: Any, operation: str) -> Iterator[None]:
     """Give ``param``, whose values ``operation`` needs, its own class in the ``with``; to a released one for good."""
-    is_watched = not has_no_values(param)
+    is_watched = _WATCHED in param.__dict__
     resolver_of(param)(param, operation)
+    _restore_class(param)
     try:
         yield
     finally:

@@ -226,8 +226,8 @@ class DeepSpeedEngine(EngineCheckpointMethods):
             self._local_context = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
-        self.engine.zero_grad()
+        """Drop the gradients of the step so far, or set them to zero."""
+        self.engine.zero_grad(set_to_none)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are reduced in backward, or in ``step``."""

@@ -58,8 +58,8 @@ class LocalStateOptimizer(torch.optim.Optimizer):
         self._engine.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
-        self._engine.zero_grad()
+        """Drop the gradients of the step so far, or set them to zero."""
+        self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: groups belong to the model before ``initialize``."""
