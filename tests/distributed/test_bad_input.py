@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroengine
-from tests.distributed.models import WIDTH, Block, TinyLM, batch, build, config
+from tests.distributed.models import Block, TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, ordinary_loop, start
 from tests.optim.test_elementwise import Written, normalize_all
@@ -124,10 +124,6 @@ def replaced(change: Callable[[nn.Module], Any], stage: int) -> None:
     change(model)
     engine.backward(loss_of(engine))
     engine.step()
-
-
-def assign(model: nn.Module) -> None:
-    model.norm.weight.data = torch.zeros(WIDTH)
 
 
 def backward_in_no_grad(engine: zeroengine.Engine) -> None:
@@ -358,10 +354,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "loss is detached": (lambda: used(lambda e: e.backward(loss_of(e).detach())), DETACHED),
     "a model that is cast afterwards": (
-        lambda: replaced(lambda model: model.double().float(), 0),
-        r"parameter tok.weight was given other memory after initialize\(\), by .to\(\), .half\(\), `.data =`",
+        lambda: replaced(lambda model: model.double(), 0),
+        r"parameter tok.weight was given another shape, dtype or device after initialize\(\), by .to\(\), .half\(\)",
     ),
-    "data that is replaced": (lambda: replaced(assign, 1), "parameter norm.weight was given other memory .* no update"),
     "a parameter unfrozen afterwards": (
         lambda: replaced(lambda model: model.requires_grad_(True), 2),
         r"parameter blocks.1.norm.weight was frozen at initialize\(\) and requires a gradient now",

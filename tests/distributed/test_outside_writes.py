@@ -58,6 +58,11 @@ def clamp_data(model: Any) -> None:
         param.data.clamp_(-0.02, 0.02)
 
 
+def replace_data(model: Any) -> None:
+    for param in model.parameters():
+        param.data = param.detach() * 0.5
+
+
 def initialise_anew(model: Any) -> None:
     torch.manual_seed(5)
     for param in model.parameters():
@@ -72,6 +77,7 @@ WAYS: list[Callable[[Any], None]] = [
     load_state_dict,
     copy_in_place,
     clamp_data,
+    replace_data,
     initialise_anew,
     write_one_element,
 ]

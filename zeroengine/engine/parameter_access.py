@@ -234,6 +234,8 @@ class LocatedParameter:
         (self.unit,) = owner.units_of([param])
         # Equality would compare the elements of tensors, so the parameter is found by identity.
         self.index = next(index for index, candidate in enumerate(self.unit.params) if candidate is param)
+        if self.unit.is_gathered:
+            self.unit.adopt_replaced_data(self.index)
         self.slot = self.unit.layout.slots[self.index]
         self.shard = next((shard for shard in self.parts.states.optimizer.shards if shard.unit is self.unit), None)
 

@@ -17,7 +17,7 @@ from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.plan.bytes.free_memory import measure_free_memory
-from zeroengine.runtime.released_parameter import stop_watching_gradient
+from zeroengine.runtime.released_parameter import stop_observing
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
@@ -102,7 +102,7 @@ class Restoration:
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
                 for param in unit.params:
-                    stop_watching_gradient(param)
+                    stop_observing(param)
                 if not reason and unit.move_writes_to_shard() and unit in shard_of:
                     shard_of[unit].reload_master()
                 if not reason and unit.restores_from_master:

@@ -110,10 +110,12 @@ class FullBuffer:
 
     def show(self) -> None:
         """Let the parameters that have no values show those of the buffer."""
-        for param, view in zip(self._params, self.views, strict=True):
-            if is_released_parameter(param):
-                mark_gathered(param)
-                param.data = view
+        # The released class would treat an assignment to ``data`` as a use.
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self._params, self.views, strict=True):
+                if is_released_parameter(param):
+                    param.data = view
+                    mark_gathered(param)
         self.note_required_gradients()
 
     def note_required_gradients(self) -> None:

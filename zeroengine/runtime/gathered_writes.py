@@ -10,21 +10,25 @@ else reads or replaces them, such as a save (``OutsideWrites.move_to_shards``).
   on shared memory shows this rank's shard, and it has perhaps not come to its own write yet.
 - No rank gathers more or less than before, whatever it wrote, so the order of collectives stays the same. Digests
   travel with the sum of the step, and show ranks that wrote differently. See ``outside_writes.py``.
-- Autograd's version counters show a write. One through ``.data`` leaves no trace there. With ``check_parameter_writes``
-  digests are compared, which finds it.
+- Autograd's version counters show a write. One through ``.data`` leaves no trace there. So while a parameter is
+  gathered, its class notices that ``data`` is taken, and the digests of before and after are compared. Other ways to
+  write unseen, such as NumPy, are found with ``check_parameter_writes``, which compares all digests.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
 from torch import nn
 
 from zeroengine.ops import digests
-from zeroengine.utils.compiler_disable import outside_torch_func
+from zeroengine.partition.storages import WRAPPER_ATTRIBUTE
+from zeroengine.runtime.released_parameter import DATA_OBSERVER_ATTRIBUTE
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint, outside_torch_func
 
 log = logging.getLogger("zeroengine")
 
@@ -46,19 +50,27 @@ class GatheredWrites:
         params: The parameters of the unit.
         names: Their names, for a warning.
         checks_writes: Whether writes are also searched for by digests, with a warning for each parameter.
+        observes_data: Whether parameters notice that user code takes ``data``.
 
     Attributes:
         values: The whole value of each parameter that was written, by its index.
         reshaped: The indices of parameters whose ``data`` was replaced by a tensor of another shape, which is lost.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], checks_writes: bool) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], names: Sequence[str], checks_writes: bool, observes_data: bool
+    ) -> None:
         self._params, self._names, self._checks_writes = params, names, checks_writes
+        for index, param in enumerate(params if observes_data else ()):
+            if WRAPPER_ATTRIBUTE not in param.__dict__:
+                param.__dict__[DATA_OBSERVER_ATTRIBUTE] = partial(self._note_data_taken, index)
         self.values: dict[int, torch.Tensor] = {}
         self.reshaped: set[int] = set()
         # The versions and digests of the parameters when they were gathered, or last looked at.
         self._versions = versions_of(params)
-        self._digests: list[int] = []
+        # By index. Of those in ``_data_taken`` ``data`` was taken since.
+        self._digests: dict[int, int] = {}
+        self._data_taken: set[int] = set()
         self._warned_of: set[int] = set()
 
     @property
@@ -78,23 +90,32 @@ class GatheredWrites:
                     views[index].copy_(value)
         self.restart()
         if self._checks_writes:
-            self._digests = digests(views)
+            self._digests = dict(enumerate(digests(views)))
+
+    def _note_data_taken(self, index: int) -> None:
+        self._data_taken.add(index)
+        if index not in self._digests:
+            with outside_torch_func(), hidden_from_activation_checkpoint():
+                (self._digests[index],) = digests([self._params[index].detach()])
 
     def restart(self) -> None:
         """Look for writes from now on: earlier ones were made by the engine, or by all ranks together."""
-        self._versions, self._digests = versions_of(self._params), []
+        self._versions, self._digests = versions_of(self._params), {}
+        self._data_taken.clear()
 
     def collect(self, views: Sequence[torch.Tensor]) -> None:
         """Hold what was written into ``views`` since the last look, before their memory is freed or filled again."""
         versions = versions_of(self._params)
         written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
         if self._digests:
-            pairs = zip(digests(views), self._digests, strict=True)
-            hidden = [i for i, (now, then) in enumerate(pairs) if now != then]
-            self._warn_of_hidden([index for index in hidden if index not in written])
+            now = dict(zip(self._digests, digests([views[index] for index in self._digests]), strict=True))
+            hidden = {index for index, digest in now.items() if digest != self._digests[index]}
+            self._warn_of_hidden(sorted(hidden - self._data_taken - set(written)))
             written = sorted({*written, *hidden})
+            # Who has taken ``data`` may still write.
+            self._digests = {index: now[index] for index in self._data_taken}
         self._hold({index: views[index] for index in written})
-        self._versions, self._digests = versions, []
+        self._versions = versions
 
     def collect_replaced(self, views: Sequence[torch.Tensor]) -> None:
         """Hold the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""
@@ -117,8 +138,8 @@ class GatheredWrites:
             if index not in self._warned_of:
                 self._warned_of.add(index)
                 log.warning(
-                    "check_parameter_writes: parameter %s was written while it was gathered, by .data or NumPy, which "
-                    "leaves no trace. This write is kept. Without check_parameter_writes it would be lost: write "
+                    "check_parameter_writes: parameter %s was written while it was gathered, by NumPy for example, "
+                    "which leaves no trace. This write is kept. Without check_parameter_writes it would be lost: write "
                     "under torch.no_grad(), such as `with torch.no_grad(): weight.clamp_(0)`.",
                     self._names[index],
                 )

@@ -43,8 +43,10 @@ METADATA = {
     *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
-# The attribute of a parameter whose gradient is watched.
-_WATCHED = "_zeroengine_watched"
+# The attribute of a parameter that is called when user code takes ``data`` while the parameter is gathered.
+DATA_OBSERVER_ATTRIBUTE = "_zeroengine_data_observer"
+# The attributes of one whose gradient is watched; of one that is released or observed: its own class, and the resolver.
+_WATCHED, _OWN_CLASS, _RESOLVER = "_zeroengine_watched", "_zeroengine_class", "_zeroengine_resolver"
 _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
@@ -89,14 +91,10 @@ class ReleasedParameter(nn.Parameter):
         return f"Parameter released by zeroengine: {what}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _own_class(self, "copy.deepcopy"):
-            # This is the method of the parameter's own class.
-            return self.__deepcopy__(memo)
+        return _deepcopy_as_own_class(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _own_class(self, "pickle"):
-            # As in ``__deepcopy__``, this is the method of the parameter's own class.
-            return self.__reduce_ex__(protocol)
+        return _reduce_as_own_class(self, protocol)
 
 
 def is_tracing() -> bool:
@@ -134,8 +132,41 @@ def _edge_of(tensor: torch.Tensor) -> Any:
 
 def resolver_of(param: torch.Tensor) -> Resolver:
     """Return the resolver of a released parameter."""
-    resolver: Resolver = param.__dict__["_zeroengine_resolver"]
+    resolver: Resolver = param.__dict__[_RESOLVER]
     return resolver
+
+
+def _deepcopy_as_own_class(param: Any, memo: dict[int, Any]) -> Any:
+    with _own_class(param, "copy.deepcopy"):
+        # This is the method of the parameter's own class.
+        return param.__deepcopy__(memo)
+
+
+def _reduce_as_own_class(param: Any, protocol: Any) -> Any:
+    with _own_class(param, "pickle"):
+        return param.__reduce_ex__(protocol)
+
+
+class _ObservedData:
+    """Lets a gathered parameter notice that user code takes ``data``, by which it may write unseen by autograd."""
+
+    __slots__ = ()
+    __deepcopy__, __reduce_ex__ = _deepcopy_as_own_class, _reduce_as_own_class
+
+    @property
+    @disable_compile
+    def data(self) -> torch.Tensor:
+        self.__dict__[DATA_OBSERVER_ATTRIBUTE]()
+        return _T.data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _T.data.__set__(self, value)
+
+
+@cache
+def _gathered_class(cls: type) -> type:
+    return type(cls.__name__, (_ObservedData, cls), {})
 
 
 @cache
@@ -153,33 +184,35 @@ def is_released_parameter(param: torch.Tensor) -> bool:
 
 
 def class_of(param: torch.Tensor) -> Any:
-    """Return the class of ``param``; of a released one that which it has while it is gathered."""
-    return param.__dict__["_zeroengine_class"] if is_released_parameter(param) else type(param)
+    """Return the class of ``param`` in plain PyTorch."""
+    return param.__dict__.get(_OWN_CLASS, type(param))
 
 
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
     """Let every use of ``param``'s values call ``resolver`` first, which marks it gathered or raises."""
     # A second call, with another resolver, must not record the released class as the parameter's own.
     if not is_released_parameter(param):
-        param.__dict__["_zeroengine_class"] = type(param)
-        param.__class__ = _released_class(type(param))
+        param.__class__ = _released_class(param.__dict__.setdefault(_OWN_CLASS, type(param)))
         if (wrapper := param.__dict__.get(WRAPPER_ATTRIBUTE)) is not None:
             mark_released(wrapper, _resolve_storages)
-    param.__dict__["_zeroengine_resolver"] = resolver
+    param.__dict__[_RESOLVER] = resolver
 
 
 def mark_gathered(param: nn.Parameter) -> None:
-    """Note that ``param`` has values. It has its own class again, unless its gradient is watched."""
+    """Note that ``param`` has values. It has its own class again, unless its gradient or its data is observed."""
     if _WATCHED in param.__dict__:
         mark_released(param, _use_watched)
+    elif DATA_OBSERVER_ATTRIBUTE in param.__dict__:
+        param.__dict__.pop(_RESOLVER, None)
+        param.__class__ = _gathered_class(param.__dict__.setdefault(_OWN_CLASS, type(param)))
     else:
         _restore_class(param)
 
 
 def _restore_class(param: nn.Parameter) -> None:
-    if is_released_parameter(param):
-        param.__class__ = param.__dict__.pop("_zeroengine_class")
-        del param.__dict__["_zeroengine_resolver"]
+    if _OWN_CLASS in param.__dict__:
+        param.__class__ = param.__dict__.pop(_OWN_CLASS)
+        param.__dict__.pop(_RESOLVER, None)
         wrapper = param.__dict__.get(WRAPPER_ATTRIBUTE)
         # The storages of a wrapper may belong to several units.
         if wrapper is not None and not any(is_released_parameter(storage) for _, storage in storages_of(wrapper)):
@@ -206,6 +239,14 @@ def stop_watching_gradient(param: nn.Parameter) -> None:
     """Make ``param`` an ordinary parameter again, unless it is released."""
     param.__dict__.pop(_WATCHED, None)
     if is_released_parameter(param) and not has_no_values(param):
+        mark_gathered(param)
+
+
+def stop_observing(param: nn.Parameter) -> None:
+    """Observe neither the gradient nor the data of ``param`` any more, because its engine ends."""
+    param.__dict__.pop(DATA_OBSERVER_ATTRIBUTE, None)
+    stop_watching_gradient(param)
+    if not is_released_parameter(param):
         _restore_class(param)
 
 
@@ -221,11 +262,10 @@ def _use_watched(param: nn.Parameter, operation: str) -> None:
 @contextlib.contextmanager
 def _own_class(param: Any, operation: str) -> Iterator[None]:
     """Give ``param``, whose values ``operation`` needs, its own class in the ``with``; to a released one for good."""
-    is_watched = _WATCHED in param.__dict__
-    resolver_of(param)(param, operation)
+    if has_no_values(param):
+        resolver_of(param)(param, operation)
     _restore_class(param)
     try:
         yield
     finally:
-        if is_watched:
-            watch_gradient(param)
+        mark_gathered(param)

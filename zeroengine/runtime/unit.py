@@ -130,7 +130,8 @@ class Unit:
         self.initial_master = self._load(broadcast, master_store)
         self.shard = self.full_buffer.tensor if shard is None else shard
         self.copy_full_to_shard()
-        self.writes = GatheredWrites(self.params, [slot.name for slot in self.layout.slots], checks_writes)
+        names = [slot.name for slot in self.layout.slots]
+        self.writes = GatheredWrites(self.params, names, checks_writes, observes_data=self.is_releasable)
         self.full_buffer.note_required_gradients()
         if self.is_releasable:
             self.full_buffer.free()
@@ -359,20 +360,38 @@ class Unit:
         self.writes.values.clear()
         self.full_buffer.hide(resolver)
 
+    def adopt_replaced_data(self, index: int) -> bool:
+        """Take over the values of a gathered parameter whose ``data`` was replaced by a tensor of the same kind.
+
+        Returns:
+            Whether it was replaced so. It may be of another shape, dtype or device.
+        """
+        param, view = self.params[index], self.full_buffer.views[index]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            facts = (param.shape, param.dtype, param.device)
+            if param.data_ptr() == view.data_ptr() or facts != (view.shape, view.dtype, view.device):
+                return False
+            view.copy_(param.detach())
+            param.data = view
+        # Ranks compare what was written.
+        torch.autograd.graph.increment_version(param)
+        return True
+
     def check_parameters(self) -> None:
-        """Check that the parameters are still what ``initialize`` made of them.
+        """Take over replaced data, and check that the parameters are still what ``initialize`` made of them.
 
         Raises:
-            ZeroEngineError: A parameter has other memory, which no update reaches, or is no longer frozen.
+            ZeroEngineError: A parameter has another shape, dtype or device, or is no longer frozen.
         """
         for index, (param, view, slot) in enumerate(
             zip(self.params, self.full_buffer.views, self.layout.slots, strict=True)
         ):
-            if index in self.writes.reshaped or (self.is_gathered and param.data_ptr() != view.data_ptr()):
+            is_replaced = self.is_gathered and param.data_ptr() != view.data_ptr()
+            if index in self.writes.reshaped or (is_replaced and not self.adopt_replaced_data(index)):
                 raise ZeroEngineError(
-                    f"parameter {slot.name} was given other memory after initialize(), by .to(), .half(), `.data =` or "
-                    "the like: no update would reach it. Convert the model before initialize(), and write values "
-                    "inside `with zeroengine.gathered(module_or_params):`."
+                    f"parameter {slot.name} was given another shape, dtype or device after initialize(), by .to(), "
+                    ".half(), `.data =` or the like: no update would reach it. Convert the model before initialize(), "
+                    "and write values inside `with zeroengine.gathered(module_or_params):`."
                 )
             if not self.trainable and param.requires_grad:
                 raise ZeroEngineError(
