@@ -244,7 +244,10 @@ class StepLoop(BackwardListener):
     def _warn_of_dropped_gradients(self) -> None:
         """Warn once of a step all of whose gradients the user has dropped, perhaps in each step."""
         reducer = self._parts.passes.reducer
-        dropped = reducer.assigned_digests and not any(flag for grads in reducer.gradients for flag in grads.has_grad)
+        # Late gradients are deferred.
+        dropped = reducer.assigned_digests and not any(
+            any(grads.has_grad) or grads.deferred_grads for grads in reducer.gradients
+        )
         if self._loop.accumulation.has_dropped or dropped:
             self._warn_once(
                 "a step whose gradients were all dropped before it, by zero_grad() for example, changes no parameter. "
