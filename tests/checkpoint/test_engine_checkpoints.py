@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from dataclasses import replace
@@ -317,6 +318,16 @@ def damaged(root: Path) -> None:
     assert "not " in refused(engine, root, "step-2")
     engine.load_checkpoint(root, fallback=True)
     assert engine.global_steps == 1, "the newest that is whole"
+    take_steps(engine, range(1))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroengine").addHandler(handler)
+    assert engine.resume(root) and engine.global_steps == 1
+    assert len(lines) == (engine.rank == 0)
+    if lines:
+        assert lines[0].startswith("step-1, the newest checkpoint that is whole, is loaded: ")
+        assert f"{data} has been changed" in lines[0] and f"{root}/step-2/__0_0.distcp has " in lines[0]
     said = refused(engine, root, "step-9")
     assert said.startswith("checkpoint 'step-9' in") and "does not exist; there are: step-1, step-2, step-3." in said
     assert "damaged" not in said and "fallback" not in said, "nothing comes before a name that was mistyped"
@@ -324,7 +335,8 @@ def damaged(root: Path) -> None:
     if engine.rank == 0:
         (root / "step-1" / MANIFEST).write_text("{}")
     engine.group.all_gather_object(None)
-    assert "is damaged" in refused(engine, root, "step-1", fallback=True)
+    said = refused(engine, root, "step-1", fallback=True)
+    assert said.startswith(f"every checkpoint in {root} is damaged") and all(f"/step-{n}/" in said for n in (1, 2, 3))
     engine.close()
 
 

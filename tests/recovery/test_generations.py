@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from zeroengine.checkpoint.manifest import Manifest
-from zeroengine.recovery.generations import HeldSnapshot, HostRanks, newest_first, newest_whole, removable
+from zeroengine.recovery.generations import (
+    HeldSnapshot,
+    HostRanks,
+    describe_damage,
+    newest_first,
+    newest_whole,
+    removable,
+)
 
 Hosts = list[dict[str, HeldSnapshot]]
 
@@ -80,6 +87,16 @@ def test_a_snapshot_that_lacks_a_file_is_passed_over() -> None:
     del hosts[1]["2"]
     assert newest_whole(hosts) == "1" and list(newest_first(hosts)) == ["2", "1"]
     assert newest_whole(hosts[1:]) is None and newest_whole([]) is None
+
+
+def test_what_is_damaged_is_told_of_the_snapshot_that_is_taken_and_of_newer_ones() -> None:
+    hosts = [{str(n): parts(2, 0, n)[host] for n in (1, 2, 3)} for host in range(2)]
+    del hosts[1]["3"]
+    damaged = [("1", "older"), ("2", "taken"), ("3", "newer"), ("4", "without a manifest")]
+    texts = describe_damage(hosts, newest_whole(hosts), damaged)
+    assert texts == ["that of step 30 is not whole", "taken", "newer", "without a manifest", "that of step 20 is whole"]
+    assert describe_damage(hosts, "3", []) == describe_damage([], None, []) == []
+    assert describe_damage([], None, damaged[3:]) == ["without a manifest", "none is whole"]
 
 
 def test_copies_go_to_the_hosts_that_follow() -> None:

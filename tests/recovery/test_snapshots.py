@@ -76,7 +76,8 @@ def go_on(memory: Path, num_hosts: int, disk: Path | None = None, **more: Any) -
     losses = take_steps(engine, range(begin, begin + MORE))
     take(engine)
     engine.close()
-    return resumed, begin, losses, " ".join(line for line in lines if "resumed" in line)
+    said = ("resumed", "snapshots in memory", "newest checkpoint that is whole", "engine.resume")
+    return resumed, begin, losses, "\n".join(line for line in lines if any(word in line for word in said))
 
 
 def reference(steps: int) -> list[float]:
@@ -143,19 +144,102 @@ def test_a_named_tag_means_the_disk_and_a_rollback_makes_later_snapshots_count(m
     assert run_ranks(1, load_by_tag, memory, tmp_path / "a") == [[4, 1, 1, 1]]
 
 
-def damage(memory: Path) -> None:
-    for path in memory.glob("node-1/step-*/__0_*"):
+def zero_out(*paths: Path) -> None:
+    for path in paths:
         path.write_bytes(bytes(path.stat().st_size))
 
 
-def test_a_damaged_copy_is_not_read(memory: Path) -> None:
+def test_a_damaged_file_is_named_and_its_copy_is_read(memory: Path) -> None:
     run_ranks(2, train, memory, 2, 5)
-    damage(memory)
-    assert all(row[:2] == (True, 4) for row in run_ranks(2, go_on, memory, 2))
-    for path in memory.glob("node-*/step-*"):
-        for file in path.glob("__0_*"):
-            file.write_bytes(bytes(file.stat().st_size))
-    assert all(row[:2] == (False, 0) for row in run_ranks(2, go_on, memory, 2))
+    (file,) = memory.glob("node-1/step-*/__1_*")
+    zero_out(file)
+    rows = run_ranks(2, go_on, memory, 2)
+    assert all(row[:2] == (True, 4) for row in rows)
+    said, resumed = rows[0][3].splitlines()
+    damage = f"on node-1 (rank 1) {file} has been changed: its checksum differs"
+    assert said == f"snapshots in memory: {damage}; that of step 4 is whole"
+    assert resumed.startswith("resumed from the snapshot of step 4") and rows[1][3] == ""
+    zero_out(*memory.glob("node-*/step-*/__0_*"))
+    rows = run_ranks(2, go_on, memory, 2)
+    assert all(row[:2] == (False, 0) for row in rows)
+    # The round has looked for a snapshot, so it is not told to do so at its first step.
+    (said,) = rows[0][3].splitlines()
+    assert said.startswith("snapshots in memory: that of step 7 is not whole; on node-") and rows[1][3] == ""
+    assert all(f"on node-{host} (rank 0) " in said for host in (0, 1)) and said.endswith("; none is whole")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.slow  # the test above has a file whose checksum differs
+@pytest.mark.parametrize(
+    ("name", "spoil", "text"),
+    [
+        ("__1_0.distcp", cut, r"on node-1 \(rank 1\) \S+/__1_0.distcp has [\d,]+ bytes, not [\d,]+"),
+        (
+            "__1_0.distcp",
+            Path.unlink,
+            r"on node-1 \(rank 1\) \S+/__1_0.distcp cannot be read: No such file.*",
+        ),
+        ("__0_0.distcp", cut, r"on node-1 \(rank 0\) \S+/__0_0.distcp has [\d,]+ bytes, not [\d,]+"),
+        (".metadata", cut, r"on node-1 \S+/.metadata has [\d,]+ bytes, not [\d,]+"),
+        ("zeroengine.json", cut, r"on node-1 \S+/zeroengine.json is damaged: .+"),
+        ("zeroengine.json", Path.unlink, "on node-1 checkpoint 'step-4.*' in .* is not whole: .+"),
+    ],
+)
+def test_whatever_is_damaged_on_one_host_is_named_and_costs_no_bits(
+    memory: Path, name: str, spoil: Any, text: str
+) -> None:
+    run_ranks(2, train, memory, 2, 5)
+    expected = run_ranks(2, reference, 4 + MORE)
+    spoil(next(memory.glob(f"node-1/step-4.*/{name}")))
+    rows = run_ranks(2, go_on, memory, 2)
+    assert [row[:3] for row in rows] == [(True, 4, losses[4:]) for losses in expected]
+    said, resumed = rows[0][3].splitlines()
+    assert re.fullmatch(f"snapshots in memory: {text}; that of step 4 is whole", said)
+    assert resumed.startswith("resumed from the snapshot of step 4")
+
+
+def spoiled_checkpoints(memory: Path, disk: Path) -> None:
+    engine = engine_on(memory, 1)
+    for step in range(4):
+        take_steps(engine, range(step, step + 1))
+        engine.save_checkpoint(disk)
+        if step == 0:
+            take(engine)
+    engine.close()
+
+
+@pytest.mark.slow  # test_engine_checkpoints passes damaged ones over without snapshots
+def test_damaged_checkpoints_are_named_and_passed_over(memory: Path, tmp_path: Path) -> None:
+    run_ranks(1, spoiled_checkpoints, memory, tmp_path)
+    newest = tmp_path / "step-4/__0_0.distcp"
+    zero_out(newest)
+    reason = f"{newest} has been changed: its checksum differs"
+    # A snapshot that is whole is older than the newest checkpoint, and serves where that is damaged.
+    ((_, begin, _, text),) = run_ranks(1, go_on, memory, 1, tmp_path)
+    assert begin == 1 and f"{tmp_path} cannot be loaded (checkpoint step-4 is damaged: {reason}." in text
+    shutil.rmtree(memory / "node-0")
+    ((_, begin, _, text),) = run_ranks(1, go_on, memory, 1, tmp_path)
+    assert begin == 3 and f"step-3, the newest checkpoint that is whole, is loaded: {reason}\n" in text
+    shutil.rmtree(memory / "node-0")
+    cut(tmp_path / "step-3/zeroengine.json")
+    cut(tmp_path / "step-2/zeroengine.json")
+    ((_, begin, _, text),) = run_ranks(1, go_on, memory, 1, tmp_path)
+    assert begin == 1 and all(f"{tmp_path}/step-{step}/" in text for step in (2, 3, 4))
+    cut(tmp_path / "step-1/__0_0.distcp")
+    zero_out(*memory.glob("node-0/step-*/__0_*"))
+    (text,) = run_ranks(1, refusal, memory, tmp_path)
+    assert text.startswith(f"every checkpoint in {tmp_path} is damaged: {reason}; ")
+    assert all(f"{tmp_path}/step-{step}/" in text for step in (1, 2, 3))
+
+
+def refusal(memory: Path, disk: Path) -> str:
+    engine = engine_on(memory, 1)
+    with pytest.raises(zeroengine.CheckpointError) as error:
+        engine.resume(disk)
+    return str(error.value)
 
 
 def fail_once(memory: Path) -> tuple[int | None, list[str]]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroengine.checkpoint.directory import CheckpointFolder, MissingCheckpointError
 from zeroengine.checkpoint.inspect import is_plain
-from zeroengine.checkpoint.manifest import Manifest, find_damage
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest, find_damage
 from zeroengine.checkpoint.restore import HalfLoadedError
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError
 
+log = logging.getLogger("zeroengine")
+
 # Each search is a look at the whole folder, while another process removes the checkpoints in it.
 MAX_SEARCHES = 10
-# One message shows at most so many problems.
+# One message shows at most so many problems of a checkpoint.
 MAX_PROBLEMS = 10
 
 
@@ -104,14 +107,11 @@ class CheckpointSearch:
         # The number is bounded, since a process that saves and removes without pause could make the search endless.
         for _ in range(MAX_SEARCHES):
             problems: list[str] = []
-            is_missing = False
-            tags = self._tags_to_try(problems)
-            subject = f"checkpoint {tags[0]}" if tags else f"every checkpoint in {self._directory.path}"
-            for tag in tags:
+            for tag in self._tags_to_try(problems):
                 candidate = self._examine(tag, lock)
-                # The first one is the one that was asked for, and the message is about it.
-                is_missing = candidate.is_missing if tag == tags[0] else is_missing
                 if not candidate.problems:
+                    if problems and self._group.rank == 0:
+                        log.warning("%s, the newest checkpoint that is whole, is loaded: %s", tag, "; ".join(problems))
                     return candidate
                 # Ask before the lock is given back, as the checkpoint may be removed at any moment afterwards.
                 was_removed = self._was_removed(candidate)
@@ -120,34 +120,38 @@ class CheckpointSearch:
                 if was_removed and self._tag is None:
                     problems = []
                     break
-                problems += candidate.problems
+                problems += candidate.problems[:MAX_PROBLEMS]
             else:
                 break
         # The advice is left out where the fallback has already been tried.
         advice = "" if self._fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
-        reasons = "; ".join(dict.fromkeys(problems[:MAX_PROBLEMS]))
-        if is_missing and not self._fallback:
+        reasons = "; ".join(problems)
+        if not self._fallback and candidate.is_missing:
             # A tag that the user mistyped has nothing before it; one that `latest` names has.
             raise MissingCheckpointError(f"{reasons}.{advice if self._tag is None else ''}")
+        subject = f"every checkpoint in {self._directory.path}" if self._fallback else f"checkpoint {candidate.tag}"
         raise CheckpointError(f"{subject} is damaged: {reasons}.{advice}")
 
-    def _tags_to_try(self, problems: list[str]) -> list[str]:
-        """Return the tags to try in turn; what is wrong with the folder itself is added to `problems`."""
+    def _tags_to_try(self, problems: list[str]) -> Iterator[str]:
+        """Yield the tags to try in turn; what is wrong with the folder itself is added to `problems`."""
+        tags: list[str] = []
         with self._group.collective_errors("to find a checkpoint"):
-            # Reading every manifest takes long in a large folder, so it is done only where other candidates may be
-            # needed.
-            all_tags = self._directory.tags() if self._fallback else []
-            tags = all_tags[::-1]
             try:
-                # A tag that comes first is not tried twice.
-                first = self._tag or self._directory.latest()
-                tags = list(dict.fromkeys([first, *tags]))
+                tags = [self._tag or self._directory.latest()]
             except CheckpointError as error:
-                if not all_tags:
+                if not (self._fallback and self._tags_here()):
                     raise
                 problems.append(str(error))
         # Ranks may see the folder in different states, such as with delayed NFS caches. The list of rank 0 counts.
-        return self._group.all_gather_object(tags)[0]
+        yield from (first := self._group.all_gather_object(tags)[0])
+        # Reading every manifest takes long in a large folder, so it is done only where other candidates are needed.
+        if self._fallback:
+            yield from (tag for tag in self._group.all_gather_object(self._tags_here())[0] if tag not in first)
+
+    def _tags_here(self) -> list[str]:
+        tags = self._directory.tags()[::-1]
+        # A damaged manifest tells no order. Such a checkpoint comes first: it costs nothing, and the message names it.
+        return sorted({path.parent.name for path in self._directory.path.glob(f"[!.]*/{MANIFEST}")} - {*tags}) + tags
 
     def _examine(self, tag: str, lock: contextlib.ExitStack) -> Candidate:
         """Return what the ranks find out about a checkpoint. Each reads its share of the files."""

@@ -80,8 +80,9 @@ def launch_locally(options: argparse.Namespace) -> int:
         print(local_job.describe(options.port or job.DRY_RUN_PORT))
         return 0
 
-    from zeroengine.launch.local import agent, network, pipes, rendezvous
+    from zeroengine.launch.local import agent, network, pipes, rank, rendezvous
     from zeroengine.launch.local.failure_report import failure_report
+    from zeroengine.launch.local.repeated_failures import count_equal_failures
     from zeroengine.launch.local.snapshot_folder import SnapshotFolder
 
     # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
@@ -90,17 +91,17 @@ def launch_locally(options: argparse.Namespace) -> int:
     # What the ranks of one round keep in memory is for those of the next one.
     snapshot_folder = SnapshotFolder()
     local_job.environment.update(snapshot_folder.environment)
-    port, width = options.port, len(str(nproc - 1))
+    port, width, outcome = options.port, len(str(nproc - 1)), rank.RunOutcome()
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(nproc)], terminal=True)
         assignment = rendezvous.NodeAssignment(nproc, job.LOOPBACK, port, restart=restart, run_id=run_id)
         # Each round has a new store, since the old one holds keys of ranks that have ended.
         handler = rendezvous.Rendezvous(assignment, network.open_listener(port, job.LOOPBACK))
         with pipes.Pipes(nproc, console.feed, console.flush, console.terminals()) as outputs:
-            outcome = agent.run_ranks(local_job, outputs, handler)
+            outcome = count_equal_failures(outcome, agent.run_ranks(local_job, outputs, handler))
             console.finish()
         events.append_outcome(outcome)
-        # A request for a restart by the script itself, or a signal, ends the loop as well as success does.
+        # A request for a restart by the script itself, a signal and a repeated failure end the loop as success does.
         is_last = not outcome.failures or outcome.is_final or restart == options.max_restarts
         if is_last:
             console.close()

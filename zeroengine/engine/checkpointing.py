@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,22 +206,31 @@ class EngineCheckpoints:
             return self.replay.has_loaded
         newest = self._find_newest(directory)
         if newest.has_any:
-            options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
-            self._load(directory, None, options, newest)
+            # Where the newest checkpoint is damaged, a snapshot loses fewer steps than the checkpoint before it.
+            has_snapshot = newest.search is not None and newest.search.found is not None
+            options = LoadOptions(fallback=not has_snapshot, weights_only=False, optimizer=True, strict=True)
+            try:
+                self._load(directory, None, options, newest)
+            except CheckpointError as error:
+                if newest.snapshot is not None or not has_snapshot:
+                    raise
+                self._load(directory, None, options, replace(newest, manifest=None, problem=str(error)))
         return newest.has_any
 
     def _find_newest(self, directory: str | os.PathLike[str] | None) -> NewestStates:
         """Return the newest snapshot and the newest checkpoint. A collective."""
         group = self._parts.ranks.group
-        on_disk: list[tuple[bool, Manifest | None]] = []
+        on_disk: list[tuple[bool, Manifest | None, str]] = []
         with group.collective_errors("to resume", on_disk) as all_on_disk:
             path = None if directory is None else checked_path(directory, "resume(directory)", CheckpointError)
             # Ranks may see the folder in different states. What rank 0 sees counts.
             if group.rank == 0 and path is not None:
                 on_disk.append(newest_on_disk(Path(path)))
         snapshots = self._parts.loop.snapshots
-        has_checkpoint, manifest = (*all_on_disk[0], (False, None))[0]
-        return NewestStates(path, has_checkpoint, manifest, None if snapshots is None else snapshots.find())
+        search = None if snapshots is None else snapshots.find()
+        if search is not None and search.damage and group.rank == 0:
+            log.warning("snapshots in memory: %s", "; ".join(search.damage))
+        return NewestStates(path, *(*all_on_disk[0], (False, None, ""))[0], search)
 
     def load(self, directory: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""

@@ -782,8 +782,9 @@ class Engine:
     def resume(self, directory: str | os.PathLike[str] | None = None) -> bool:
         """Go on from the newest snapshot in memory (``snapshots``) or checkpoint on the disk, whichever is newer.
 
-        Call it on every rank, before the first step. Rank 0 logs what was used, and how many steps were lost. A
-        snapshot has no ``client_state``: keep such values by ``register_stateful``.
+        Call it on every rank, before the first step. Rank 0 logs what was used, how many steps were lost, and which
+        files are damaged: what is damaged is passed over. A snapshot has no ``client_state``: keep such values by
+        ``register_stateful``.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks; it need not exist. None: snapshots alone.
@@ -792,7 +793,7 @@ class Engine:
             Whether there was any. Otherwise the engine is unchanged.
 
         Raises:
-            CheckpointError: On every rank; the newest cannot be loaded.
+            CheckpointError: On every rank; there are checkpoints, and none is whole or fits. It has the reasons.
         """
         return self._checkpoints.resume(directory)
 

@@ -34,7 +34,7 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.step_result import IssuedStep, StepResult, StepSettings
 from zeroengine.runtime.autograd_hooks import WeakMethod
-from zeroengine.utils.launcher_reports import report_step
+from zeroengine.utils.launcher_reports import REPORTED_STEPS, report_step
 
 log = logging.getLogger("zeroengine")
 
@@ -71,6 +71,8 @@ class StepRunner:
         self._uncounted: tuple[StepResult, Callable[[], None] | None] | None = None
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
+        # Whatever fails from here on until a step was taken fails before the first step.
+        REPORTED_STEPS["step"] = 0
 
     @property
     def next_number(self) -> int:
@@ -193,8 +195,6 @@ class StepRunner:
         """Count a step. If it updates, step the schedule, unless the step was ``scheduled`` already."""
         if updates:
             self.num_updates += 1
-            # The first update tells zero-launch that this round has reached training. Later calls do nothing.
-            report_step()
             if not scheduled:
                 self._states.lr_schedule.step()
             if self._reports.progress is not None and self.issued_step is not None:
@@ -202,6 +202,7 @@ class StepRunner:
                 self._reports.progress.count_update(self.num_updates, rates, self.grad_norm, self.issued_step.loss)
         else:
             self.num_skipped += 1
+        report_step(self.num_updates + self.num_skipped)
         scaler = self._passes.scaler
         scale = scaler.scale
         scaler.update(overflow=not finite)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from zeroengine.checkpoint.manifest import Manifest
 
@@ -79,6 +80,22 @@ def newest_whole(hosts: Holdings) -> str | None:
     return next((tag for tag in newest_first(hosts) if is_whole(hosts, tag)), None)
 
 
+def describe_damage(hosts: Holdings, taken: str | None, damaged: Sequence[tuple[str, str]]) -> list[str]:
+    """Return what is wrong with the snapshot that is taken, if there is one, and with each newer one.
+
+    Args:
+        hosts: What each host has.
+        taken: The tag of the newest snapshot that is whole.
+        damaged: A tag and a sentence for each file that is not as it should be on some host.
+    """
+    steps = {tag: manifest.step for tag, manifest in newest_first(hosts).items()}
+    newer = list(takewhile(lambda tag: tag != taken, steps))
+    # Where no host can read a manifest, nobody knows whether the snapshot was newer.
+    texts = [f"that of step {steps[tag]} is not whole" for tag in newer]
+    texts += [text for tag, text in damaged if tag in newer or tag == taken or tag not in steps]
+    return [*texts, f"that of step {steps[taken]} is whole" if taken else "none is whole"] if texts else []
+
+
 def removable(hosts: Holdings) -> set[str]:
     """Return the tags of snapshots that are not needed, whichever host is lost.
 
@@ -116,10 +133,10 @@ class SnapshotSearch:
 
     Attributes:
         found: The newest snapshot that is whole; None where there is none.
-        passed_over: The steps of newer ones, which are not whole.
+        damage: What is wrong with it and with newer ones, a sentence each.
         reached: The largest step that any host has reached.
     """
 
     found: FoundSnapshot | None
-    passed_over: Sequence[int]
+    damage: Sequence[str]
     reached: int

@@ -9,18 +9,18 @@ from typing import Any
 
 from zeroengine.checkpoint.directory import LATEST
 from zeroengine.checkpoint.inspect import find_checkpoint
-from zeroengine.checkpoint.manifest import Manifest
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
 from zeroengine.recovery.generations import FoundSnapshot, SnapshotSearch
 
 
-def newest_on_disk(path: Path) -> tuple[bool, Manifest | None]:
-    """Return whether a folder has checkpoints, and the manifest of the newest, if it can be read."""
+def newest_on_disk(path: Path) -> tuple[bool, Manifest | None, str]:
+    """Return whether a folder has checkpoints, the manifest of the newest, and else why it has none."""
     try:
-        return True, find_checkpoint(path, None)[1]
-    except CheckpointError:
-        # A file that names a damaged checkpoint shows that there was one. Loading it says what is wrong.
-        return os.path.lexists(path / LATEST), None
+        return True, find_checkpoint(path, None)[1], "plain PyTorch wrote it"
+    except CheckpointError as error:
+        # A file that names a damaged checkpoint shows that there was one, and so does a manifest that is damaged.
+        return os.path.lexists(path / LATEST) or any(path.glob(f"[!.]*/{MANIFEST}")), None, str(error)
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,15 @@ class NewestStates:
     Attributes:
         folder: The folder of checkpoints; None where the user named none.
         has_checkpoint: Whether it has any.
-        manifest: The manifest of the newest checkpoint; None where it has none or cannot be read.
+        manifest: The manifest of the newest checkpoint; None where it has none or cannot be loaded.
+        problem: Why there is no manifest.
         search: What was found in memory; None where no snapshots are taken.
     """
 
     folder: str | None
     has_checkpoint: bool
     manifest: Manifest | None
+    problem: str
     search: SnapshotSearch | None
 
     @property
@@ -69,11 +71,10 @@ class NewestStates:
         facts, found, folder = self.facts(step), self.search.found, self.folder
         if self.snapshot is not None:
             source = f"the snapshot of step {step} in the memory of {facts['hosts']} host{'s' * (facts['hosts'] > 1)}"
-            newest = "cannot be read" if self.manifest is None else f"is of step {self.manifest.step}"
+            newest = f"is of step {self.manifest.step}" if self.manifest else f"cannot be loaded ({self.problem})"
             other = f"the newest checkpoint in {folder} {newest}" if self.has_checkpoint else "there is no checkpoint"
         else:
             source = f"the checkpoint of step {step} in {folder}"
             other = f"no snapshot {'in memory is whole' if found is None else 'is newer'}"
-        passed_over = "".join(f"; that of step {newer} is not whole" for newer in self.search.passed_over)
         lost = "1 step was lost" if facts["lost_steps"] == 1 else f"{facts['lost_steps']} steps were lost"
-        return f"resumed from {source}; {lost}; {other}{passed_over}"
+        return f"resumed from {source}; {lost}; {other}"

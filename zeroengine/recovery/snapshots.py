@@ -29,7 +29,6 @@ import time
 from collections import ChainMap
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -55,6 +54,7 @@ from zeroengine.recovery.generations import (
     HeldSnapshot,
     HostRanks,
     SnapshotSearch,
+    describe_damage,
     newest_first,
     newest_whole,
     removable,
@@ -127,7 +127,8 @@ class MemorySnapshots:
         self._agreement = StepAgreement(group, "agree on a snapshot", min(AGREEMENT_INTERVAL_S, self._every_s))
         self._next_time = time.monotonic() + self._every_s
         # A snapshot that is there already was taken in an earlier round, and the script may forget to load it.
-        self.unused = newest_whole(self._ranks.holdings(group.all_gather_object(self._holdings_here())))
+        held = self._ranks.holdings(group.all_gather_object(self._holdings_here()[0]))
+        self.unused = next(iter(newest_first(held)), None)
 
     def _open_folder(self, nbytes_of_ranks: Sequence[int]) -> None:
         """Make this host's folder, and check that the snapshots fit."""
@@ -214,7 +215,7 @@ class MemorySnapshots:
         group = Group(gloo_group, CPU, range(self._group.world_size))
         # Ranks have clocks of their own, so the facts of rank 0 count.
         about = content.about if ranks.rank == 0 else {}
-        rows = group.all_gather_object((self._holdings_here(), about, secrets.token_hex(4), content.nbytes))
+        rows = group.all_gather_object((self._holdings_here()[0], about, secrets.token_hex(4), content.nbytes))
         hosts = ranks.holdings([row[0] for row in rows])
         _, about, token, _ = rows[0]
         sequence = 1 + max((manifest.sequence for manifest in newest_first(hosts).values()), default=0)
@@ -240,9 +241,9 @@ class MemorySnapshots:
                 if writing is not None:
                     manifest = {"format": FORMAT, "tag": tag, "files": dict(ChainMap(*all_files)), **about}
                     self._folder.commit(writing, Manifest(**manifest, sequence=sequence), None)
-            # The exchange above tells that every host has renamed its directory.
+            # The exchange above tells that every host has renamed its directory. Damaged ones go as well.
             if is_first:
-                self._folder.remove(hosts[ranks.host])
+                self._folder.remove({path.name for path in self._folder.path.glob("step-*")} - {tag})
         finally:
             if self._server is not None:
                 self._server.writing.pop(tag, None)
@@ -265,13 +266,16 @@ class MemorySnapshots:
     def find(self) -> SnapshotSearch:
         """Look for the newest snapshot whose every file has its checksum on some host. A collective."""
         self._writer.wait()
+        # Whoever looks has not forgotten the snapshot, whole or not.
+        self.unused = None
         reached = 0 if self._step is None else struct.unpack_from("<q", self._step)[0]
-        rows = self._group.all_gather_object((self._holdings_here(verify=True), reached), "to find a snapshot")
-        hosts = self._ranks.holdings([held for held, _ in rows])
-        manifests, tag = newest_first(hosts), newest_whole(hosts)
-        passed_over = [manifest.step for _, manifest in takewhile(lambda item: item[0] != tag, manifests.items())]
-        found = None if tag is None else FoundSnapshot(tag, manifests[tag], hosts)
-        return SnapshotSearch(found, passed_over, max(reached for _, reached in rows))
+        rows = self._group.all_gather_object((*self._holdings_here(verify=True), reached), "to find a snapshot")
+        hosts = self._ranks.holdings([row[0] for row in rows])
+        tag = newest_whole(hosts)
+        # All ranks of a host find the same damaged manifest.
+        damage = describe_damage(hosts, tag, list(dict.fromkeys(item for row in rows for item in row[1])))
+        found = None if tag is None else FoundSnapshot(tag, newest_first(hosts)[tag], hosts)
+        return SnapshotSearch(found, damage, max(row[2] for row in rows))
 
     def open_file(self, found: FoundSnapshot, path: Path) -> io.BufferedReader:
         """Open a file of a snapshot, on this host or on another one that has it."""
@@ -288,21 +292,34 @@ class MemorySnapshots:
         """Return the directory of a snapshot, which need not exist on this host."""
         return self._folder.path / found.tag
 
-    def _holdings_here(self, *, verify: bool = False) -> dict[str, HeldSnapshot]:
+    def _holdings_here(self, *, verify: bool = False) -> tuple[dict[str, HeldSnapshot], list[tuple[str, str]]]:
         """Return what this host has, as far as this rank has looked: the ranks of a host share the files.
 
         Args:
             verify: Compare checksums rather than sizes alone.
+
+        Returns:
+            The snapshots by tag. A tag and a sentence for each file that is not as it should be on this host.
         """
         holdings: dict[str, HeldSnapshot] = {}
-        for tag in self._folder.tags():
-            # A file that cannot be read is not there.
-            with contextlib.suppress(CheckpointError):
+        ranks, damaged = self._ranks.ranks[self._ranks.host], []
+        for tag in sorted(path.name for path in self._folder.path.glob("step-*")):
+            try:
                 manifest, path = self._folder.manifest(tag), self._folder.checkpoint(tag)
-                names = sorted(manifest.files)[self._ranks.local :: len(self._ranks.ranks[self._ranks.host])]
-                held = frozenset(name for name in names if not find_damage(path, manifest, [name], verify=verify))
-                holdings[tag] = HeldSnapshot(manifest, held)
-        return holdings
+            except CheckpointError as error:
+                damaged.append((tag, f"on {self._name} {error}"))
+                continue
+            names = sorted(manifest.files)[self._ranks.local :: len(ranks)]
+            problems = {name: find_damage(path, manifest, [name], verify=verify) for name in names}
+            holdings[tag] = HeldSnapshot(manifest, frozenset(name for name in names if not problems[name]))
+            # Files are named after the ranks that wrote them, and a host need not have those of other hosts.
+            own = {str(rank) for rank in ranks if manifest.world_size == self._group.world_size}
+            for name, texts in problems.items():
+                rank = name.strip("_").partition("_")[0]
+                if texts and (rank in own or (path / name).exists()):
+                    owner = f" (rank {rank})" if rank.isdigit() else ""
+                    damaged.append((tag, f"on {self._name}{owner} {texts[0]}"))
+        return holdings, damaged
 
     def close(self) -> None:
         """Wait for the snapshot under way, and end threads and sockets. What was taken stays in memory."""

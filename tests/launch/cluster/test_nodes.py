@@ -19,6 +19,7 @@ import pytest
 
 from tests.launch.conftest import Launch, Result, Script, Start
 from tests.launch.local.test_death import STUBBORN, pids
+from tests.launch.local.test_repeated_failures import NOTICE, TRAIN
 from tests.launch.processes import is_alive, wait_for
 from zeroengine.cli.zero_launch import main
 from zeroengine.launch.cluster import restart_loop
@@ -302,6 +303,13 @@ print("attempt", attempt)
     assert "zero-launch: restart 1 of 2 with a, b" in result.err and "ValueError: attempt 1" in result.err
 
 
+@pytest.mark.slow  # test_repeated_failures has the rule
+def test_a_step_that_always_fails_on_any_node_ends_the_run(launch_on_nodes: Launch, script: Script) -> None:
+    result = launch_on_nodes("--max-restarts", "5", script(TRAIN), hosts="a slots=1\nb slots=1\n")
+    assert result.code == 1 and NOTICE in result.err.splitlines()[-1], result.err
+    assert result.err.count("zero-launch: restart") == 2
+
+
 def test_an_elastic_run_goes_on_without_a_node(launch_on_nodes: Launch, script: Script) -> None:
     body = "print(rank, os.environ['WORLD_SIZE'], os.environ['ZEROENGINE_FULL_WORLD_SIZE'])"
     result = launch_on_nodes("--nnodes", "1:2", script(body), hosts="a slots=2\nrefused slots=2\n")
@@ -382,7 +390,7 @@ def test_a_node_that_was_lost_twice_is_excluded(
 from zeroengine.utils.launcher_reports import report_step
 count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
 if os.environ['ZEROENGINE_HOST'] == 'b':
-    report_step()
+    report_step(1)
     time.sleep(1)
     os.kill(os.getppid(), signal.SIGKILL)
 time.sleep(60 if count < 3 else 5)

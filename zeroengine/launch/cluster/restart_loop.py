@@ -27,12 +27,12 @@ from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
+from zeroengine.launch.local.repeated_failures import count_equal_failures
 from zeroengine.launch.local.run_events import LauncherEvents
+from zeroengine.launch.local.worker import STEADY_ROUND_S
 
 # The seconds that the ranks of all nodes have to end.
 ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0
-# A round is not interrupted earlier than this for a node that is back.
-STEADY_ROUND_S = 60.0
 # The seconds that a lost node has to come back, if the run needs it.
 RETURN_TIMEOUT_S = 60.0
 # The most nodes that a message names.
@@ -77,14 +77,15 @@ class RestartLoop:
 
     def run(self) -> RunOutcome:
         """Run rounds until one succeeds or no further one is allowed, and return the outcome of the last one."""
-        request, restarts = self._request, 0
+        request, restarts, outcome = self._request, 0, RunOutcome()
         while True:
             members, start = self._nodes.present(), time.monotonic()
             if self._run_round(members):
                 return RunOutcome()
             self._round_index += 1
             lost = [node for node in members if node.loss]
-            outcome = RunOutcome(_failures(members), node_losses=tuple(map(_describe_loss, lost)))
+            ended = RunOutcome(_failures(members), node_losses=tuple(map(_describe_loss, lost)))
+            outcome = count_equal_failures(outcome, ended)
             # Ranks that fail when a node is lost fail because of that, and an elastic run forgives lost nodes.
             for loss in outcome.node_losses:
                 self._events.append("eviction", loss)

@@ -28,9 +28,9 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
         return f"zero-launch: stopped by {outcome.stop_signal.name}; every rank has ended\n"
     for failure in outcome.failures:
         console.log(failure.rank, failure.text.encode(errors="replace"))
-    nodes = [f"zero-launch: {sentence}" for sentence in outcome.node_losses]
+    notices = [f"zero-launch: {sentence}" for sentence in (*outcome.node_losses, *outcome.notices)]
     if not outcome.failures:
-        return "".join(f"{line}\n" for line in nodes)
+        return "".join(f"{line}\n" for line in notices)
     first, *others = outcome.failures
     if first.code == RESTART_EXIT_CODE and not first.text:
         return f"zero-launch: the ranks have ended to be started again (exit code {RESTART_EXIT_CODE})\n"
@@ -45,7 +45,8 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     # The cause comes last: the traceback or the last output, or the signal that killed a rank whatever it had printed.
     is_killed = not first.text and first.code > SIGNAL_CODES
     lines += [*output, failed] if is_killed else [failed, *output]
-    return "\n".join([*lines, *nodes]) + "\n"
+    # What the run does now comes behind the cause of this round.
+    return "\n".join([*lines, *notices]) + "\n"
 
 
 def describe_exit_code(code: int) -> str:

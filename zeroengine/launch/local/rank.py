@@ -18,6 +18,8 @@ SIGTERM_TIMEOUT_S = 1.0
 SIGKILL_TIMEOUT_S = 3.0
 # The seconds that the other ranks may run on after one has died without a reason.
 PEER_FAILURE_TIMEOUT_S = 5.0
+# A run ends after so many equal failures in a row.
+MAX_EQUAL_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class RankFailure:
     summary: str = ""  # the exception in one line; empty if the rank left no reason
     text: str = ""  # its traceback, which nobody has printed yet
     host: str = ""  # the node's name, if there are several nodes
+    step: int | None = None  # the steps that its engine had taken; None if it may have taken some without an engine
+    resumed_step: int = 0  # those that it had taken before this round
 
     @property
     def label(self) -> str:
@@ -45,11 +49,13 @@ class RunOutcome:
     failures: tuple[RankFailure, ...] = ()  # in order of time, without the ranks that were stopped for a failure
     stop_signal: signal.Signals | None = None  # the signal that ended the launcher
     node_losses: tuple[str, ...] = ()  # a sentence for each node that was lost before the run was over
+    num_equal: int = 0  # the rounds in a row that have failed equally, see "Equal failures" in repeated_failures.py
+    notices: tuple[str, ...] = ()  # a sentence about them, from the second one
 
     @property
     def is_final(self) -> bool:
         """Whether the ranks must not be started again here, however many restarts are left."""
-        return self.stop_signal is not None or self.code == RESTART_EXIT_CODE
+        return self.stop_signal is not None or self.code == RESTART_EXIT_CODE or self.num_equal >= MAX_EQUAL_FAILURES
 
     @property
     def code(self) -> int:

@@ -56,7 +56,7 @@ class LauncherEvents:
         elif outcome.failures:
             first = outcome.failures[0]
             reason = first.summary.partition("\n")[0][:MAX_SUMMARY_CHARACTERS] or describe_exit_code(first.code)
-            self.append("error", f"{first.label} failed: {reason}")
+            self.append("error", ". ".join([f"{first.label} failed: {reason}", *outcome.notices]))
         elif self._folder is not None and not outcome.node_losses:
             # A script that never closes its engine has written no end.
             with contextlib.suppress(OSError):

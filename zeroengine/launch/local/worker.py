@@ -23,6 +23,9 @@ FAILURE_FILE_VARIABLE = "ZEROENGINE_FAILURE_FILE"
 # This variable holds the cores of each local rank, as in 0,1;2,3.
 BIND_VARIABLE = "ZEROENGINE_BIND"
 PR_SET_PDEATHSIG = 1
+# A round that lasts so long counts as progress where no steps are reported.
+STEADY_ROUND_S = 60.0
+START = time.monotonic()
 
 
 def main() -> None:
@@ -118,8 +121,12 @@ def module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def write_failure(path: str, code: int, summary: str, text: str) -> None:
     """Write the failure for the launcher, with the time: all ranks of a node share the clock `time.monotonic`."""
+    # Only a script that has imported zeroengine has this module.
+    steps = getattr(sys.modules.get("zeroengine.utils.launcher_reports"), "REPORTED_STEPS", {})
+    # A script without an engine fails early before its first step. Later it may have taken steps of its own.
+    steps = steps or ({"step": 0} if time.monotonic() < START + STEADY_ROUND_S else {})
     with open(f"{path}.part", "w") as file:
-        json.dump({"time": time.monotonic(), "code": code, "summary": summary, "text": text}, file)
+        json.dump({"time": time.monotonic(), "code": code, "summary": summary, "text": text, **steps}, file)
     # The rename makes the file appear with all of its content.
     os.replace(f"{path}.part", path)
 
