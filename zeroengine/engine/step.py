@@ -72,7 +72,7 @@ class StepRunner:
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
         # Whatever fails from here on until a step was taken fails before the first step.
-        REPORTED_STEPS["step"] = 0
+        REPORTED_STEPS.setdefault("step", 0)
 
     @property
     def next_number(self) -> int:
