@@ -204,6 +204,20 @@ def dropped(g: Any, d: Any, real: torch.Tensor, noise: torch.Tensor) -> list[flo
     return [first, second.item()]
 
 
+def dropped_by_modules(g: Any, d: Any, real: torch.Tensor, noise: torch.Tensor) -> list[float]:
+    """The modules drop gradients, as in plain PyTorch's and DeepSpeed's DCGAN examples."""
+    d.module.zero_grad()
+    fake = g(noise)
+    first = F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()
+    d.backward(first)
+    d.step()
+    g.module.zero_grad()
+    second = F.softplus(-d(fake)).mean()
+    g.backward(second)
+    g.step()
+    return [first.item(), second.item()]
+
+
 def dropped_by_the_optimizer(g: Any, d: Any, real: torch.Tensor, noise: torch.Tensor) -> list[float]:
     d.optimizer.zero_grad()
     second = F.softplus(-d(g(noise))).mean()
@@ -226,7 +240,7 @@ def together(g: Any, d: Any, real: torch.Tensor, noise: torch.Tensor) -> list[fl
     return [loss.item()]
 
 
-GAMES = {game.__name__: game for game in (frozen, dropped, dropped_by_the_optimizer, together)}
+GAMES = {game.__name__: game for game in (frozen, dropped, dropped_by_modules, dropped_by_the_optimizer, together)}
 PAIRS = [(0, 0), (1, 1), (2, 2), (3, 3), (3, 1), (0, 3)]
 
 
