@@ -13,7 +13,6 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.full_buffer import FullBuffer, param_views
 from zeroengine.runtime.released_parameter import mark_gathered
 
-
 class OriginalParameters:
     """Remembers what the parameters of one unit were before ``initialize``, and makes them so again.
 
@@ -29,7 +28,9 @@ class OriginalParameters:
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._params, self._layout = params, layout
         self.dtypes = [param.dtype for param in params]
-        self._formats = [_memory_format(param) for param in params]
+        strided = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in params)
+        # Of their dtypes and, where these leave no gaps, strides.
+        self._templates = [torch.empty_like(tensor) for tensor in strided]
         self.unset: set[str] = set()
 
     def move_to(
@@ -53,7 +54,7 @@ class OriginalParameters:
                 if not param.is_meta:
                     target.copy_(param.detach())
                     # If an error ends this, the parameter has its own dtype and values again.
-                    original_data.callback(_set_data, param, target, param.dtype)
+                    original_data.callback(_set_data, param, target, self._templates[index])
                 else:
                     trace = take_trace(param)
                     assert trace is not None
@@ -66,33 +67,29 @@ class OriginalParameters:
             broadcast(values)
             original_data.pop_all()
 
+    @property
+    def strided(self) -> list[str]:
+        """The names of those whose dimensions had another order in memory, which are contiguous in the full buffer."""
+        slots = zip(self._layout.slots, self._templates, strict=True)
+        return [slot.name for slot, template in slots if not template.is_contiguous()]
+
     def restore(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the parameters ordinary ones, with their own memory and original dtypes.
+        """Make the parameters ordinary ones, with their own memory, and their original dtypes and strides.
 
         Those that were built without values, and have none yet, become NaN.
 
         Args:
             values: The value of each parameter.
         """
-        originals = zip(self._layout.slots, self.dtypes, self._formats, strict=True)
-        for param, value, (slot, dtype, memory_format) in zip(self._params, values, originals, strict=True):
+        originals = zip(self._layout.slots, self._templates, strict=True)
+        for param, value, (slot, template) in zip(self._params, values, originals, strict=True):
             mark_gathered(param)
             param.grad = None
-            restored = value.to(dtype, copy=True, memory_format=memory_format)
-            if slot.name in self.unset and restored.is_floating_point():
+            _set_data(param, value, template)
+            if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
-                restored.fill_(float("nan"))
-            param.data = restored
+                param.data.fill_(float("nan"))
 
 
-def _memory_format(param: torch.Tensor) -> torch.memory_format:
-    """Return the order of the dimensions of ``param`` in memory, as far as torch has a name for it."""
-    if not param.is_contiguous():
-        for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if param.dim() == dim and param.is_contiguous(memory_format=memory_format):
-                return memory_format
-    return torch.contiguous_format
-
-
-def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> None:
-    param.data = values.to(dtype, copy=True)
+def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
+    param.data = torch.empty_like(template, device=values.device).copy_(values)
