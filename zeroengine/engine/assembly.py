@@ -184,6 +184,13 @@ def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, pass
 
 def _notices_of_changes(partition: PartitionedModel) -> Iterator[str]:
     """Yield notices of what ``initialize`` has changed in the parameters themselves."""
+    if changed := [name for unit in partition.units for name in unit.originals.changed]:
+        yield (
+            f"frozen parameters were rounded by the cast to a lower precision: {listed(changed, NUM_SHOWN)}. Weights "
+            "have lost precision; bytes that are packed in floats, as of 4-bit weights, have lost their meaning. Write "
+            f'"keep_dtype": ["{changed[0]}"], or patterns of names, to keep them as they are. To round weights without '
+            "this warning, cast them before initialize()."
+        )
     if strided := [name for unit in partition.units for name in unit.originals.strided]:
         yield (
             f"parameters in channels_last, or with transposed strides, are contiguous until the engine ends, as shards "

@@ -13,6 +13,10 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.full_buffer import FullBuffer, param_views
 from zeroengine.runtime.released_parameter import mark_gathered
 
+# Counted in elements: the part of a parameter that is compared at a time.
+CHUNK = 1 << 20
+
+
 class OriginalParameters:
     """Remembers what the parameters of one unit were before ``initialize``, and makes them so again.
 
@@ -23,6 +27,7 @@ class OriginalParameters:
     Attributes:
         dtypes: Their dtypes before ``initialize``.
         unset: Names of parameters that are zeros until weights are loaded.
+        changed: Names of frozen parameters whose values on this rank are others since they were cast.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
@@ -32,6 +37,7 @@ class OriginalParameters:
         # Of their dtypes and, where these leave no gaps, strides.
         self._templates = [torch.empty_like(tensor) for tensor in strided]
         self.unset: set[str] = set()
+        self.changed: list[str] = []
 
     def move_to(
         self,
@@ -51,8 +57,10 @@ class OriginalParameters:
         with torch.no_grad(), contextlib.ExitStack() as original_data:
             targets = param_views(self._layout, values)
             for index, (param, target) in enumerate(zip(self._params, targets, strict=True)):
+                source = target
                 if not param.is_meta:
-                    target.copy_(param.detach())
+                    source = param.detach()
+                    target.copy_(source)
                     # If an error ends this, the parameter has its own dtype and values again.
                     original_data.callback(_set_data, param, target, self._templates[index])
                 else:
@@ -62,7 +70,9 @@ class OriginalParameters:
                         self.unset.add(self._layout.slots[index].name)
                     # The other ranks receive rank 0's values below.
                     if rank == 0:
-                        trace.write(target)
+                        source = trace.write(target)
+                if not param.requires_grad and _is_changed(source, target):
+                    self.changed.append(self._layout.slots[index].name)
                 full_buffer.adopt(index)
             broadcast(values)
             original_data.pop_all()
@@ -89,6 +99,15 @@ class OriginalParameters:
             if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
                 param.data.fill_(float("nan"))
+
+
+def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Return whether a cast has changed values, so that a cast back does not give the same bits."""
+    if cast.dtype is source.dtype:
+        return False
+    # Bits are compared, since packed bytes may be a NaN. A part at a time needs little memory.
+    parts = zip(source.reshape(-1).split(CHUNK), cast.reshape(-1).split(CHUNK), strict=True)
+    return any(not torch.equal(a.view(torch.uint8), b.to(a.dtype).view(torch.uint8)) for a, b in parts)
 
 
 def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
