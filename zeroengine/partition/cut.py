@@ -193,8 +193,8 @@ def cut_units(
             if not is_wide_float(param):
                 raise ZeroEngineError(
                     f"parameter {names[param]} is {param.dtype} and trainable, and torch computes no gradients in that "
-                    "dtype. Freeze it, cast it (`param.data = param.data.bfloat16()`) before initialize(), or let "
-                    '"bf16": {"enabled": true} cast it, without a pattern of keep_dtype that matches.'
+                    "dtype. Freeze it, cast it (`param.data = param.data.bfloat16()`) before initialize(), or write "
+                    '"bf16": {"enabled": true}, and no pattern of keep_dtype that matches it.'
                 )
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
