@@ -31,6 +31,12 @@ def transposed(model: Any) -> None:
     model.second.weight.data = model.first.weight.data.t()
 
 
+def adapters_of_peft(model: Any) -> None:
+    model.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.rand(2, 6))})
+    model.lora_B = nn.Linear(2, 6, bias=False)
+    model.lora_B.weight = nn.Parameter(model.lora_embedding_A["default"].t())
+
+
 def slice_of_parameter(model: Any) -> None:
     model.part = nn.Parameter(model.first.weight.data[1:3])
 
@@ -80,6 +86,7 @@ def same_buffers(model: Any) -> None:
 
 REFUSED: dict[Callable[[Any], None], str] = {
     transposed: "parameter first.weight with parameter second.weight",
+    adapters_of_peft: r"lora_embedding_A\.default with .*compute_transposes\(\).*ensure_weight_tying=False",
     slice_of_parameter: "share memory",
     interlaced: "share memory",
     buffer_of_parameter: "buffer view",

@@ -363,7 +363,13 @@ def test_an_engine_is_not_ended_in_the_midst_of_its_work() -> None:
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 1)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 1)).to(memory_format=torch.channels_last)
+    model.register_parameter("transposed", nn.Parameter(torch.rand(8, 4).t()))
+    model.register_parameter(
+        "volumes", nn.Parameter(torch.rand(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d))
+    )
+    model.register_parameter("permuted", nn.Parameter(torch.rand(2, 3, 4).permute(1, 2, 0)))
+    return model
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.listed import listed
+
+log = logging.getLogger("zeroengine")
+
+# The parameters that a warning names.
+NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class EngineTensors:
         replicas: Which ranks are in which replica of ``local_steps``. Replicas are equal when they are saved.
         outer_step: The outer step of ``local_steps``, whose momentum is saved.
         gatherer: Gathers units where the model's own code reads parameters, for its state dict.
+        exact: What leaves the engine in its own dtype.
     """
 
     module: nn.Module
@@ -51,6 +59,7 @@ class EngineTensors:
     gatherer: Gatherer
     group: Group
     replicas: ReplicaLayout
+    exact: Collection[torch.Tensor]
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters, which may be released, and the persistent buffers by their own names."""
@@ -112,6 +121,32 @@ class EngineTensors:
     def frozen_names(self) -> list[str]:
         """Return the own names of the parameters that were frozen at ``initialize``."""
         return [slot.name for unit in self.units if not unit.trainable for slot in unit.layout.slots]
+
+    def exact_names(self) -> set[str]:
+        """Return the own names of what leaves the engine in its own dtype."""
+        return {name for name, tensor in self.own_tensors().items() if tensor in self.exact}
+
+    def warn_of_casts(self, stored: Mapping[str, torch.dtype], where: str) -> None:
+        """Warn of frozen parameters that a load may round, or that keep their dtype and get values of another one.
+
+        Args:
+            stored: The dtypes of what is loaded, by own names.
+            where: Where it comes from, for the message.
+        """
+        dtypes = {slot.name: unit.dtype for unit in self.units if not unit.trainable for slot in unit.layout.slots}
+        exact = self.exact_names()
+        cast = [
+            f"{name} ({str(stored[name])[6:]} there, {str(own)[6:]} here)"
+            for name, own in dtypes.items()
+            if stored.get(name, own) != own and (name in exact or stored[name].itemsize >= own.itemsize)
+        ]
+        if cast and self.group.rank == 0:
+            log.warning(
+                "%s: frozen parameters are cast: %s. Weights may lose precision; bytes that are packed in floats, as "
+                'of 4-bit weights, lose their meaning. Save and load them with one "keep_dtype".',
+                where,
+                listed(cast, NUM_SHOWN),
+            )
 
     def computed_entries(self, names: SavedNames, *, once: bool) -> StateEntries:
         """Return the tensors that the model's code computes for its state dict. Every rank has them."""

@@ -131,6 +131,8 @@ def make_plan(
     # Without `strict` a checkpoint may hold the optimizer's state alone.
     if match.stored_names or options.strict:
         match.check(str(path), strict=options.strict)
+        stored_names, stored = match.stored_names.items(), metadata.tensors
+        tensors.warn_of_casts({own: torch_dtype(stored[name].dtype) for own, name in stored_names}, str(path))
     same_world = manifest is not None and manifest.world_size == group.world_size
     # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
     # saved.

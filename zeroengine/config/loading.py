@@ -32,6 +32,7 @@ ZEROENGINE_ONLY = {
     "checkpoint.keep",
     "comm",
     "ema",
+    "keep_dtype",
     "keep_fp32_modules",
     "local_steps",
     "monitor",

@@ -115,6 +115,9 @@ class Config(Section):
     keep_fp32_modules: Annotated[list[str] | None, AUTO] = None
     """Patterns of module or class names, such as "*norm*" or "LayerNorm", that keep fp32 under bf16 or fp16. BatchNorm
     always keeps it, for its running statistics, unless buffer_dtype casts them."""
+    keep_dtype: Annotated[list[str] | None, AUTO] = None
+    """Patterns of names of parameters and buffers, such as "*.packed" or "*.router.weight", that keep their own dtype
+    under bf16 or fp16. Bytes that are packed in floats, as of 4-bit weights, mean nothing in another dtype."""
     communication_data_type: Annotated[FloatName | None, AUTO] = None
     """Dtype that gradients are reduced in. "auto": the compute dtype, or that of accumulated unsharded gradients."""
     data_types: DataTypes = DataTypes()

@@ -152,20 +152,21 @@ class Trace:
         """The device of an ordinary build."""
         return torch.get_default_device() if self._ref is None else self._ref.device
 
-    def write(self, target: torch.Tensor) -> None:
-        """Compute the values into ``target``, of the same shape."""
+    def write(self, target: torch.Tensor) -> torch.Tensor:
+        """Compute the values into ``target``, of the same shape, and return them as they were before a cast."""
         ref = self._ref
         if ref is None:
-            target.zero_()
-            return
+            return target.zero_()
         assert ref.version is not None
         # Values of the same layout are computed in place, without a second copy of the parameter.
         fits = target.dtype is ref.dtype and target.device == ref.device and target.stride() == ref.stride
         if fits and ref.covers_storage:
             start = target.storage_offset() * target.element_size()
             replay(ref.version, ref.storage, storage_bytes(target.untyped_storage())[start : start + target.nbytes])
-        else:
-            target.copy_(ref.view_in(replay(ref.version, ref.storage)))
+            return target
+        values = ref.view_in(replay(ref.version, ref.storage))
+        target.copy_(values)
+        return values
 
     def __reduce__(self) -> Any:
         """Refuse to pickle the parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -174,7 +175,25 @@ def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, pass
         notices.insert(0, f"{name} has no effect: every rank holds the parameters whole, as at stages 0 to 2")
     if config.activation_checkpointing.cpu_checkpointing and passes.host_activations is None:
         notices.append("activation_checkpointing.cpu_checkpointing has no effect: activations are in CPU memory")
+    notices += _notices_of_changes(partition)
     for notice in notices:
         log.warning(notice)
     if config.dump_state:
         print(config.describe(), flush=True)
+
+
+def _notices_of_changes(partition: PartitionedModel) -> Iterator[str]:
+    """Yield notices of what ``initialize`` has changed in the parameters themselves."""
+    if changed := [name for unit in partition.units for name in unit.originals.changed]:
+        yield (
+            f"frozen parameters were rounded by the cast to a lower precision: {listed(changed, NUM_SHOWN)}. Weights "
+            "have lost precision; bytes that are packed in floats, as of 4-bit weights, have lost their meaning. Write "
+            f'"keep_dtype": ["{changed[0]}"], or patterns of names, to keep them as they are. To round weights without '
+            "this warning, cast them before initialize()."
+        )
+    if strided := [name for unit in partition.units for name in unit.originals.strided]:
+        yield (
+            f"parameters in channels_last, or with transposed strides, are contiguous until the engine ends, as shards "
+            f"are: {listed(strided, NUM_SHOWN)}. Convolutions compute in channels_last where their inputs are: "
+            "`x.to(memory_format=torch.channels_last)`."
+        )

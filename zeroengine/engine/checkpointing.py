@@ -28,6 +28,7 @@ from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.recovery.newest import NewestStates, newest_on_disk
+from zeroengine.runtime.mixed_precision import exact_tensors
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.paths import checked_path
 
@@ -63,7 +64,9 @@ class EngineCheckpoints:
         self._parts, self.rounds, self.digests = parts, rounds, digests
         module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
-        self.tensors = EngineTensors(module, units, states.optimizer, states.outer_step, gatherer, group, replicas)
+        exact = exact_tensors(module, parts.setup.config)
+        optimizer, outer_step = states.optimizer, states.outer_step
+        self.tensors = EngineTensors(module, units, optimizer, outer_step, gatherer, group, replicas, exact)
         self.replay: StepReplay | None = None
         self._stateful: dict[str, Stateful] = {}
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the

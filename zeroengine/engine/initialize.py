@@ -36,7 +36,7 @@ from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import check_has_parameters, is_wide_float
+from zeroengine.partition.cut import check_has_parameters
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.bytes.free_memory import measure_free_memory
 from zeroengine.plan.bytes.state_bytes import RankTopology
@@ -110,21 +110,23 @@ def make_engine(
             split_quantized_parameters(model, undo)
             settings = config if isinstance(config, Config) else load(config)
             tile_model(model, settings.tiling, undo)
+            # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
+            # leaves out count as frozen, which affects the model's dtype and how it is cut.
+            base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
+            undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
             # Some settings depend on the model's dtype or the number of ranks.
-            dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
+            dtype = mixed_precision.dtype_of_model(model, settings)
             settings = settings.resolve(
                 world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node, shard_ranks=shard_ranks
             )
             for low in (settings.low_precision, settings.autocast_dtype):
                 if low is not None:
                     mixed_precision.check_supported(low, group.device)
-            # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
-            # leaves out count as frozen, which affects how the model is cut.
-            base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
-            undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
             algorithms = algorithms_of(base_optimizer, model, settings)
             plans = mixed_precision.units_of_model(model, settings, algorithms)
-            model_checks.check_quantizable(settings.zero_optimization, plans, model)
+            model_checks.check_quantizable(
+                settings.zero_optimization, plans, mixed_precision.exact_tensors(model, settings)
+            )
             # With "auto" only stages are chosen at which the optimizer works.
             replica_ranks = settings.replica_ranks(group.world_size)
             rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from zeroengine.config.zero import ZeroOptimization
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.storages import exact_storages
 from zeroengine.runtime.quantized_parameters import library_of
 
 # The call that makes each class, by the class's module and name, so that none of these modules must be imported.
@@ -119,18 +118,17 @@ def check_tensor_kinds(model: nn.Module) -> None:
             raise ZeroEngineError(f"{name} {reason}")
 
 
-def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan], model: nn.Module) -> None:
+def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan], exact: Collection[torch.Tensor]) -> None:
     """Check that the parameters whose values or gradients are sent quantized have a dtype that can be.
 
     Args:
         zero: Decides what is quantized.
         plans: The units of the model.
-        model: The model.
+        exact: What may hold packed bytes where it is frozen.
 
     Raises:
-        ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16, or is a quantized one already.
+        ZeroEngineError: A parameter has another dtype than fp32, bf16 or fp16, or may hold packed bytes.
     """
-    exact = exact_storages(model)
     for plan in plans:
         quantized = {
             "zero_quantized_weights": zero.zero_quantized_weights,
@@ -138,9 +136,11 @@ def check_quantizable(zero: ZeroOptimization, plans: Sequence[UnitPlan], model: 
             "zero_quantized_gradients": zero.zero_quantized_gradients and plan.trainable,
         }
         keys = [key for key, is_set in quantized.items() if is_set]
-        if keys and (names := [name for name, param in plan.params if param in exact]):
+        names = [name for name, param in plan.params if param in exact and not plan.trainable]
+        if keys and names:
             raise ZeroEngineError(
-                f"parameter {names[0]} is quantized already, and is sent byte for byte; leave {' and '.join(keys)} out"
+                f"parameter {names[0]} is quantized already, or frozen and matched by keep_dtype, and is sent byte for "
+                f"byte; leave {' and '.join(keys)} out"
             )
         if not keys or is_quantizable(plan.dtype):
             continue

@@ -2,8 +2,9 @@
 
 [Note: Tensors that share memory]
 ``head.weight.data = embedding.weight.data`` ties two parameters by their memory alone. Units copy parameters, so the
-two would be separated, and each would be trained by itself. Slices of one storage without common elements, such as the
-flat weights of an LSTM, are ordinary parameters.
+two would be separated, and each would be trained by itself. Nor would one slot for both give the numbers of plain
+PyTorch: an optimizer has a gradient and moments for each of the two, and writes the common memory twice a step. Slices
+of one storage without common elements, such as the flat weights of an LSTM, are ordinary parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ from zeroengine.utils.listed import listed
 
 # The number of pairs that a message names.
 NUM_SHOWN = 3
+ADVICE = (
+    "Tie two of one shape by one tensor for both modules (`head.weight = embedding.weight`), which "
+    "load_state_dict(assign=True) undoes. Of others keep one and compute the other from it in the forward, such as a "
+    "slice or a transpose (`F.linear(x, self.weight.t())`); or give it memory of its own by `.clone()`, if the two are "
+    "to differ."
+)
+ADVICE_FOR_PEFT = (
+    'These are adapters that peft ties by a transpose. Call compute_transposes() of "Adapters that peft ties" in '
+    "docs/training.md before the optimizer is made: it computes one from the other. Or write "
+    "ensure_weight_tying=False, with which the embedding and the head have adapters of their own."
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,10 @@ def check_overlaps(model: nn.Module) -> None:
         overlapping += _overlaps_in(cluster)
     if overlapping:
         pairs = [f"{first} with {second}" for first, second in overlapping]
+        of_peft = any("lora_embedding_" in region.name for pair in overlapping for region in pair)
         raise ZeroEngineError(
-            f"tensors of the model share memory: {listed(pairs, NUM_SHOWN)}. Partitioning would separate them. Tie two "
-            "of one shape by one tensor for both modules (`head.weight = embedding.weight`), which "
-            "load_state_dict(assign=True) undoes. Of others keep one and compute the other from it in the forward, "
-            "such as a slice or a transpose (`F.linear(x, self.weight.t())`); or give it memory of its own by "
-            "`.clone()`, if the two are to differ."
+            f"tensors of the model share memory: {listed(pairs, NUM_SHOWN)}. Partitioning would separate them. "
+            f"{ADVICE_FOR_PEFT if of_peft else ADVICE}"
         )
 
 

@@ -131,6 +131,7 @@ def cut_units(
     patterns: Sequence[str] | None = None,
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[nn.Parameter] = (),
+    keep_dtype: Collection[torch.Tensor] = (),
     algorithms: Mapping[nn.Parameter, Algorithm] = MappingProxyType({}),
     fp32_masters: bool = True,
 ) -> list[UnitPlan]:
@@ -147,6 +148,7 @@ def cut_units(
             its own, and the outer block is the rest: ``["layers.*", "layers.*.experts.*"]``.
         compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
         keep_fp32: Parameters that are converted to fp32 instead.
+        keep_dtype: Parameters that are not converted.
         algorithms: What updates each trainable parameter.
         fp32_masters: Whether fp32 masters of bf16 and fp16 parameters are updated.
 
@@ -186,13 +188,13 @@ def cut_units(
             return param.dtype
         if not is_wide_float(param) and not (param.is_floating_point() and param.requires_grad):
             return param.dtype
-        if compute_dtype is None:
+        if compute_dtype is None or param in keep_dtype:
             # torch does not add gradients of eight bits.
             if not is_wide_float(param):
                 raise ZeroEngineError(
                     f"parameter {names[param]} is {param.dtype} and trainable, and torch computes no gradients in that "
                     "dtype. Freeze it, cast it (`param.data = param.data.bfloat16()`) before initialize(), or write "
-                    '"bf16": {"enabled": true}.'
+                    '"bf16": {"enabled": true}, and no pattern of keep_dtype that matches it.'
                 )
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype

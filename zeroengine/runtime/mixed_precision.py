@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +17,13 @@ from torch import nn
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import Algorithm, UnitPlan, cut_units, is_wide_float, plain_name
+from zeroengine.partition.storages import exact_storages
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
 
-# What a note about buffers says in any case.
-NOTE = "buffers keep their dtype"
+# How a note about dtypes begins.
+NOTE = "The model computes in"
 # The buffers that a note names.
 NUM_SHOWN = 5
 
@@ -59,9 +61,51 @@ def units_of_model(
         patterns=config.units,
         compute_dtype=config.low_precision,
         keep_fp32=keep_fp32,
+        keep_dtype=kept_tensors(model, config),
         algorithms=algorithms,
         fp32_masters=not config.has_low_masters,
     )
+
+
+def kept_tensors(model: nn.Module, config: Config) -> set[torch.Tensor]:
+    """Return the parameters and buffers that keep their own dtype in any precision: those that ``keep_dtype`` matches.
+
+    Raises:
+        ZeroEngineError: A pattern matches nothing.
+    """
+    kept: set[torch.Tensor] = set()
+    named = dict(named_tensors(model)) if config.keep_dtype else {}
+    for pattern in config.keep_dtype or ():
+        matches = fnmatch.filter(named, pattern)
+        if not matches:
+            nearest = ", ".join(get_close_matches(pattern, sorted(named), NUM_SHOWN, cutoff=0.0))
+            raise ZeroEngineError(
+                f"keep_dtype: the pattern {pattern!r} matches no parameter or buffer. The nearest names are: {nearest}"
+            )
+        kept.update(named[name] for name in matches)
+    return kept
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of ``module``, tied ones by each of their names."""
+    for named in (module.named_parameters, module.named_buffers):
+        yield from ((plain_name(name), tensor) for name, tensor in named(remove_duplicate=False))
+
+
+def exact_tensors(model: nn.Module, config: Config) -> set[torch.Tensor]:
+    """Return what leaves the engine in its own dtype: what ``keep_dtype`` matches, and what holds quantized values."""
+    return kept_tensors(model, config) | exact_storages(model)
+
+
+def dtype_of_model(model: nn.Module, config: Config) -> torch.dtype | None:
+    """Return the dtype of what trains, or of a model of which nothing does; for ``Config.resolve``.
+
+    Frozen floats may be packed bytes, and parameters that keep their dtype are exceptions.
+    """
+    kept = kept_tensors(model, config)
+    floats = [param for param in model.parameters() if is_wide_float(param)]
+    first = min(floats, key=lambda param: (not param.requires_grad, param in kept), default=None)
+    return None if first is None else first.dtype
 
 
 def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
@@ -210,16 +254,25 @@ def note_buffers(error: RuntimeError, model: nn.Module, config: Config) -> None:
     # Of two calls that pass the error on, the inner one has explained it.
     if any(NOTE in note for note in getattr(error, "__notes__", ())):
         return
-    fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    kept = {tensor for tensor in kept_tensors(model, config) if tensor.dtype is not low_precision}
+    passed_over = kept.union(*(module.buffers() for module in fp32_modules(model, config)))
     names = {
         buffer: plain_name(name)
         for name, buffer in model.named_buffers()
-        if is_wide_float(buffer) and buffer.dtype is not low_precision and buffer not in fp32_buffers
+        if is_wide_float(buffer) and buffer.dtype is not low_precision and buffer not in passed_over
     }
+    low = "bf16" if low_precision is torch.bfloat16 else "fp16"
     # The innermost module that was running and has such buffers is the likely cause.
     frames = traceback.walk_tb(error.__traceback__)
     running = [frame.f_locals.get("self") for frame, _ in frames]
     for module in [*reversed([m for m in running if isinstance(m, nn.Module)]), model]:
+        if own := [tensor for _, tensor in named_tensors(module) if module is not model and tensor in kept]:
+            name = next(name for name, tensor in named_tensors(model) if tensor is own[0])
+            error.add_note(
+                f"{NOTE} {low}, and keep_dtype keeps {name} in {str(own[0].dtype)[6:]}. Its module casts what it takes "
+                "itself, such as `F.linear(x.float(), self.weight)`; with keep_fp32_modules the engine casts it."
+            )
+            return
         suspects = [buffer for buffer in module.buffers() if buffer in names]
         if suspects:
             break
@@ -228,10 +281,9 @@ def note_buffers(error: RuntimeError, model: nn.Module, config: Config) -> None:
     listing = listed([f"{names[buffer]} ({str(buffer.dtype)[6:]})" for buffer in suspects], NUM_SHOWN)
     # A parametrization computes a weight of the module that it lies in.
     owner = names[suspects[0]].rpartition(".")[0].partition(".parametrizations.")[0]
-    low = "bf16" if low_precision is torch.bfloat16 else "fp16"
     in_fp32 = f', or "keep_fp32_modules": ["{owner}"], which computes that module in fp32' if owner else ""
     error.add_note(
-        f"The model computes in {low}, and {NOTE}: {listing}. If one met a {low} tensor here, write "
+        f"{NOTE} {low}, and buffers keep their dtype: {listing}. If one met a {low} tensor here, write "
         f'"data_types": {{"buffer_dtype": "{low}"}}, which casts all floating buffers of the model, as DeepSpeed does'
         f"{in_fp32}."
     )
@@ -268,7 +320,8 @@ def prepare_buffers(
 ) -> None:
     """Move buffers to the device and give them rank 0's values. Modules that share a buffer go on sharing it.
 
-    Floating buffers take ``buffer_dtype``, or keep their own; in modules that keep fp32 they are fp32.
+    Floating buffers take ``buffer_dtype``, or keep their own; in modules that keep fp32 they are fp32. Those that
+    ``keep_dtype`` matches keep their own in any case.
 
     Args:
         model: The model.
@@ -279,6 +332,7 @@ def prepare_buffers(
     """
     name = config.data_types.buffer_dtype
     fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    kept = kept_tensors(model, config)
     # A buffer may be shared by several modules. It is moved once, and each of them refers to the same copy.
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
@@ -286,6 +340,7 @@ def prepare_buffers(
             if buffer is not None and buffer not in moved:
                 dtype = FLOATS[name] if name is not None else buffer.dtype
                 dtype = torch.float32 if buffer in fp32_buffers else dtype
+                dtype = buffer.dtype if buffer in kept else dtype
                 # An expanded buffer has less memory than elements, which a broadcast could not write.
                 moved[buffer] = cast_floating(dtype)(buffer.to(device)).contiguous().resolve_conj().resolve_neg()
                 broadcast(moved[buffer])

@@ -13,6 +13,9 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.full_buffer import FullBuffer, param_views
 from zeroengine.runtime.released_parameter import mark_gathered
 
+# Counted in elements: the part of a parameter that is compared at a time.
+CHUNK = 1 << 20
+
 
 class OriginalParameters:
     """Remembers what the parameters of one unit were before ``initialize``, and makes them so again.
@@ -24,13 +27,17 @@ class OriginalParameters:
     Attributes:
         dtypes: Their dtypes before ``initialize``.
         unset: Names of parameters that are zeros until weights are loaded.
+        changed: Names of frozen parameters whose values on this rank are others since they were cast.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._params, self._layout = params, layout
         self.dtypes = [param.dtype for param in params]
-        self._formats = [_memory_format(param) for param in params]
+        strided = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in params)
+        # Of their dtypes and, where these leave no gaps, strides.
+        self._templates = [torch.empty_like(tensor) for tensor in strided]
         self.unset: set[str] = set()
+        self.changed: list[str] = []
 
     def move_to(
         self,
@@ -50,10 +57,12 @@ class OriginalParameters:
         with torch.no_grad(), contextlib.ExitStack() as original_data:
             targets = param_views(self._layout, values)
             for index, (param, target) in enumerate(zip(self._params, targets, strict=True)):
+                source = target
                 if not param.is_meta:
-                    target.copy_(param.detach())
+                    source = param.detach()
+                    target.copy_(source)
                     # If an error ends this, the parameter has its own dtype and values again.
-                    original_data.callback(_set_data, param, target, param.dtype)
+                    original_data.callback(_set_data, param, target, self._templates[index])
                 else:
                     trace = take_trace(param)
                     assert trace is not None
@@ -61,38 +70,45 @@ class OriginalParameters:
                         self.unset.add(self._layout.slots[index].name)
                     # The other ranks receive rank 0's values below.
                     if rank == 0:
-                        trace.write(target)
+                        source = trace.write(target)
+                if not param.requires_grad and _is_changed(source, target):
+                    self.changed.append(self._layout.slots[index].name)
                 full_buffer.adopt(index)
             broadcast(values)
             original_data.pop_all()
 
+    @property
+    def strided(self) -> list[str]:
+        """The names of those whose dimensions had another order in memory, which are contiguous in the full buffer."""
+        slots = zip(self._layout.slots, self._templates, strict=True)
+        return [slot.name for slot, template in slots if not template.is_contiguous()]
+
     def restore(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the parameters ordinary ones, with their own memory and original dtypes.
+        """Make the parameters ordinary ones, with their own memory, and their original dtypes and strides.
 
         Those that were built without values, and have none yet, become NaN.
 
         Args:
             values: The value of each parameter.
         """
-        originals = zip(self._layout.slots, self.dtypes, self._formats, strict=True)
-        for param, value, (slot, dtype, memory_format) in zip(self._params, values, originals, strict=True):
+        originals = zip(self._layout.slots, self._templates, strict=True)
+        for param, value, (slot, template) in zip(self._params, values, originals, strict=True):
             mark_gathered(param)
             param.grad = None
-            restored = value.to(dtype, copy=True, memory_format=memory_format)
-            if slot.name in self.unset and restored.is_floating_point():
+            _set_data(param, value, template)
+            if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
-                restored.fill_(float("nan"))
-            param.data = restored
+                param.data.fill_(float("nan"))
 
 
-def _memory_format(param: torch.Tensor) -> torch.memory_format:
-    """Return the order of the dimensions of ``param`` in memory, as far as torch has a name for it."""
-    if not param.is_contiguous():
-        for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if param.dim() == dim and param.is_contiguous(memory_format=memory_format):
-                return memory_format
-    return torch.contiguous_format
+def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
+    """Return whether a cast has changed values, so that a cast back does not give the same bits."""
+    if cast.dtype is source.dtype:
+        return False
+    # Bits are compared, since packed bytes may be a NaN. A part at a time needs little memory.
+    parts = zip(source.reshape(-1).split(CHUNK), cast.reshape(-1).split(CHUNK), strict=True)
+    return any(not torch.equal(a.view(torch.uint8), b.to(a.dtype).view(torch.uint8)) for a, b in parts)
 
 
-def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> None:
-    param.data = values.to(dtype, copy=True)
+def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
+    param.data = torch.empty_like(template, device=values.device).copy_(values)

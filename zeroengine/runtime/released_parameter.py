@@ -47,6 +47,8 @@ METADATA = {
 DATA_OBSERVER_ATTRIBUTE = "_zeroengine_data_observer"
 # The attributes of one whose gradient is watched; of one that is released or observed: its own class, and the resolver.
 _WATCHED, _OWN_CLASS, _RESOLVER = "_zeroengine_watched", "_zeroengine_class", "_zeroengine_resolver"
+# Metadata that the placeholder, which is expanded, does not have as the parameter has it while it is gathered.
+_STRIDES = {getattr(_T, name) for name in ("stride", "is_contiguous", "dim_order") if hasattr(_T, name)}
 _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
@@ -76,6 +78,9 @@ class ReleasedParameter(nn.Parameter):
                 # The parameters' own classes, such as those of quantized weights, may have rules of their own.
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            # A wrapper of other tensors has no placeholder.
+            if func in _STRIDES and 0 in args[0].stride() and has_no_values(args[0]) and not is_tracing():
+                args = (torch.empty(args[0].shape, device="meta"), *args[1:])
             result = func(*args, **kwargs)
         # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
         if result is None and not is_tracing():

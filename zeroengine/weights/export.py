@@ -6,6 +6,7 @@ memory is that of a few chunks, whatever the model's size.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 from collections import Counter, defaultdict
@@ -127,10 +128,10 @@ def export(
             )
         # Tied names refer to the same bytes, which are written once.
         stored_names = [stored for stored in names if stored not in tied]
-        specs = {
-            names[stored]: cast_spec(TensorSpec(tensors[stored].shape, torch_dtype(tensors[stored].dtype)), dtype_name)
-            for stored in stored_names
-        }
+        patterns = (manifest.config.get("keep_dtype") or ()) if manifest is not None else ()
+        kept = {name for pattern in patterns for name in fnmatch.filter(names.values(), pattern)}
+        specs = {names[s]: TensorSpec(tensors[s].shape, torch_dtype(tensors[s].dtype)) for s in stored_names}
+        specs = {name: spec if name in kept else cast_spec(spec, dtype_name) for name, spec in specs.items()}
         # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.
         layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, max_bytes)
         files = _files_to_read(path, metadata, stored_names, manifest, verify=verify)

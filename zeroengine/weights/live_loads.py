@@ -91,6 +91,8 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
     # The check is computed from the same facts on every rank, so all raise or none does.
     _check_quantized(tensors, match.stored_names, source.where)
     match.check(source.where, strict=strict)
+    stored = matched.source.tensors
+    tensors.warn_of_casts({own: stored[name].dtype for own, name in match.stored_names.items()}, source.where)
     with group.collective_errors("to load weights"):
         total = sum(entries[name].nbytes for name in match.stored_names)
         with progress("loading", total, group.rank == 0) as report:

@@ -11,7 +11,6 @@ import torch
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.storages import exact_storages
 from zeroengine.runtime.named_tensors import choose_names
 from zeroengine.runtime.unit import Unit
 from zeroengine.weights.conversion import ConversionPlan, TensorConversion
@@ -160,10 +159,10 @@ def select(
         new_names = {old: new for new, old in plan.old_names.items()}
         tied = {plan.rename(name): new_names[first] for name, first in tied.items() if first in new_names}
         named = _apply(plan, named)
-    exact = exact_storages(tensors.module)
+    exact = tensors.exact_names()
     outgoing = []
     for name, spec in specs(named).items():
-        is_exact = isinstance(source := named[name], Slot) and source.unit.params[source.param_index] in exact
+        is_exact = not isinstance(source := named[name], Converted) and source.own_name in exact
         outgoing.append(OutgoingTensor(name, spec if is_exact else cast_spec(spec, options.dtype), source))
     places = {slot.name: number for number, slot in enumerate(s for unit in tensors.units for s in unit.layout.slots)}
     # Each unit is read once. What is no parameter comes last, and a sort keeps the order of the targets of a group.

@@ -21,7 +21,7 @@ from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 
 # The keys that matter to a model without an optimizer.
 EVALUATION_KEYS = (
-    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "keep_fp32_modules"),
+    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "keep_fp32_modules", "keep_dtype"),
     *("comm", "aio", "memory_check", "sequence_parallel_size"),
 )
 

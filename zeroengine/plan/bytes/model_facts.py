@@ -66,11 +66,6 @@ class ModelFacts:
         """Return the number of elements of the parameters that are trained."""
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the parameters, for ``Config.resolve``."""
-        return next((param.dtype for param in self.model.parameters() if param.is_floating_point()), None)
-
     def with_tokens(self, tokens: int, sharing: int = 1) -> ModelFacts:
         """Return the facts of the same model with samples of another length.
 

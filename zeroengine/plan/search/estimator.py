@@ -27,6 +27,7 @@ from zeroengine.plan.search.candidates import (
 from zeroengine.plan.search.scaling import extrapolated, largest, merged
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.step_time import predict_step, topology_of
+from zeroengine.runtime.mixed_precision import dtype_of_model
 from zeroengine.utils.byte_size import format_byte_size
 
 # Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging
@@ -86,7 +87,7 @@ class Estimator:
             config = load(self.tree(candidate))
             self._configs[candidate] = config.resolve(
                 world_size=self.machine.world_size,
-                model_dtype=self.model.dtype,
+                model_dtype=dtype_of_model(self.model.model, config),
                 ranks_per_node=self.machine.ranks_per_node,
             )
         return self._configs[candidate]
