@@ -284,6 +284,9 @@ class EngineCheckpoints:
         self.rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
+            if parts.loop.accumulation.has_gradients and parts.ranks.group.rank == 0:
+                text = "a load drops the gradients of %d micro-steps: begin the step again, or load after a step()"
+                log.warning(text, parts.loop.accumulation.micro_steps_in_step)
             # These gradients belong to the parameters of before the load.
             parts.passes.backward.drop_gradients()
             self._set_counters(restored.counters)
@@ -452,6 +455,8 @@ class EngineCheckpoints:
         # A foreign checkpoint may lack some counters. These keep the engine's own values.
         counters = self._counters() | saved
         runner.num_updates, runner.num_skipped = counters["global_steps"], counters["skipped_steps"]
+        # The last step is one of before the load.
+        runner.issued_step = runner.grad_norm = None
         if config.manual_accumulation:
             micro_steps = counters["micro_steps"]
         else:
