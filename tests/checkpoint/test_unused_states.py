@@ -180,6 +180,7 @@ def test_states_that_a_run_has_nothing_for_are_named_by_the_load_and_by_the_firs
     other.register_stateful("early", early)
     assert other.resume(tmp_path)
     assert "will not hold: loss_scaler; zeroengine.lr_scheduler\n" in caplog.text
+    assert "resume() does not return the client_state" in caplog.text
     # Weights alone leave what was loaded before.
     other.load_checkpoint(tmp_path, weights_only=True)
     other.register_stateful("late", late)

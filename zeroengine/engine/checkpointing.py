@@ -220,7 +220,8 @@ class EngineCheckpoints:
         newest = self._find_newest(directory)
         if newest.has_any:
             options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
-            self._load(directory, None, options, newest)
+            if self._load(directory, None, options, newest) is not None and self._parts.ranks.group.rank == 0:
+                log.warning("resume() does not return the client_state: load_checkpoint(directory) does")
         return newest.has_any
 
     def _find_newest(self, directory: str | os.PathLike[str] | None) -> NewestStates:

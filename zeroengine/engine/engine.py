@@ -782,7 +782,8 @@ class Engine:
         """Go on from the newest snapshot in memory (``snapshots``) or checkpoint on the disk, whichever is newer.
 
         Call it on every rank, before the first step. Rank 0 logs what was used, and how many steps were lost. A
-        snapshot has no ``client_state``: keep such values by ``register_stateful``.
+        snapshot has no ``client_state``, and that of a checkpoint is not returned: keep such values by
+        ``register_stateful``.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks; it need not exist. None: snapshots alone.
