@@ -16,9 +16,9 @@ from torch import nn
 
 import zeroengine
 from tests.checkpoint.models import engine_at, momentum
-from tests.distributed.models import TinyLM
+from tests.distributed.models import TinyLM, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, make_engine, take_steps
+from tests.distributed.training import Task, make_engine, start, take_steps
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
@@ -149,6 +149,49 @@ def accumulates(root: Path) -> None:
 
 def test_another_accumulation_may_follow(tmp_path: Path) -> None:
     run_ranks(2, accumulates, tmp_path)
+
+
+def loads_inside_a_step(root: Path, stages: tuple[int, ...], more: dict[str, Any]) -> None:
+    settings = {"gradient_accumulation_steps": 4} | more
+    for stage in stages:
+        engine, other = (zeroengine.initialize(build(TinyLM), config=config(stage, **settings)) for _ in range(2))
+        take_steps(engine, range(8))
+        engine.save_checkpoint(root / str(stage))
+        other.load_checkpoint(root / str(stage))
+        expected = take_steps(other, range(8, 12)), other.grad_norm, fingerprint(other)
+        # A step of which nothing may be left, and half of another one.
+        take_steps(engine, range(20, 26))
+        # Weights alone leave the step in progress.
+        engine.load_checkpoint(root / str(stage), weights_only=True)
+        assert (engine.backwards_in_step, engine.micro_steps, engine.grad_norm is None) == (2, 14, False)
+        assert engine.resume(root / str(stage))
+        assert (engine.backwards_in_step, engine.micro_steps, engine.global_steps, engine.grad_norm) == (0, 8, 2, None)
+        assert (take_steps(engine, range(8, 12)), engine.grad_norm, fingerprint(engine)) == expected
+        engine.close()
+        other.close()
+
+
+def loads_on_ranks(*arguments: Any) -> None:
+    start()
+    loads_inside_a_step(*arguments)
+
+
+def test_a_load_inside_a_step_says_so_and_leaves_nothing_of_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads_inside_a_step(tmp_path, (3,), {})
+    assert caplog.text.count("a load drops the gradients of 2 micro-steps: begin the step again") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "more", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}]
+)
+def test_a_load_inside_a_step_leaves_nothing_of_it_on_any_rank(
+    world_size: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(world_size, loads_on_ranks, tmp_path, (0, 1, 2, 3), more)
 
 
 class CountingSGD(torch.optim.SGD):

@@ -15,7 +15,6 @@ from zeroengine.checkpoint.dcp_metadata import (
     METADATA,
     ZEROENGINE_PREFIX,
     OpenFile,
-    StoredTensor,
     open_local,
     read_metadata,
 )
@@ -23,17 +22,16 @@ from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import (
     AVERAGE,
     OPTIMIZER,
-    OUTER,
     SCALES,
     UNSAVED,
     StateEntries,
-    StateEntry,
     momentum_name,
 )
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
+from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
 from zeroengine.checkpoint.saved_names import SavedNames
+from zeroengine.checkpoint.unused_states import UnusedStates, own_memory, plan_unused
 from zeroengine.errors import CheckpointError
 from zeroengine.ops import MOMENT_BLOCK
 from zeroengine.optim.backends.interface import StateKeys
@@ -85,6 +83,7 @@ class LoadPlan:
         group_keys: The hyperparameters to take over; None takes all.
         saved_names: The keys of the model's state dict.
         restarted: The parameters whose moving average restarts from the loaded weights.
+        unused: The states that this run does not use; None where weights alone are read.
     """
 
     names: CheckpointNames
@@ -96,6 +95,7 @@ class LoadPlan:
     group_keys: Collection[str] | None
     saved_names: SavedNames
     restarted: Collection[str]
+    unused: UnusedStates | None
 
 
 def make_plan(
@@ -151,7 +151,7 @@ def make_plan(
             group_keys = LEARNING_RATES if loads_schedule else ()
         if manifest is not None:
             check_param_groups(tensors, manifest, path, group_keys, aliases)
-        wanted.append(schedule)
+        wanted += [schedule] if engine.schedule is not None else []
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
         # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
         # ones.
@@ -161,19 +161,23 @@ def make_plan(
     computed = [names.model.prefix + key for key in saved_names.computed]
     wanted += computed
     # These tensors have no memory in the engine, and every rank takes the whole values.
-    entries |= {name: _own_memory(metadata.tensors[name]) for name in computed if name in metadata.tensors}
+    whole = {name: metadata.tensors[name] for name in computed if name in metadata.tensors}
+    entries |= {name: own_memory(tensor, [Box.whole(tensor.shape)]) for name, tensor in whole.items()}
     if options.reads_optimizer:
         entries |= _plan_outer(tensors, names, path)
     averages, restarted = _plan_averages(tensors, names, path, weights_only=options.weights_only)
     entries |= averages
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
-    return LoadPlan(names, entries, spans, objects, stateful_prefix, same_world, group_keys, saved_names, restarted)
-
-
-def _own_memory(tensor: StoredTensor) -> StateEntry:
-    values = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cpu")
-    return StateEntry(tensor.shape, values.dtype, [(Box.whole(tensor.shape), values)])
+    unused = None
+    if not options.weights_only:
+        held, lost = plan_unused(engine, names, aliases, {*entries, *objects}, optimizer=options.optimizer)
+        entries |= held
+        has_scale = manifest is not None and bool(manifest.loss_scaler) and not engine.config.scales_loss
+        unused = UnusedStates(str(path), held, lost + ["loss_scaler"] * has_scale)
+    return LoadPlan(
+        names, entries, spans, objects, stateful_prefix, same_world, group_keys, saved_names, restarted, unused
+    )
 
 
 def _plan_outer(tensors: EngineTensors, names: CheckpointNames, path: Path) -> StateEntries:
@@ -183,12 +187,6 @@ def _plan_outer(tensors: EngineTensors, names: CheckpointNames, path: Path) -> S
     outer = {name: entry for name, entry in candidates.items() if entry is not None and name in names.metadata.tensors}
     if tensors.group.rank == 0 and own and not outer:
         log.warning("%s has no momentum of an outer step (local_steps.outer): it starts from zero", path)
-    if tensors.group.rank == 0 and not own and any(name.startswith(OUTER) for name in names.metadata.tensors):
-        log.warning(
-            '%s has the momentum of an outer step, which is not loaded: it belongs to "local_steps" with "outer": '
-            '"nesterov"',
-            path,
-        )
     return outer
 
 
@@ -214,11 +212,6 @@ def _plan_averages(
     if tensors.group.rank == 0 and restarted and not weights_only:
         shown = listed(restarted, NUM_SHOWN)
         log.warning("%s has no moving average (ema) of %s: it restarts from the loaded weights", path, shown)
-    if tensors.group.rank == 0 and not own and not weights_only and any(name.startswith(AVERAGE) for name in stored):
-        log.warning(
-            '%s has moving averages of the weights, which are not loaded: they belong to "ema" in the configuration',
-            path,
-        )
     return {stored_name: own[name] for name, stored_name in read.items()}, restarted
 
 

@@ -45,8 +45,9 @@ def check_param_groups(
             f"{path}: its LR schedule has rates for {len(saved)} groups of parameters, and the optimizer here has "
             f"{len(own)}. Make as many groups, or load with weights_only=True."
         )
-    # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
-    trainable = tensors.trainable_names()
+    # A frozen parameter may be in a group at one time and left out at another, and this changes nothing. One that was
+    # frozen at the save, or left out, takes over the hyperparameters of the group that it is in now.
+    trainable = tensors.trainable_names().intersection(name for names in saved for name in names)
     if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
         sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
         raise CheckpointError(

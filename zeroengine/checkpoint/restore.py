@@ -30,6 +30,7 @@ from zeroengine.checkpoint.load_plan import LoadOptions, LoadPlan, make_plan
 from zeroengine.checkpoint.manifest import Manifest
 from zeroengine.checkpoint.moment_conversion import moments_to_convert
 from zeroengine.checkpoint.param_groups import apply_param_groups
+from zeroengine.checkpoint.unused_states import UnusedStates
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
@@ -56,6 +57,7 @@ class RestoreResult:
         stateful: By name, the states of the user's registered objects that are for this rank.
         same_world: Whether they were saved on as many ranks.
         missing: The parameters and buffers that the checkpoint does not hold.
+        unused: The states that it holds and this run does not use; None where weights alone were loaded.
     """
 
     client_state: Any
@@ -63,6 +65,7 @@ class RestoreResult:
     stateful: dict[str, Any]
     same_world: bool
     missing: list[str]
+    unused: UnusedStates | None
 
 
 def restore(
@@ -127,7 +130,7 @@ def restore(
         prefix = plan.stateful_prefix
         stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
     client_state = objects.get(f"{ZEROENGINE_PREFIX}client_state")
-    return RestoreResult(client_state, counters, stateful, plan.same_world, plan.names.model.missing)
+    return RestoreResult(client_state, counters, stateful, plan.same_world, plan.names.model.missing, plan.unused)
 
 
 def _put_small_state_back(engine: EngineState, stack: contextlib.ExitStack) -> None:

@@ -75,6 +75,12 @@ class Accumulation:
         """Whether the step in progress has any gradients, or has lost some in a backward that raised."""
         return ((self.backwards > 0 or self.ended_micro_steps > 0) and not self.has_dropped) or self.incomplete
 
+    @property
+    def micro_steps_in_step(self) -> int:
+        """The number of micro-steps of the step in progress so far."""
+        by_engine_step = self.ended_micro_steps or self._last_update_by == ENGINE_STEP
+        return self.ended_micro_steps + self.has_new_gradients if by_engine_step else self.backwards
+
     # -- forwards and backwards -------------------------------------------------------------------
 
     def begin_forward(self) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroengine.checkpoint.content import collect_content
+from zeroengine.checkpoint.content import CheckpointContent, collect_content
 from zeroengine.checkpoint.dcp_metadata import open_local
 from zeroengine.checkpoint.directory import check_tag
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.load_plan import LoadOptions
+from zeroengine.checkpoint.unused_states import UnusedStates, listed_by_kind
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
@@ -72,15 +73,18 @@ class EngineCheckpoints:
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
         # same as at the save.
         self._unclaimed_states: dict[str, tuple[Any, bool]] = {}
+        # What this run does not use of the checkpoint that was loaded, and the names that a save has warned of.
+        self._unused = UnusedStates("", {}, [])
+        self._reported: set[str] = set()
         self._is_half_loaded = False
         # A process that never saves has none, for it imports torch's part and owns a group of processes.
         self._writer: CheckpointWriter | None = None
 
     @property
     def copy_bytes(self) -> int:
-        """Return the bytes of the copy in CPU memory that a checkpoint is written from."""
-        writers = (self._writer, self._parts.loop.snapshots)
-        return sum(writer.copy_bytes for writer in writers if writer is not None)
+        """Return the bytes of CPU memory that checkpoints alone are written from: copies, and states that are held."""
+        writers = [writer for writer in (self._writer, self._parts.loop.snapshots) if writer is not None]
+        return sum(entry.nbytes for entry in self._unused.held.values()) + sum(writer.copy_bytes for writer in writers)
 
     def check_not_half_loaded(self, call: str) -> None:
         """Refuse ``call`` after a load that failed halfway.
@@ -156,7 +160,7 @@ class EngineCheckpoints:
                 path = checked_path(directory, "save_checkpoint(directory)", CheckpointError)
                 arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
                 self.check_not_half_loaded(call)
-                content = collect_content(self._state(), client_state, frozen=frozen)
+                content = self._collect(client_state, frozen=frozen)
             # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
             check_same(call, all_arguments)
             if parts.setup.config.digests.every is not None:
@@ -172,7 +176,7 @@ class EngineCheckpoints:
             with self._parts.reports.timer.span("checkpoint"):
                 self._prepare_save(inside_step=True)
                 with self._parts.ranks.group.collective_errors("to take a snapshot"):
-                    content = collect_content(self._state(), None, frozen=True)
+                    content = self._collect(None, frozen=True)
                 snapshots.take(content)
         # The state of a registered object may raise anything on one rank, and training goes on on all.
         except Exception as error:
@@ -180,6 +184,16 @@ class EngineCheckpoints:
                 raise
             if self._parts.ranks.group.rank == 0:
                 log.warning("no snapshot: %s", error)
+
+    def _collect(self, client_state: Any, *, frozen: bool) -> CheckpointContent:
+        """Return what a checkpoint holds, and warn once of what it lacks of the checkpoint that was loaded."""
+        content, unused = collect_content(self._state(), client_state, frozen=frozen), self._unused
+        content.entries.update(unused.held if frozen else {})
+        lost = {*unused.lost, *self._unclaimed_states, *(() if frozen else unused.held)} - self._reported
+        if lost and self._parts.ranks.group.rank == 0:
+            log.warning("this save does not hold states of %s: %s", unused.source, listed_by_kind(lost))
+        self._reported |= lost
+        return content
 
     def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts
@@ -213,11 +227,13 @@ class EngineCheckpoints:
             has_snapshot = newest.search is not None and newest.search.found is not None
             options = LoadOptions(fallback=not has_snapshot, weights_only=False, optimizer=True, strict=True)
             try:
-                self._load(directory, None, options, newest)
+                client_state = self._load(directory, None, options, newest)
             except CheckpointError as error:
                 if newest.snapshot is not None or not has_snapshot:
                     raise
-                self._load(directory, None, options, replace(newest, manifest=None, problem=str(error)))
+                client_state = self._load(directory, None, options, replace(newest, manifest=None, problem=str(error)))
+            if client_state is not None and self._parts.ranks.group.rank == 0:
+                log.warning("resume() does not return the client_state: load_checkpoint(directory) does")
         return newest.has_any
 
     def _find_newest(self, directory: str | os.PathLike[str] | None) -> NewestStates:
@@ -283,6 +299,9 @@ class EngineCheckpoints:
         self.rounds.restart(restored.missing, loads_state=bool(restored.counters))
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
+            if parts.loop.accumulation.has_gradients and parts.ranks.group.rank == 0:
+                text = "a load drops the gradients of %d micro-steps: begin the step again, or load after a step()"
+                log.warning(text, parts.loop.accumulation.micro_steps_in_step)
             # These gradients belong to the parameters of before the load.
             parts.passes.backward.drop_gradients()
             parts.loop.accumulation.restart_step()
@@ -335,7 +354,12 @@ class EngineCheckpoints:
                 restored = restore(self._state(), checkpoint, manifest, options, open_file)
             # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
             self._is_half_loaded = self._is_half_loaded and options.weights_only
-            self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
+            if restored.unused is not None:
+                self._unused, self._reported, lost = restored.unused, set(), restored.unused.lost
+                self._unclaimed_states = {key: (state, restored.same_world) for key, state in restored.stateful.items()}
+                if lost and group.rank == 0:
+                    text = "%s has states that this run does not use and its checkpoints will not hold: %s"
+                    log.warning(text, checkpoint, listed_by_kind(lost))
             try:
                 with loading_errors(group):
                     for name in self._stateful:
@@ -447,6 +471,8 @@ class EngineCheckpoints:
         # A foreign checkpoint may lack some counters. These keep the engine's own values.
         counters = self._counters() | saved
         runner.num_updates, runner.num_skipped = counters["global_steps"], counters["skipped_steps"]
+        # The last step is one of before the load.
+        runner.issued_step = runner.grad_norm = None
         if config.manual_accumulation:
             micro_steps = counters["micro_steps"]
         else:

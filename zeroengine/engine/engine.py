@@ -228,7 +228,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's mean gradient before clipping; None before the first step."""
+        """The global norm of the last step's mean gradient before clipping; None before the first, and after a load."""
         return self._counters.grad_norm
 
     @property
@@ -755,7 +755,7 @@ class Engine:
 
         At the same stage and world size training continues bit for bit; otherwise the order of reductions may differ.
         This also loads checkpoints that plain torch Distributed Checkpoint wrote of a model and its optimizer, such as
-        under FSDP2. Call it on every rank, between steps.
+        under FSDP2. Call it on every rank, between steps: a step in progress loses its gradients, with a warning.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks.
@@ -783,8 +783,8 @@ class Engine:
         """Go on from the newest snapshot in memory (``snapshots``) or checkpoint on the disk, whichever is newer.
 
         Call it on every rank, before the first step. Rank 0 logs what was used, how many steps were lost, and which
-        files are damaged: what is damaged is passed over. A snapshot has no ``client_state``: keep such values by
-        ``register_stateful``.
+        files are damaged: what is damaged is passed over. A snapshot has no ``client_state``, and that of a checkpoint
+        is not returned: keep such values by ``register_stateful``.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks; it need not exist. None: snapshots alone.

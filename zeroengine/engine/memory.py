@@ -40,7 +40,8 @@ class Memory:
             owners of matrices; what Gloo receives gradients into; what parts of sequences are sent from; and, in
             ``cpu``, the buffers of ``activation_checkpointing.cpu_checkpointing``.
         quantized: The packets that quantized collectives keep, and the errors of gradients (``zeropp_loco_param``).
-        checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
+        checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save, and loaded states of
+            frozen parameters, which the next saves write; on a GPU see ``cpu``.
         cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above, those that ``offload_states`` moved
             there included.
         nvme: The bytes of the four states that are on a disk and not in memory.

@@ -51,10 +51,10 @@ class StepRunner:
         reports: What reports on the steps.
 
     Attributes:
-        issued_step: The last step, or None before the first.
+        issued_step: The last step, or None before the first, as after a load.
         num_updates: Number of updates. Like the next two, it is up to date after ``await_result``.
         num_skipped: Number of steps that were skipped because the gradient was not finite.
-        grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
+        grad_norm: Norm of the last step's mean gradient before clipping; None before the first step and after a load.
     """
 
     def __init__(
