@@ -28,7 +28,7 @@ from zeroengine.checkpoint.entries import (
     momentum_name,
 )
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
+from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch, torch_dtype
 from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.checkpoint.unused_states import UnusedStates, own_memory, plan_unused
