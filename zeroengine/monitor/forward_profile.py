@@ -44,9 +44,7 @@ class ForwardProfiler:
     ) -> None:
         self._section, self._units, self._rank = section, units, rank
         path = Path(section.output_file or "").absolute()
-        self._folder = (
-            LogFolder(f"flops_profiler.output_file {path.name}", path.parent) if section.output_file else None
-        )
+        self._folder = LogFolder(f"flops_profiler {path.name}", path.parent) if section.output_file else None
         self._clock = clock_of(device)
         self._model = model
         self._modules = dict(_profiled_modules(model))
