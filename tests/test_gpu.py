@@ -26,6 +26,7 @@ from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.engine.initialize import make_engine
 from zeroengine.engine.memory import REPORTED_STATES
 from zeroengine.errors import DivergenceError
+from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.mean_loss import mean_of_group
 
@@ -169,7 +170,7 @@ def compared_facts() -> None:
     torch.cuda.synchronize()
     for loss in losses:
         with no_waiting():
-            facts.note_digest("batches", {"input_ids": ids})
+            facts.note("batches", digest_inputs({"input_ids": ids}, facts.device))
             facts.note("labels", (ids != 3).sum())
             facts.note("labels", torch.tensor(8, device="cpu"))
             loss = mean_of_group(group, loss.requires_grad_(), 3)

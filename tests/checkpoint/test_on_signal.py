@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -79,6 +80,12 @@ def listen_in_turn(folder: Path) -> None:
     with pytest.raises(zeroengine.ZeroEngineError, match="another engine of this process saves at a signal"):
         engine_at(0, checkpoint=settings(folder))
     engine.close()
+    before = signal.getsignal(signal.SIGUSR1)
+    dropped = engine_at(0, checkpoint=settings(folder))
+    assert signal.getsignal(signal.SIGUSR1) != before
+    del dropped
+    gc.collect()
+    assert signal.getsignal(signal.SIGUSR1) == before
     engine = engine_at(0, checkpoint=settings(folder))
     take_steps(engine, range(3))  # the signal was the first engine's
     engine.close()

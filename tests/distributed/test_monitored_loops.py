@@ -156,16 +156,21 @@ def test_events_have_the_numbers_of_records_and_rates_are_those_that_the_step_us
 
 
 def two_engines(folder: Path) -> None:
-    first, second = make_engine(folder), make_engine(folder)
-    for engine in (first, second, second):
-        take_steps(engine, range(1))
+    keys = {"trace": {"steps": [1], "folder": str(folder)}}
+    keys |= {"flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "flops.txt")}}
+    first, second = (make_engine(folder, **keys) for _ in range(2))
+    for engine in (first, second, first, second, second):
+        take_steps(engine, range(2))
     second.close()
     first.close()
 
 
 def test_two_engines_of_one_process_write_two_folders(tmp_path: Path) -> None:
     run_ranks(1, two_engines, tmp_path)
-    assert [len(read(tmp_path / name, "steps.jsonl")) for name in ("", "engine-2")] == [1, 2]
+    assert [len(read(tmp_path / name, "steps.jsonl")) for name in ("", "engine-2")] == [4, 6]
+    assert all(
+        (tmp_path / name / file).is_file() for name in ("", "engine-2") for file in ("trace-1.json", "flops.txt")
+    )
 
 
 def compiled(folder: Path) -> tuple[int, int]:

@@ -138,11 +138,15 @@ def two_engines() -> None:
     start()
     engines = [zeroengine.initialize(build(CausalLM), config=config(n, sequence_parallel_size=2)) for n in (3, 1)]
     for step in range(2):
-        losses = [engine(**zeroengine.shard_sequence(batch_of(step, 0))) for engine in engines]
+        losses = [engine(**zeroengine.shard_sequence(batch_of(step, 0), engine=engine)) for engine in engines]
         assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
         for engine, loss in zip(engines, losses, strict=True):
             loss.backward()
             engine.step()
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"sequence_parallel_size is 2 and 2: .* engine=engine"):
+        zeroengine.shard_sequence(batch_of(0, 0))
+    with zeroengine.sequence_parallel.whole_sequences(engine=engines[0]):
+        assert [engine.sequence_group.exchanges for engine in engines] == [False, True]
     with zeroengine.sequence_parallel.whole_sequences():
         with zeroengine.sequence_parallel.whole_sequences():
             pass
@@ -156,16 +160,44 @@ def two_engines() -> None:
     student, teacher = (
         zeroengine.initialize(build(CausalLM), config=config(1, sequence_parallel_size=n)) for n in (2, 1)
     )
-    with pytest.raises(zeroengine.ZeroEngineError, match=r"sequence_parallel_size is 1 and 2: .* engine=engine"):
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"sequence_parallel_size is 2 and 1: .* engine=engine"):
         zeroengine.shard_sequence(batch_of(0, 0))
     assert zeroengine.shard_sequence(batch_of(0, 0), engine=student)["input_ids"].shape[1] == 12
     assert zeroengine.shard_sequence(batch_of(0, 0), engine=teacher)["input_ids"].shape[1] == 24
-    student.close()
+    # Neither an engine that was closed is taken, nor one that nothing refers to.
     teacher.close()
+    assert zeroengine.shard_sequence(batch_of(0, 0))["input_ids"].shape[1] == 12
+    del student
+    other = zeroengine.initialize(build(CausalLM), config=config(1))
+    assert zeroengine.shard_sequence(batch_of(0, 0))["input_ids"].shape[1] == 24
+    other.close()
+
+
+def samples_of_the_newer_engine() -> str:
+    """The older engine is given the right samples, and the newer one's differ. Batches are cut for either."""
+    start()
+    older, newer = (zeroengine.initialize(build(CausalLM), config=config(1, sequence_parallel_size=2)) for _ in "ab")
+    try:
+        for step in range(2):
+            for engine, group in ((older, 0), (newer, newer.rank)):
+                part = zeroengine.shard_sequence(batch_of(step, group), engine=(older, newer)[step])
+                engine.backward(engine(**part))
+                engine.step()
+        return ""
+    except zeroengine.DivergenceError as error:
+        return str(error)
+    finally:
+        newer.close()
+        older.close()
 
 
 def test_two_engines_of_one_size_train_side_by_side() -> None:
     run_ranks(2, two_engines)
+
+
+def test_different_samples_of_the_newer_engine_are_an_error() -> None:
+    for message in run_ranks(2, samples_of_the_newer_engine):
+        assert "they were given different samples" in message
 
 
 def test_bad_input_is_an_error_on_all_ranks_that_says_what_to_write() -> None:

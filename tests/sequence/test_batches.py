@@ -10,6 +10,15 @@ import torch
 
 from zeroengine import shard_sequence
 from zeroengine.sequence.agreement import RankComparison
+from zeroengine.sequence.batches import take_facts
+from zeroengine.sequence.group import BatchFacts
+
+
+class Group(SimpleNamespace):
+    """The facts of a group, which may be referred to weakly."""
+
+    def take(self, facts: BatchFacts) -> None:
+        self.facts = facts
 
 
 def parts(batch: Any, size: int = 4, *, bidirectional: bool = False) -> list[Any]:
@@ -23,7 +32,7 @@ def parts(batch: Any, size: int = 4, *, bidirectional: bool = False) -> list[Any
         "ranks": range(size),
         "averages_losses": True,
     }
-    groups = [SimpleNamespace(position=position, exchanges=True, **shared) for position in range(size)]
+    groups = [Group(position=position, exchanges=True, **shared) for position in range(size)]
     return [shard_sequence(batch, engine=SimpleNamespace(sequence_group=group)) for group in groups]
 
 
@@ -91,3 +100,19 @@ def test_batches_keep_their_type() -> None:
     assert encoding["input_ids"].equal(IDS[:, 5:])
     lists: Any = defaultdict(list, input_ids=IDS)
     assert parts(lists, size=2)[0]["nothing"] == []
+
+
+def test_a_part_takes_the_facts_of_its_batch_to_the_engine_whose_forward_takes_it() -> None:
+    comparison = RankComparison(SimpleNamespace(has_peers=False), torch.device("cpu"), 4)  # type: ignore[arg-type]
+    engines: list[Any] = [
+        SimpleNamespace(sequence_group=Group(size=4, position=0, exchanges=True, comparison=comparison, **more))
+        for more in ({"is_bidirectional": False, "averages_losses": True}, {})
+    ]
+    group, other = (engine.sequence_group for engine in engines)
+    padded, even = (shard_sequence({"input_ids": ids}, engine=engines[0]) for ids in (IDS, IDS[:, :8]))
+    assert group.facts.padding == 0
+    assert take_facts(group, padded).padding == group.facts.padding == 2
+    other.facts = take_facts(group, even)
+    assert take_facts(other, ((), padded)).padding == 2 and set(other.facts.notes) == {"batches"}
+    # Inputs of unknown origin are no part of a batch that was cut for another engine.
+    assert take_facts(other, {"input_ids": IDS}).padding == 0

@@ -59,8 +59,8 @@ class FolderLock:
             # Only a round that the launcher itself has given up may lose the folder. Another job is alive and keeps it.
             if not _is_earlier_round(holders_run.strip(), self._run):
                 raise CheckpointError(
-                    f"another job saves into {self._folder} ({holder or 'another process'}): give each job a folder of "
-                    "its own"
+                    f"another job saves into {self._folder} ({holder or 'another process'}): give each job, "
+                    "and each engine, a folder of its own"
                 )
             file = self._replace_lock_file()
         # The name is written only after the lock is held, so a process that is refused never overwrites the holder's.

@@ -6,12 +6,15 @@ without waiting" in `agreement`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
+import weakref
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from zeroengine.checkpoint.agreement import StepAgreement
 from zeroengine.checkpoint.failures import as_checkpoint_errors
@@ -20,10 +23,13 @@ from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
+from zeroengine.utils.process_finalizer import finalize
 
 log = logging.getLogger("zeroengine")
 # So many seconds lie between two all-reduces, where steps are shorter.
 INTERVAL_S = 1.0
+# The instance that listens in this process.
+_listeners: weakref.WeakSet[SaveOnSignal] = weakref.WeakSet()
 
 
 class SavingEngine(Protocol):
@@ -49,11 +55,8 @@ class SaveOnSignal:
         ZeroEngineError: On every rank; the folder cannot be made, or this thread or process cannot listen.
     """
 
-    # This is the instance that listens in this process.
-    _listener: SaveOnSignal | None = None
-
     def __init__(self, config: Config, group: Group) -> None:
-        self._group, self._received = group, False
+        self._group = group
         self._signal = signal.Signals[str(config.checkpoint.on_signal)]
         # The checks concern one process only. All ranks raise together, since they would otherwise wait for each other
         # below.
@@ -65,9 +68,13 @@ class SaveOnSignal:
                 with as_checkpoint_errors(f"checkpoint.directory {self._directory}: cannot be made a folder"):
                     Path(self._directory).mkdir(parents=True, exist_ok=True)
         self._agreement = StepAgreement(group, "agree on a signal", INTERVAL_S)
-        # The handler is installed last, when everything that it needs exists.
-        self._previous_handler = signal.signal(self._signal, self._handle)
-        SaveOnSignal._listener = self
+        # The handler is installed last, when everything that it needs exists. It keeps no engine alive.
+        self._received, previous = threading.Event(), signal.getsignal(self._signal)
+        handler = partial(_handle, self._received, previous)
+        signal.signal(self._signal, handler)
+        # An engine that is not closed puts the previous handler back when it is deleted, or when the process exits.
+        self._stop_listening = finalize(self, _restore_handler, self._signal, handler, previous)
+        _listeners.add(self)
 
     def _check(self) -> None:
         # Only the main thread runs Python's signal handlers, and only it may install them.
@@ -77,22 +84,15 @@ class SaveOnSignal:
                 '"on_signal": null and save in a handler of your own.'
             )
         # The handler ends the process after its own save, so a second engine would never get to save.
-        if SaveOnSignal._listener is not None:
+        if list(_listeners):
             raise ZeroEngineError(
                 "checkpoint.on_signal: another engine of this process saves at a signal, and then ends the process. "
                 'Close that engine first; or write "on_signal": null for both, and save both yourself.'
             )
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        # The handler only sets a flag. It may interrupt any line, and a collective here would break the ranks' order.
-        self._received = True
-        # Other code, such as a launcher's own handler, goes on hearing the signal.
-        if callable(self._previous_handler):
-            self._previous_handler(signum, frame)
-
     def is_due(self) -> bool:
         """Return whether the ranks save now, at the end of a step; the same answer on all ranks."""
-        return self._agreement.end_step(self._received)
+        return self._agreement.end_step(self._received.is_set())
 
     def save_and_exit(self, engine: SavingEngine) -> None:
         """Save, and end this rank with an exit code that asks for a restart.
@@ -117,9 +117,22 @@ class SaveOnSignal:
 
     def close(self) -> None:
         """Put the signal's previous handler back."""
-        if SaveOnSignal._listener is self:
-            SaveOnSignal._listener = None
-            # A handler that somebody installed since then stays.
-            if signal.getsignal(self._signal) == self._handle:
-                signal.signal(self._signal, self._previous_handler)
+        _listeners.discard(self)
+        self._stop_listening()
         self._agreement.close()
+
+
+def _handle(received: threading.Event, previous: Any, signum: int, frame: FrameType | None) -> None:
+    # The handler only sets a flag. It may interrupt any line, and a collective here would break the ranks' order.
+    received.set()
+    # Other code, such as a launcher's own handler, goes on hearing the signal.
+    if callable(previous):
+        previous(signum, frame)
+
+
+def _restore_handler(number: signal.Signals, handler: Any, previous: Any) -> None:
+    # A handler that somebody installed since then stays. The garbage collector may run in any thread, and only the main
+    # thread may install one.
+    if signal.getsignal(number) is handler:
+        with contextlib.suppress(ValueError):
+            signal.signal(number, previous)

@@ -118,7 +118,7 @@ def build_parts(
     snapshots = _open_snapshots(setup, group)
     partition = partition_model(setup, ranks, reports.timer)
     comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size)
-    sequences = SequenceGroup(ranks.transport, comparison, reports.timer, setup.undo)
+    sequences = SequenceGroup(setup.model, ranks.transport, comparison, reports.timer, setup.undo)
     if sequences.size > 1:
         transformers_models.connect(setup.model, sequences, setup.undo)
     passes = connect_passes(setup, ranks, partition, reports.timer)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from zeroengine.utils.tensor_tree import map_tensors
 log = logging.getLogger("zeroengine")
 
 REPLAY_VARIABLE = "ZEROENGINE_REPLAY"
+# Those of all engines of this process.
+_replays: weakref.WeakSet[StepReplay] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,18 @@ class StepReplay:
         parts: The parts of the engine.
         target: The step.
 
+    Raises:
+        ZeroEngineError: Another engine of this process takes the step. Nothing says whose step it is.
+
     Attributes:
         target: As given.
         client_state: That of the checkpoint that was loaded.
     """
 
     def __init__(self, parts: EngineParts, target: ReplayTarget) -> None:
+        if list(_replays):
+            raise ZeroEngineError("zero-replay: this script has several engines. Compare two whole runs by zero-diff.")
+        _replays.add(self)
         self._parts, self.target, self.client_state = parts, target, None
         device = parts.ranks.group.device
         self._script_random = random_states(device)

@@ -28,6 +28,7 @@ from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
 from zeroengine.monitor.sink_threads import OpenSink, SinkThreads
 from zeroengine.monitor.sinks.choose import asks_for_sinks, choose_sinks
+from zeroengine.monitor.sinks.log_folder import LogFolder
 from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import Placement
@@ -161,7 +162,9 @@ class EngineMonitor:
     def __init__(self, setup: EngineSetup, group: Group, sinks: Mapping[str, OpenSink], folder: Path | None) -> None:
         config, units = setup.config, [plan.name for plan in setup.plans]
         self._device, self._rank, self.folder = group.device, group.rank, folder
-        self._trace_folder = Path(config.trace.folder or folder or ".")
+        # Rank 0 writes the timeline.
+        traces = Path(config.trace.folder or folder or ".")
+        self._traces = LogFolder("trace", traces) if config.trace.steps and group.rank == 0 else None
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         own_group = group.new_group("gloo", config.comm.timeout_seconds) if group.has_peers else None
@@ -257,7 +260,8 @@ class EngineMonitor:
         while self._handles:
             self._handles.pop().remove()
         first = self._traced_steps[0]
-        self._collector.put(TraceRequest(str(self._trace_folder / f"trace-{first}.json"), first, transfers))
+        path = "" if self._traces is None else str(self._traces.path / f"trace-{first}.json")
+        self._collector.put(TraceRequest(path, first, transfers))
 
     def _name_forwards(self, units: Sequence[Unit]) -> None:
         """Attribute the forwards of modules to their units, until ``_handles`` are removed."""

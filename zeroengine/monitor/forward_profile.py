@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zeroengine.config.sinks import FlopsProfile
 from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
 from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
+from zeroengine.monitor.sinks.log_folder import LogFolder
 from zeroengine.monitor.timer import clock_of
 from zeroengine.utils.replaced_file import replace_file
 
@@ -42,6 +43,8 @@ class ForwardProfiler:
         self, model: nn.Module, section: FlopsProfile, units: Collection[str], rank: ProfiledRank, device: torch.device
     ) -> None:
         self._section, self._units, self._rank = section, units, rank
+        path = Path(section.output_file or "").absolute()
+        self._folder = LogFolder(f"flops_profiler {path.name}", path.parent) if section.output_file else None
         self._clock = clock_of(device)
         self._model = model
         self._modules = dict(_profiled_modules(model))
@@ -142,12 +145,12 @@ class ForwardProfiler:
                 handle.remove()
 
     def _publish(self, table: str) -> None:
-        path = self._section.output_file
-        if not path:
+        if self._folder is None:
             print(table, flush=True)
             return
+        path = self._folder.path / Path(str(self._section.output_file)).name
         try:
-            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, table + "\n")
         except OSError as error:
             log.warning("flops_profiler.output_file %s cannot be written, so it is printed: %s", path, error)

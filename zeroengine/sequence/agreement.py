@@ -84,10 +84,6 @@ class RankComparison:
             here = value if value.device == self.device else to_device([float(value)], self.device)[0]
             self._sums[fact] = self._sums[fact] + here.detach().double().sum() * self._counts[fact]
 
-    def note_digest(self, fact: Fact, inputs: Any) -> None:
-        """Note the digest of tensors in nested containers."""
-        self.note(fact, digest_inputs(inputs, self.device))
-
     def observe(self, inputs: Any) -> None:
         """Note the inputs of a forward of the whole model. The first forward of a micro-step counts.
 

@@ -8,31 +8,54 @@ other. What is sent is laid out token by token, so what arrives is one tensor of
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
+import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.partition.degrees import ranks_of_level
-from zeroengine.sequence.agreement import RankComparison
+from zeroengine.sequence.agreement import Fact, RankComparison
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
 from zeroengine.utils.rounding import round_up
 
-# The groups of all engines that are open, by their ids, in the order in which they were made.
-_groups: weakref.WeakValueDictionary[int, SequenceGroup] = weakref.WeakValueDictionary()
+# The groups of all engines, by what ends each engine. Hooks of a model may keep its group when its engine is gone.
+_groups: weakref.WeakKeyDictionary[ExitStack, SequenceGroup] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class BatchFacts:
+    """What the parts of a batch do not show.
+
+    Attributes:
+        group: Refers to the ranks that it was cut for.
+        padding: The number of tokens that were put behind each sequence.
+        has_added_positions: Whether its tokens were numbered.
+        notes: What the ranks compare.
+    """
+
+    group: weakref.ref[SequenceGroup]
+    padding: int = 0
+    has_added_positions: bool = False
+    notes: Mapping[Fact, torch.Tensor | None] = field(default_factory=dict)
 
 
 class SequenceGroup:
     """This rank's group: as many consecutive ranks as the degree, which share each sample.
 
     Args:
+        model: The model of the engine.
         transport: Moves bytes between all ranks.
         comparison: Compares what the ranks of a group must have alike. It knows their number, the degree.
         timer: Times the exchanges.
@@ -46,27 +69,30 @@ class SequenceGroup:
         num_groups: The number of groups.
         comparison: See above.
         is_bidirectional: Whether tokens attend to later ones, so that padding must be masked.
-        has_added_positions: Whether ``shard_sequence`` numbered the tokens of the last batch.
-        padding: The number of tokens that it put behind them.
+        facts: Those of the batch whose forward is in progress, or was the last one, or that was cut since then.
+        modules: The modules of the model, and their names.
+        documents: The number of the document of each token of the whole sequence, [batch, tokens], in the forward in
+            progress of a model of transformers. None: one document.
         send_memory: What exchanges are sent from.
         averages_losses: Whether the loss function of a model of transformers returns the mean over all parts. False:
             the mean over the part of this rank, as scripts for DeepSpeed expect it.
     """
 
-    # Of all groups, because a function without an engine takes that of any one of several engines.
-    _has_whole_sequences = False
-
-    def __init__(self, transport: Transport, comparison: RankComparison, timer: Timer, undo: ExitStack) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, comparison: RankComparison, timer: Timer, undo: ExitStack
+    ) -> None:
         size = comparison.group_size
         self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
         self.num_groups = transport.world_size // size
         self.ranks = ranks_of_level(transport.rank, 1, size)
-        self.is_bidirectional, self.has_added_positions, self.padding = False, False, 0
+        self.is_bidirectional, self._has_whole_sequences = False, False
+        self.facts, self.documents = BatchFacts(weakref.ref(self)), cast("torch.Tensor | None", None)
+        self.modules = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self.comparison, self._transport, self._timer = comparison, transport, timer
         self.send_memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
         self.averages_losses = True
-        _groups[id(self)] = self
-        undo.callback(_groups.pop, id(self), None)
+        _groups[undo] = self
+        undo.callback(_groups.pop, undo, None)
 
     @property
     def exchanges(self) -> bool:
@@ -76,11 +102,17 @@ class SequenceGroup:
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Let forwards inside the ``with`` take whole sequences, as if every rank had samples of its own."""
-        previous, SequenceGroup._has_whole_sequences = self._has_whole_sequences, True
+        previous, self._has_whole_sequences = self._has_whole_sequences, True
         try:
             yield
         finally:
-            SequenceGroup._has_whole_sequences = previous
+            self._has_whole_sequences = previous
+
+    def take(self, facts: BatchFacts) -> None:
+        """Take the facts of a batch, and let the ranks compare them."""
+        self.facts = facts
+        for fact, value in facts.notes.items():
+            self.comparison.note(fact, value)
 
     @disable_compile
     def all_gather(self, values: torch.Tensor, label: str) -> torch.Tensor:
@@ -166,12 +198,6 @@ class SequenceGroup:
         return [part.unflatten(-1, shape) for part, shape in zip(columns, shapes, strict=True)]
 
 
-def hide_groups(undo: ExitStack) -> None:
-    """Let functions without an engine find no group that exists now, until ``undo`` is closed."""
-    undo.callback(_groups.update, dict(_groups))
-    _groups.clear()
-
-
 class HasSequenceGroup(Protocol):
     """An engine, as functions that take one see it."""
 
@@ -180,24 +206,53 @@ class HasSequenceGroup(Protocol):
         """The ranks that share each sample with this one."""
 
 
+def groups_of(engine: HasSequenceGroup | None) -> list[SequenceGroup]:
+    """Return the group of ``engine``, or those of all engines of this process."""
+    return list(_groups.values()) if engine is None else [engine.sequence_group]
+
+
 def group_for(engine: HasSequenceGroup | None) -> SequenceGroup | None:
     """Return the group with which a function without access to a model shares each sample.
 
     Args:
-        engine: The engine; None if the caller named none.
+        engine: The engine. None: the one whose model calls the function, or else the only one of this process.
 
     Returns:
         None if this rank has whole sequences: there is no engine, ``sequence_parallel_size`` is 1, or the function was
         called inside ``whole_sequences``.
 
     Raises:
-        ZeroEngineError: Engines of this process have different groups, and the caller named none.
+        ZeroEngineError: There are several engines, none of their models calls, and the caller named none.
     """
-    groups = list(_groups.values()) if engine is None else [engine.sequence_group]
-    if len({group.ranks for group in groups}) > 1:
-        sizes = " and ".join(sorted({str(group.size) for group in groups}))
-        raise ZeroEngineError(
-            f"this process has engines whose sequence_parallel_size is {sizes}: say which one is meant, with "
-            "engine=engine"
-        )
+    groups = groups_of(engine)
+    if len(groups) > 1 and any(group.exchanges for group in groups):
+        groups = _groups_of_caller()
     return groups[0] if groups and groups[0].exchanges else None
+
+
+@disable_compile
+def group_of_module(module: Any) -> SequenceGroup | None:
+    """Return the group of the engine whose model has a module. None: there is none, or several, or it is no module."""
+    owners = [group for group in groups_of(None) if isinstance(module, nn.Module) and module in group.modules]
+    # Models may share modules without parameters.
+    return owners[0] if len(owners) == 1 else None
+
+
+@disable_compile
+def _groups_of_caller() -> list[SequenceGroup]:
+    """Return the group of the engine whose model calls, or that of the only engine, in a list.
+
+    The calls in progress say which model calls, because an activation checkpoint runs a part of it again in backward.
+    """
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if (group := group_of_module(frame.f_locals.get("self"))) is not None:
+            return [group]
+    # An engine that nothing refers to may have been left to the garbage collector.
+    gc.collect()
+    groups = groups_of(None)
+    if len(groups) > 1:
+        raise ZeroEngineError(
+            f"this process has engines whose sequence_parallel_size is {' and '.join(str(x.size) for x in groups)}: "
+            "say which one is meant, with engine=engine. Only what the model of an engine calls finds it by itself."
+        )
+    return groups

@@ -47,6 +47,8 @@ from zeroengine.utils.work import Completed
 # Smaller inputs stay on the device: copying them takes longer than it takes memory.
 MIN_BYTES = 1 << 18
 NOTHING_MOVED = "cpu_checkpointing moved nothing: call torch.utils.checkpoint, or model.gradient_checkpointing_enable()"
+# Those of all engines, whose buffers are in one memory.
+_instances: weakref.WeakSet[HostActivations] = weakref.WeakSet()
 FULL = "cpu_checkpointing fills half of the CPU memory that was free at the start: further inputs stay on the device"
 
 
@@ -120,7 +122,7 @@ class HostActivations:
     Attributes:
         copies: As given.
         nbytes: The bytes of all buffers on the host, in use or not.
-        max_bytes: The largest number of these bytes. Further inputs stay on the device.
+        max_bytes: The largest number of these bytes, with those of other engines. Further inputs stay on the device.
         latest: The inputs of the last checkpoint.
     """
 
@@ -132,6 +134,7 @@ class HostActivations:
         # Older nodes have been looked at. Tensors that were moved, with what holds their values.
         self._first_node, self.latest, self._input_of = 0, weakref.WeakSet[HostInput](), WeakTensorKeyDictionary()
         self._warn_once = functools.cache(logging.getLogger("zeroengine").warning)
+        _instances.add(self)
         # In the end the unused buffers are freed, and later each of the others when its graph is gone.
         undo.callback(self._has_space, 0)
         undo.callback(setattr, self, "max_bytes", 0)
@@ -146,12 +149,13 @@ class HostActivations:
 
     def _has_space(self, nbytes: int) -> bool:
         """Return whether there may be ``nbytes`` bytes more. Free the unused buffers if need be."""
-        if self.nbytes + nbytes > self.max_bytes and self._unused:
+        others = sum(instance.nbytes for instance in _instances if instance is not self)
+        if self.nbytes + others + nbytes > self.max_bytes and self._unused:
             # The device may still be copying from memory that only its stream was ordered behind.
             self.copies.synchronize()
             self.nbytes -= sum(size * len(buffers) for size, buffers in self._unused.items())
             self._unused.clear()
-        return self.nbytes + nbytes <= self.max_bytes
+        return self.nbytes + others + nbytes <= self.max_bytes
 
     def _host_input(self, tensor: Any) -> HostInput | None:
         """Return what holds the values of ``tensor``, which several checkpoints may have saved; None: they stay."""

@@ -40,7 +40,7 @@ def mean_loss(total: Tensor, count: Tensor | float, *, engine: HasSequenceGroup 
     Args:
         total: The sum of the losses of this rank's tokens. 0-d.
         count: The number of these tokens, or the sum of their weights. A number, or 0-d.
-        engine: The engine whose ranks share the sample. None: that of this process.
+        engine: The engine whose ranks share the sample. None: the one whose model calls this, or the only one.
 
     Returns:
         The same value on all of these ranks, 0-d, in the dtype of ``total``. Without sequence parallelism

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.sequence.agreement import SEED_ALIKE
-from zeroengine.sequence.batches import WHOLE_KEYS
+from zeroengine.sequence.batches import WHOLE_KEYS, take_facts
 from zeroengine.sequence.group import SequenceGroup
 from zeroengine.sequence.transformers_models import outermost_models
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
@@ -42,7 +43,9 @@ _Outputs = dict[tuple[str, int], list[torch.Tensor]]
 
 
 def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
-    """Check ``model`` in its first forward of training, and note what the ranks must draw alike in all of them.
+    """Let forwards of ``model`` take the facts of their batches, and check the first one of training.
+
+    In all forwards of training, what the ranks must draw alike is noted.
 
     Args:
         model: The model of the engine.
@@ -54,12 +57,17 @@ def install(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
     def check(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal devices
         # A shallow copy of the model has the same hooks.
-        if module is model and group.exchanges and module.training and torch.is_grad_enabled():
+        if module is not model or not group.exchanges:
+            return
+        facts = take_facts(group, (args, kwargs))
+        if module.training and torch.is_grad_enabled():
             is_first = devices is None
             devices = check_model(model, group, args, kwargs) if devices is None else devices
+            # The short sequence has no padding, so the check took other facts.
+            group.facts = facts
             for device in devices:
                 state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-                group.comparison.note_digest("random states", state)
+                group.comparison.note("random states", digest_inputs(state, group.comparison.device))
                 # Ranks that decide differently may wait for each other in the forward that follows.
                 if is_first and len(group.all_gather(state, LABEL).unique(dim=0)) > 1:
                     raise DivergenceError(
@@ -110,7 +118,7 @@ def check_model(model: nn.Module, group: SequenceGroup, args: Any, kwargs: Any) 
             value.fill_(1)
     own = slice(group.position * length, (group.position + 1) * length)
     part = map_tensors(lambda tensor: tensor[:, own] if any(tensor is x for x in of_tokens) else tensor, whole)
-    if group.has_added_positions and outermost_models(model):
+    if group.facts.has_added_positions and outermost_models(model):
         # Without sequence parallelism the model would get no positions, and may count them in another way.
         whole = (whole[0], {name: value for name, value in whole[1].items() if name != "position_ids"})
     with torch.random.fork_rng(devices=[tensor.device for tensor in of_tokens if tensor.is_cuda]), ExitStack() as undo:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for
+from zeroengine.sequence.group import HasSequenceGroup, SequenceGroup, group_for, groups_of
 from zeroengine.utils.compiler_disable import disable_compile
 
 
@@ -52,7 +52,7 @@ def attention(
         value: As ``key``; the head size may differ.
         kernel: Takes query, key, value and ``options``, and returns [batch, heads, tokens, head size of ``value``].
             None: ``torch.nn.functional.scaled_dot_product_attention``.
-        engine: The engine whose ranks share the sample. None: that of this process.
+        engine: The engine whose ranks share the sample. None: the one whose model calls this, or the only one.
         name: Names the exchange in messages and records.
         options: For the kernel, such as ``is_causal=True``. They concern the whole sequence: a mask has all tokens.
 
@@ -65,9 +65,10 @@ def attention(
     group = group_for(engine)
     compute: Callable[..., Tensor] = F.scaled_dot_product_attention if kernel is None else kernel
     if group is not None:
-        if kernel is None and group.padding and not options.get("is_causal") and options.get("attn_mask") is None:
+        padding = group.facts.padding
+        if kernel is None and padding and not options.get("is_causal") and options.get("attn_mask") is None:
             raise ZeroEngineError(
-                f"{name} attends to later tokens, and {group.padding} were put behind a sequence whose length the "
+                f"{name} attends to later tokens, and {padding} were put behind a sequence whose length the "
                 f"{group.size} ranks do not divide: pass attn_mask, of all tokens, or sequences of other lengths"
             )
         query, key, value = scatter_heads(group, query, key, value, name)
@@ -77,17 +78,20 @@ def attention(
     return attended if group is None else gather_heads(group, attended, name)
 
 
-def whole_sequences(*, engine: HasSequenceGroup | None = None) -> AbstractContextManager[None]:
+@contextmanager
+def whole_sequences(*, engine: HasSequenceGroup | None = None) -> Iterator[None]:
     """Let forwards inside the ``with`` take whole sequences, such as to generate, or to evaluate short samples.
 
     Each rank then has samples of its own, as with ``sequence_parallel_size`` of 1. Use it for forwards without a
     backward.
 
     Args:
-        engine: The engine. None: that of this process.
+        engine: The engine. None: all engines of this process.
     """
-    group = group_for(engine)
-    return nullcontext() if group is None else group.whole_sequences()
+    with ExitStack() as stack:
+        for group in groups_of(engine):
+            stack.enter_context(group.whole_sequences())
+        yield
 
 
 @disable_compile

@@ -9,9 +9,7 @@ the mean over all parts.
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -23,12 +21,13 @@ from torch import Tensor, nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
-from zeroengine.sequence.group import SequenceGroup
+from zeroengine.sequence.batches import tokens_of
+from zeroengine.sequence.group import SequenceGroup, group_of_module
 from zeroengine.sequence.mean_loss import mean_of_group
 from zeroengine.sequence.sequence_parallel import gather_heads, scatter_heads
 
-# Engines of one process register functions under names of their own.
-_numbers = itertools.count()
+# The groups of the models whose forwards are in progress, the innermost last.
+_in_forward: list[SequenceGroup] = []
 # Loss functions of transformers that are sums over tokens. The first shifts labels, unless it is given shifted ones.
 CAUSAL_LOSS = "ForCausalLMLoss"
 TOKEN_LOSSES = (CAUSAL_LOSS, "ForMaskedLMLoss", "ForTokenClassification")
@@ -56,10 +55,10 @@ def connect(model: nn.Module, group: SequenceGroup, undo: ExitStack) -> None:
         undo: Connects them to their own kernels and loss functions again.
     """
     for inner in outermost_models(model):
-        connection = _Connection(inner, group)
-        connection.register(undo)
-        hook = UncopiedHook(connection.begin_forward)
-        undo.callback(inner.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        _name_kernels(inner, undo)
+        begin, end = UncopiedHook(partial(_begin_forward, group)), UncopiedHook(partial(_end_forward, group))
+        undo.callback(inner.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        undo.callback(inner.register_forward_hook(end, always_call=True).remove)
         if any(not getattr(module, "is_causal", True) for module in inner.modules()):
             group.is_bidirectional = True
         if hasattr(type(inner), "loss_function"):
@@ -73,118 +72,131 @@ def replace_attribute(module: object, name: str, value: Any, undo: ExitStack) ->
     setattr(module, name, value)
 
 
-class _Connection:
-    """One model's kernels and masks.
+def _name_kernels(model: nn.Module, undo: ExitStack) -> None:
+    """Give the kernels that the configurations of the model's modules name the names of functions from here.
 
-    Args:
-        model: The model.
-        group: The ranks that share each sample.
+    Other models may have the same configurations. Therefore the functions ask which model they compute for, and a
+    configuration names its own kernel again when the last of its models does.
     """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
-    def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
-        self._group, self._number = group, next(_numbers)
-        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
-        # The number of the document of each token of the whole sequence, [batch, tokens], in the forward in progress.
-        # None: one document.
-        self._documents: Tensor | None = None
+    found = [getattr(module, "config", None) for module in model.modules()]
+    configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    # Setting the kernel of a configuration sets those of the configurations in it, too.
+    kernels = [(config, config._attn_implementation) for config in configs.values()]
+    names = [(config, _KernelName.of(kernel)) for config, kernel in kernels if kernel is not None]
+    for config, name in names:
+        AttentionInterface.register(name, partial(_attend, name.kernel))
+        if name.kernel in AttentionMaskInterface._global_mapping:
+            AttentionMaskInterface.register(name, partial(_make_mask, name.kernel))
+        config._attn_implementation = name
+        name.num_models += 1
+    undo.callback(_restore_kernels, names)
 
-    def register(self, undo: ExitStack) -> None:
-        """Register a function for each kernel that the configurations of the model's modules name."""
-        from transformers.masking_utils import AttentionMaskInterface
-        from transformers.modeling_utils import AttentionInterface
 
-        found = [getattr(module, "config", None) for module in self._names]
-        configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-        # Setting the kernel of a configuration sets those of the configurations in it, too.
-        kernels = [(config, config._attn_implementation) for config in configs.values()]
-        for config, kernel in kernels:
-            undo.callback(setattr, config, "_attn_implementation", kernel)
-        for config, kernel in kernels:
-            if kernel is None:
-                continue
-            name = _KernelName(f"zeroengine-{self._number}-{kernel}")
-            name.kernel = kernel
-            functions = {AttentionInterface: partial(self._attend, kernel)}
-            if kernel in AttentionMaskInterface._global_mapping:
-                functions[AttentionMaskInterface] = partial(self._make_mask, kernel)
-            for interface, function in functions.items():
-                interface.register(name, function)
-                undo.callback(interface._global_mapping.pop, name, None)
-            config._attn_implementation = name
+def _restore_kernels(names: list[tuple[Any, _KernelName]]) -> None:
+    for config, name in names:
+        name.num_models -= 1
+        if not name.num_models:
+            config._attn_implementation = name.kernel
 
-    # -- the forward of the model -----------------------------------------------------------------
 
-    def begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Find the documents that the whole sequence is packed from. A hook before the forward of the model."""
-        self._documents = None
-        if not self._group.exchanges:
-            return None
-        cache = kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length():
-            raise ZeroEngineError(
-                "past_key_values with sequence_parallel_size: keys of earlier tokens are not in parts. Leave them out "
-                "in training, and generate inside `with zeroengine.sequence_parallel.whole_sequences():`."
-            )
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() > 2:
-            raise ZeroEngineError(
-                f"attention_mask has {mask.dim()} dimensions, and a rank has a part of the tokens: pass a mask of "
-                "[batch, tokens], or position_ids that begin at 0 in each document, and masks are made of them"
-            )
-        # As in transformers itself, a mask says all, and documents are found in positions where there is none.
-        if mask is not None or positions is None or positions.dim() != 2:
-            return None
-        whole = self._whole(positions)
-        begins_document = F.pad(whole.diff(dim=1) != 1, (1, 0))
-        if not begins_document.any():
-            return None
-        self._documents = begins_document.cumsum(1)
-        # A mask keeps the model from looking for documents in the positions of this part.
-        return args, {**kwargs, "attention_mask": torch.ones_like(positions, device=whole.device)}
+# -- the forward of a model -----------------------------------------------------------------------
 
-    def _whole(self, part: Tensor) -> Tensor:
-        """Return [batch, tokens] of the whole sequence."""
-        return self._group.all_gather(part, "inputs").transpose(0, 1).flatten(1)
 
-    # -- masks ------------------------------------------------------------------------------------
+def _begin_forward(
+    group: SequenceGroup, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Find the documents that the whole sequence is packed from. A hook before the forward of the model."""
+    _in_forward.append(group)
+    group.documents = None
+    if not group.exchanges:
+        return None
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        raise ZeroEngineError(
+            "past_key_values with sequence_parallel_size: keys of earlier tokens are not in parts. Leave them out "
+            "in training, and generate inside `with zeroengine.sequence_parallel.whole_sequences():`."
+        )
+    positions, mask, facts = kwargs.get("position_ids"), kwargs.get("attention_mask"), group.facts
+    # The batch was cut for another engine, whose tokens attend to no later ones.
+    if mask is None and group.is_bidirectional and facts.padding and facts.group() is not group:
+        tokens = tokens_of({**dict(enumerate(args)), **kwargs})
+        places = torch.arange(tokens.shape[1], device=tokens.device) + group.position * tokens.shape[1]
+        mask = (places < group.size * tokens.shape[1] - facts.padding).long().expand(tokens.shape[:2])
+        return args, {**kwargs, "attention_mask": mask}
+    if isinstance(mask, Tensor) and mask.dim() > 2:
+        raise ZeroEngineError(
+            f"attention_mask has {mask.dim()} dimensions, and a rank has a part of the tokens: pass a mask of "
+            "[batch, tokens], or position_ids that begin at 0 in each document, and masks are made of them"
+        )
+    # As in transformers itself, a mask says all, and documents are found in positions where there is none.
+    if mask is not None or positions is None or positions.dim() != 2:
+        return None
+    whole = _whole(group, positions)
+    begins_document = F.pad(whole.diff(dim=1) != 1, (1, 0))
+    if not begins_document.any():
+        return None
+    group.documents = begins_document.cumsum(1)
+    # A mask keeps the model from looking for documents in the positions of this part.
+    return args, {**kwargs, "attention_mask": torch.ones_like(positions, device=whole.device)}
 
-    def _make_mask(self, kernel: str, **options: Any) -> Any:
-        """Make the kernel's mask of the whole sequence, as transformers makes it. See ``create_causal_mask`` there."""
-        from transformers.masking_utils import AttentionMaskInterface, and_masks, packed_sequence_mask_function
 
-        if self._group.exchanges:
-            length, mask, by_vmap = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
-            if length != options["kv_length"] or by_vmap:
-                what = "makes masks by a function of its own" if by_vmap else "attends to other tokens than its own"
-                raise ZeroEngineError(f"this model {what}{NO_PARTS}")
-            options["q_length"] = options["kv_length"] = length * self._group.size
-            if self._documents is not None:
-                is_in_document = packed_sequence_mask_function(self._documents)
-                options["mask_function"] = and_masks(options["mask_function"], is_in_document)
-                options |= {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            elif mask is not None:
-                options["attention_mask"] = self._whole(mask.to(torch.uint8)).bool()
-        return AttentionMaskInterface._global_mapping[kernel](**options)
+def _end_forward(group: SequenceGroup, *_: Any) -> None:
+    # A forward inside this one may have ended without this hook, and this one may have failed before the other hook.
+    while group in _in_forward and _in_forward.pop() is not group:
+        pass
 
-    # -- attention --------------------------------------------------------------------------------
 
-    def _attend(
-        self, kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        compute, group = _kernel(kernel, module), self._group
-        if not group.exchanges:
-            return compute(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
-        name = self._names.get(module, type(module).__name__)
-        _check_call(name, query, key, options)
-        if "flash" in kernel and options.get("position_ids") is not None:
-            # These kernels find packed documents in the positions.
-            options["position_ids"] = self._whole(options["position_ids"])
-        own_query, own_key, own_value = scatter_heads(group, query, key, value, name)
-        num_groups = own_query.shape[1] // own_key.shape[1]
-        if getattr(module, "num_key_value_groups", num_groups) != num_groups:
-            module = _AttentionView(module, num_groups)
-        attended, _ = compute(module, own_query, own_key, own_value, mask, **options)
-        return gather_heads(group, attended.transpose(1, 2), name).transpose(1, 2), None
+def _whole(group: SequenceGroup, part: Tensor) -> Tensor:
+    """Return [batch, tokens] of the whole sequence."""
+    return group.all_gather(part, "inputs").transpose(0, 1).flatten(1)
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+
+def _make_mask(kernel: str, **options: Any) -> Any:
+    """Make the kernel's mask of the whole sequence, as transformers makes it. See ``create_causal_mask`` there."""
+    from transformers.masking_utils import AttentionMaskInterface, and_masks, packed_sequence_mask_function
+
+    group = _in_forward[-1] if _in_forward else None
+    if group is not None and group.exchanges:
+        length, mask, by_vmap = options["q_length"], options.get("attention_mask"), options.get("use_vmap")
+        if length != options["kv_length"] or by_vmap:
+            what = "makes masks by a function of its own" if by_vmap else "attends to other tokens than its own"
+            raise ZeroEngineError(f"this model {what}{NO_PARTS}")
+        options["q_length"] = options["kv_length"] = length * group.size
+        if group.documents is not None:
+            is_in_document = packed_sequence_mask_function(group.documents)
+            options["mask_function"] = and_masks(options["mask_function"], is_in_document)
+            options |= {"attention_mask": None, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        elif mask is not None:
+            options["attention_mask"] = _whole(group, mask.to(torch.uint8)).bool()
+    return AttentionMaskInterface._global_mapping[kernel](**options)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def _attend(
+    kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    compute, group = _kernel(kernel, module), group_of_module(module)
+    if group is None or not group.exchanges:
+        return compute(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+    name = group.modules[module]
+    _check_call(name, query, key, options)
+    if "flash" in kernel and options.get("position_ids") is not None:
+        # These kernels find packed documents in the positions.
+        options["position_ids"] = _whole(group, options["position_ids"])
+    own_query, own_key, own_value = scatter_heads(group, query, key, value, name)
+    num_groups = own_query.shape[1] // own_key.shape[1]
+    if getattr(module, "num_key_value_groups", num_groups) != num_groups:
+        module = _AttentionView(module, num_groups)
+    attended, _ = compute(module, own_query, own_key, own_value, mask, **options)
+    return gather_heads(group, attended.transpose(1, 2), name).transpose(1, 2), None
 
 
 def _kernel(kernel: str, module: nn.Module) -> Callable[..., Any]:
@@ -223,9 +235,22 @@ class _UncopiedLoss(partial[Tensor]):
 
 
 class _KernelName(str):
-    """The name that a kernel is registered by here. In a copy of the configuration it is the kernel's own."""
+    """The name that a kernel is registered by here. In a copy of the configuration it is the kernel's own.
+
+    Attributes:
+        kernel: The kernel's own name.
+        num_models: The number of models that are connected by it.
+    """
 
     kernel: str
+    num_models = 0
+
+    @staticmethod
+    def of(kernel: str) -> _KernelName:
+        """Return the name, with which a configuration is still connected if another model has it."""
+        name = kernel if isinstance(kernel, _KernelName) else _KernelName(f"zeroengine-{kernel}")
+        name.kernel = getattr(kernel, "kernel", kernel)
+        return name
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.kernel,)

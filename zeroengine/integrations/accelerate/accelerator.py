@@ -217,9 +217,6 @@ class ZeroAccelerator(SampleGroupAccelerator):
 
     # -- training ---------------------------------------------------------------------------------
 
-    def _training_engines(self) -> list[Engine]:
-        return [optimizer.engine for optimizer in self._optimizers if isinstance(optimizer, ZeroAcceleratedOptimizer)]
-
     def backward(self, loss: torch.Tensor, *, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Compute the gradients of `loss / gradient_accumulation_steps`, and reduce them where the step ends.
 

@@ -9,8 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
 
+from zeroengine.engine.engine import Engine
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
+from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
@@ -55,8 +57,15 @@ class SampleGroupAccelerator(Accelerator):
         if self._degree > 1:
             base = loader.base_dataloader
             # accelerate's loader calls this by its name, and `iter` finds that of the class.
-            base.__iter__ = lambda: map(shard_sequence, iter(base))
+            base.__iter__ = lambda: map(self._part_of, iter(base))
         return loader
+
+    def _training_engines(self) -> list[Engine]:
+        return [optimizer.engine for optimizer in self._optimizers if isinstance(optimizer, ZeroAcceleratedOptimizer)]
+
+    def _part_of(self, batch: Any) -> Any:
+        engines = self._training_engines()
+        return shard_sequence(batch, engine=engines[0] if len(engines) == 1 else None)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks have computed for each sample. Parts of [batch, tokens, ...] are joined.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroengine.integrations.deepspeed import comm
 from zeroengine.sequence.batches import shard_sequence
-from zeroengine.sequence.group import group_for
+from zeroengine.sequence.group import groups_of
 from zeroengine.sequence.tiled_mlp import tiled_mlp
 
 # Groups of consecutive ranks, by their size and the group of all ranks. They last as long as that one.
@@ -74,8 +74,9 @@ class UlyssesSPAttentionHF:
 
 
 def present_unit() -> UlyssesSPAttentionHF:
-    """Return the ranks that share each sample in the engine of this process."""
-    return UlyssesSPAttentionHF(1 if (group := group_for(None)) is None else group.size)
+    """Return the ranks that share each sample in the engines of this process."""
+    # Like DeepSpeed's, they are those of the process. Engines that share no samples have none.
+    return UlyssesSPAttentionHF(max((group.size for group in groups_of(None) if group.exchanges), default=1))
 
 
 class UlyssesSPDataLoaderAdapter:

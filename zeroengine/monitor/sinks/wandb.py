@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ from zeroengine.monitor.record import RunEvent, StepRecord
 log = logging.getLogger("zeroengine")
 
 EVENT = "zeroengine/event"
+# The open sinks of all engines of this process.
+_sinks: weakref.WeakSet[WandbSink] = weakref.WeakSet()
 
 
 class WandbSink:
-    """Logs to a run of its own. Where the server cannot be used, the run is stored for `wandb sync`.
+    """Logs to a run that no other engine logs to. Where the server cannot be used, the run is stored for `wandb sync`.
 
     Args:
         section: The section of the configuration.
@@ -35,7 +38,10 @@ class WandbSink:
             "group": section.group,
             "entity": section.team,
             "config": dict(run),
+            # wandb would return the run that is active. Where that is the user's, the first engine logs to it.
+            "reinit": "create_new" if list(_sinks) else None,
         }
+        _sinks.add(self)
         # The variable is the user's own choice, and wandb follows it.
         if "WANDB_MODE" in os.environ:
             self._run = wandb.init(**arguments)
@@ -64,4 +70,5 @@ class WandbSink:
 
     def close(self) -> None:
         """Send what is buffered, and end the run."""
+        _sinks.discard(self)
         self._run.finish()

@@ -29,7 +29,7 @@ from zeroengine.plan.bytes.operation_trace import OperationTrace
 from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.sequence import tiled_loss, tiled_mlp, tiled_models, transformers_models
 from zeroengine.sequence.agreement import RankComparison
-from zeroengine.sequence.group import SequenceGroup, hide_groups
+from zeroengine.sequence.group import SequenceGroup
 from zeroengine.utils.work import Completed
 
 
@@ -72,12 +72,11 @@ def connect_parts(model: nn.Module, transport: Any, undo: ExitStack) -> None:
         transport: The ``TracedTransport`` of that rank.
         undo: Ends it.
     """
-    hide_groups(undo)
-    if transport.world_size > 1:
-        # Functions without an engine hold no reference to a group that they find.
-        comparison = RankComparison(transport, torch.device("cpu"), transport.world_size)
-        transport.group = SequenceGroup(transport, comparison, Timer(), undo)
-        transformers_models.connect(model, transport.group, undo)
+    comparison = RankComparison(transport, torch.device("cpu"), transport.world_size)
+    # The replica has a group of its own at a size of 1, too. So it never takes that of an engine of this process.
+    group = SequenceGroup(model, transport, comparison, Timer(), undo)
+    if group.size > 1:
+        transformers_models.connect(model, group, undo)
 
 
 def connect_tiles(model: nn.Module, tiling: Tiling, trace: OperationTrace, device: str, undo: ExitStack) -> None:
