@@ -124,11 +124,10 @@ class FullBuffer:
 
     def hide(self, resolver: Resolver) -> None:
         """Take the values from the parameters: every use of one calls ``resolver`` first. The memory stays."""
-        for param, placeholder in zip(self._params, self._placeholders, strict=True):
-            # The released class would treat an assignment to ``data`` as a use, so it is swapped first.
-            mark_gathered(param)
-            param.data = placeholder
-            mark_released(param, resolver)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, placeholder in zip(self._params, self._placeholders, strict=True):
+                param.data = placeholder
+                mark_released(param, resolver)
 
     def free(self) -> None:
         """Free the memory. The parameters have been released."""
