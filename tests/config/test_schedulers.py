@@ -88,7 +88,7 @@ def test_a_wrong_scheduler(section: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
-        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": 10}),
+        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": 10, "warmup_max_lr": 0.1}),
         ("WarmupCosineLR", {"total_num_steps": 10}),
         ("WarmupLR", {}),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
@@ -100,3 +100,17 @@ def test_a_rate_that_rises_until_the_run_ends_gets_a_notice(kind: str, params: d
     assert "and the run has 10 steps: the learning rate rises until the end" in notice
     short = params | {"cycle_first_step_size" if kind == "OneCycle" else "warmup_num_steps": 9}
     assert load(config | {"scheduler": {"type": kind, "params": short}}).notices == ()
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "LRRangeTest"])
+def test_a_rate_of_deepspeeds_that_replaces_those_of_the_groups_gets_a_notice(kind: str) -> None:
+    name = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}[kind]
+
+    def notices(lr: float, **given: Any) -> list[str]:
+        section = {"type": kind, "params": {**REQUIRED[kind], **given}}
+        optimizer = {"type": "AdamW", "params": {"lr": lr}}
+        return [n for n in load({"scheduler": section, "optimizer": optimizer}).notices if "not given: 0.001" in n]
+
+    (notice,) = notices(0.1)
+    assert f"scheduler.params.{name} is not given: 0.001 for every param group, as in DeepSpeed" in notice
+    assert notices(0.001) == notices(0.1, **{name: 0.2}) == notices(0.1, **{name: [0.2, 0.3]}) == []

@@ -261,7 +261,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "LBFGS": (
         lambda: (lambda model: initialize(model, torch.optim.LBFGS(model.parameters()), stage=0))(build()),
-        r"LBFGS calls the model several times in a step, through a closure",
+        r"LBFGS calls the model in a step, through a closure",
     ),
     "8 bits of bitsandbytes": (
         lambda: (lambda model: initialize(model, BnbAdamW8bit(model.parameters())))(build()),
@@ -281,7 +281,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one of several that needs a closure": (
         lambda: several(lambda model: [Muon(matrices(model)), torch.optim.LBFGS(vectors(model))]),
-        r"LBFGS calls the model several times in a step, through a closure",
+        r"LBFGS calls the model in a step, through a closure",
     ),
     "a list with a class": (
         lambda: several(lambda model: [Muon(matrices(model)), torch.optim.AdamW]),

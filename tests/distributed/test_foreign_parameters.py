@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 import zeroengine
 from tests.distributed.models import WIDTH, TinyLM, batch, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, adamw, make_engine, settings, start, take_steps
+from tests.distributed.training import STAGES, Task, adamw, make_engine, settings, start, take_steps
 from zeroengine import ZeroEngineError
 
 
@@ -91,6 +91,39 @@ def test_parameters_that_are_not_the_engine_s_are_named_wherever_they_would_be_l
                 assert parameters in message, (name, use)
                 assert "before initialize()" in message and "zeroengine.gathered" in message
     assert not list(tmp_path.iterdir())
+
+
+def train_an_adapter_of_a_frozen_model(stages: tuple[int, ...]) -> list[str]:
+    """The messages of backwards that reach an added adapter alone."""
+    start()
+    messages = []
+    for stage in stages:
+        for by_engine in (True, False):
+            engine = make_engine(Task(factory=untied), stage)
+            take_steps(engine, range(1))
+            engine.module.requires_grad_(False)
+            attach_teacher(engine.module)
+            loss = engine(*batch(1, engine.rank))
+            assert not loss.requires_grad
+            add_adapter(engine.module)
+            loss = engine(*batch(1, engine.rank))
+            with pytest.raises(ZeroEngineError) as caught:
+                engine.backward(loss) if by_engine else loss.backward()
+            messages.append(str(caught.value))
+            # Without the adapter a backward that passes through the frozen model is no mistake.
+            engine.module.blocks[1].up = engine.module.blocks[1].up.base
+            inputs = torch.zeros(1, WIDTH, requires_grad=True)
+            engine.module.norm(inputs).sum().backward()
+            engine.close()
+    return messages
+
+
+def test_an_adapter_that_is_added_to_a_frozen_model_is_named_at_the_backward() -> None:
+    for messages in run_ranks(2, train_an_adapter_of_a_frozen_model, STAGES):
+        assert len(messages) == 2 * len(STAGES)
+        for message in messages:
+            assert "initialize(): blocks.1.up.down.weight (added)." in message
+            assert "call engine.close(), and initialize() again" in message
 
 
 def change_on_one_rank(folder: str) -> str:

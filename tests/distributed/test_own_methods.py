@@ -70,6 +70,39 @@ class Averaging(torch.optim.Optimizer):
         raise KeyError("its own")
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682): parameters are at one point in training, and at another in evaluation."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "is_training": False, "num_steps": 0})
+
+    def train(self) -> None:
+        self._move(True, 0.1)
+
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _move(self, is_training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["is_training"] != is_training else ():
+                if p in self.state:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["is_training"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["is_training"]:
+                raise RuntimeError("call train() first")
+            group["num_steps"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.lerp_(z, 1 / group["num_steps"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["num_steps"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
 class Decaying(torch.optim.AdamW):
     """An AdamW, which runs on the fused kernel, with methods of its own."""
 
@@ -107,9 +140,20 @@ def decayed(model: nn.Module, optimizer: Any, step: Callable[[int], None]) -> No
     optimizer.forget(0.25)
 
 
+def free_of_schedules(model: nn.Module, optimizer: Any, step: Callable[[int], None]) -> None:
+    optimizer.train()
+    step(0)
+    step(1)
+    optimizer.eval()
+    optimizer.train()
+    step(2)
+    optimizer.eval()
+
+
 CASES: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., None]]] = {
     "averaging": (Averaging, averaged),
     "decaying": (Decaying, decayed),
+    "schedule-free": (ScheduleFree, free_of_schedules),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from zeroengine.optim.elementwise import is_elementwise, looks_at_one_parameter
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.elementwise import check_looks_at_one_parameter, is_elementwise
 from zeroengine.optim.factory import build_optimizer
 
 Params = list[torch.nn.Parameter]
@@ -39,6 +42,35 @@ class Normalized(Written):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params, normalize_each)
+
+
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers, which begin in evaluation mode."""
+
+    mode = "evaluation"
+
+    def train(self) -> None:
+        self.mode = "training"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.mode == "training"
+        print("a step")
+        warnings.warn("a step", stacklevel=1)
+        super().step()
+
+
+class WithInitialState(Written):
+    """Momentum that exists before the first step."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, normalize_each)
+        for param in params:
+            self.state[param] = {"sum": torch.full_like(param, 0.1), "count": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad / self.state[param]["sum"].add_(param.grad.square()).sqrt())
 
 
 class Late(Written):
@@ -91,8 +123,14 @@ def add_noise(params: Params) -> None:
         param.add_(torch.randn_like(param))
 
 
-def raise_for_small(params: Params) -> None:
-    raise ValueError("too small")
+def refuse_small(params: Params) -> None:
+    if any(param.numel() < 100 for param in params):
+        raise ValueError("too small")
+    normalize_each(params)
+
+
+def raise_always(params: Params) -> None:
+    raise KeyError("scale")
 
 
 ELEMENTWISE: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -107,6 +145,8 @@ ELEMENTWISE: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "asgd": of_own_class(torch.optim.ASGD),
     "a rate of 0": of_own_class(torch.optim.SGD, lr=0.0),
     "torch's own": torch.optim.SGD,
+    "modes": WithModes,
+    "state before the first step": WithInitialState,
 }
 ONE_PARAMETER: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "by name": torch.optim.Adafactor,
@@ -117,7 +157,7 @@ ONE_PARAMETER: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "tiny steps": lambda params: Written(params, lambda params: normalize_each(params, 1e-9)),
     # What cannot be decided is right on whole parameters.
     "noise": lambda params: Written(params, add_noise),
-    "cannot be tried": lambda params: Written(params, raise_for_small),
+    "not for small parameters": lambda params: Written(params, refuse_small),
 }
 SEVERAL: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "a norm of all": lambda params: Written(params, normalize_all),
@@ -127,20 +167,30 @@ ALL = ELEMENTWISE | ONE_PARAMETER | SEVERAL
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_an_update_looks_at_is_found(name: str) -> None:
+def test_what_an_update_looks_at_is_found(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     params = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(3))]
     optimizer = ALL[name](params)
     random_state, num_states = torch.get_rng_state(), len(optimizer.state)
     assert is_elementwise(optimizer) == (name in ELEMENTWISE)
-    assert looks_at_one_parameter(optimizer) == (name not in SEVERAL)
+    with pytest.raises(ZeroEngineError, match="several parameters") if name in SEVERAL else contextlib.nullcontext():
+        check_looks_at_one_parameter(optimizer)
     # The trial leaves no trace.
+    assert capfd.readouterr() == ("", "") and getattr(optimizer, "mode", "") in ("evaluation", "")
     assert len(optimizer.state) == num_states and [group["params"] for group in optimizer.param_groups] == [params]
     assert all(torch.equal(param, torch.ones_like(param)) and param.grad is None for param in params)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert optimizer.param_groups[0].get("lr") == optimizer.defaults.get("lr")
 
 
-def try_one_with_a_collective() -> tuple[bool, bool, int]:
+def test_an_optimizer_that_cannot_be_tried_is_refused_with_the_exception_of_its_step() -> None:
+    optimizer = Written([torch.nn.Parameter(torch.ones(2, 2))], raise_always)
+    assert not is_elementwise(optimizer)
+    with pytest.raises(ZeroEngineError, match=r"Written .* raised KeyError: 'scale'\. Before initialize\(\)") as caught:
+        check_looks_at_one_parameter(optimizer)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def try_one_with_a_collective() -> tuple[bool, int]:
     def average(params: Params) -> None:
         for param in params:
             dist.all_reduce(param.grad)
@@ -150,9 +200,11 @@ def try_one_with_a_collective() -> tuple[bool, bool, int]:
     start()
     reduced: Params = []
     optimizer = Written([torch.nn.Parameter(torch.ones(2, 2))], average)
-    return is_elementwise(optimizer), looks_at_one_parameter(optimizer), len(reduced)
+    with pytest.raises(ZeroEngineError, match="collectives of its own"):
+        check_looks_at_one_parameter(optimizer)
+    return is_elementwise(optimizer), len(reduced)
 
 
 def test_a_collective_of_an_optimizer_waits_for_no_other_rank() -> None:
     """Such as the first Muon, whose ranks divide the matrices: in a trial, a rank may raise where another one waits."""
-    assert run_ranks(1, try_one_with_a_collective) == [(False, False, 0)]
+    assert run_ranks(1, try_one_with_a_collective) == [(False, 0)]

@@ -14,7 +14,7 @@ from zeroengine.config.deepspeed_keys import ALIASES, UNSET_ALIASES, KeySorter, 
 from zeroengine.config.filling import changed_source, filled_source
 from zeroengine.config.messages import TYPES, Problem, explain
 from zeroengine.config.model import Config
-from zeroengine.config.schedulers import long_warmup
+from zeroengine.config.schedulers import default_rate, long_warmup
 from zeroengine.config.source import ConfigSource, copy_tree, describe, override, printable, read_file, walk
 from zeroengine.errors import ConfigError
 
@@ -207,8 +207,12 @@ def _default_notices(
     if autos:
         chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
-    if config.scheduler is not None and (notice := long_warmup(config.scheduler, config.monitor.total_steps)):
-        yield notice
+    if config.scheduler is not None:
+        if notice := long_warmup(config.scheduler, config.monitor.total_steps):
+            yield notice
+        rate = None if config.optimizer is None else config.optimizer.params.get("lr")
+        if notice := default_rate(config.scheduler, tree["scheduler"].get("params") or {}, rate):
+            yield notice
     if may_be_deepspeeds and "gradient_clipping" not in tree:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.keep_fp32_modules and config.torch_autocast.enabled:

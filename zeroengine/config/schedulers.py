@@ -6,6 +6,7 @@ param group of the optimizer, whose number is known when the schedule is built.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -49,7 +50,8 @@ class WarmupDecayLRParams(WarmupLRParams):
     total_num_steps: Annotated[Positive | None, Auto(None)]
     """Step at which the learning rate reaches 0. "auto": a framework fills it in."""
     warmup_max_lr: Annotated[NonNegatives | None, Auto(None)] = 0.001
-    """Learning rate after warm-up, or a list of one for each param group. "auto": the rate of each param group."""
+    """Learning rate after warm-up, or a list of one for each param group. "auto": the rate of each param group. The
+    default is DeepSpeed's, and replaces the rates of all param groups."""
 
 
 class WarmupCosineLRParams(_Warmup):
@@ -179,4 +181,22 @@ def long_warmup(scheduler: SchedulerConfig, total_steps: int | None) -> str | No
     return (
         f"scheduler.params.{name} is {rising}, and the run has {total} steps: the learning rate rises until the end. "
         f"Write fewer, such as {max(1, total // 20)}, or correct the number of steps."
+    )
+
+
+def default_rate(scheduler: SchedulerConfig, written: Mapping[str, Any], optimizer_rate: float | None) -> str | None:
+    """Return a notice if a number of DeepSpeed's, which nobody wrote, replaces the rates of the optimizer's groups.
+
+    Args:
+        scheduler: The section.
+        written: The parameters as they were written.
+        optimizer_rate: The rate of the configuration's optimizer; None: unknown.
+    """
+    name = {"WarmupDecayLR": "warmup_max_lr", "LRRangeTest": "lr_range_test_min_lr"}.get(scheduler.type, "")
+    if not name or name in written or scheduler.params.get(name) == optimizer_rate:
+        return None
+    own = ' "auto" stands for their own rates.' if scheduler.type == "WarmupDecayLR" else ""
+    return (
+        f"scheduler.params.{name} is not given: {scheduler.params[name]:g} for every param group, as in DeepSpeed, "
+        f"whatever their own rates are. Write a rate, or a list of one for each group.{own}"
     )

@@ -62,7 +62,17 @@ class ForeignParameters:
         self._check_model()
         self._check_groups()
 
-    def _check_model(self) -> None:
+    def check_trained(self) -> None:
+        """Compare the model alone, before a backward in which all parameters of the engine are frozen.
+
+        As ``check`` runs at every step, this one is for backwards after which no step can follow.
+
+        Raises:
+            ZeroEngineError: The model has a trainable parameter that is not the engine's.
+        """
+        self._check_model(trained_only=True)
+
+    def _check_model(self, *, trained_only: bool = False) -> None:
         present = self._structure()
         # Identity is compared, because equality would compare the elements of tensors.
         if len(present) == len(self._known_structure) and all(map(is_, present, self._known_structure)):
@@ -70,18 +80,20 @@ class ForeignParameters:
         foreign = [
             f"{name} ({'replaced' if name in self._original_names else 'added'})"
             for name, param in _named_parameters(self._model)
-            if not any(storage in self._names for _, storage in storages_of(param))
+            if (param.requires_grad or not trained_only)
+            and not any(storage in self._names for _, storage in storages_of(param))
         ]
         if foreign:
             raise ZeroEngineError(
                 f"parameters of the model that are not those of initialize(): {listed(foreign, MAX_NAMES_SHOWN)}. The "
                 "engine neither trains nor saves them. Change the model before initialize(): add heads and adapters "
-                "there, and load with assign=True there. To write values into a model that has an engine, use "
+                "there, and load with assign=True there; or call engine.close(), and initialize() again. To write values into a model that has an engine, use "
                 "engine.load_weights(), or write in place inside `with zeroengine.gathered(module):`. A module that is "
                 "not to be trained with this model can be kept out of it, in a plain list."
             )
         # The new structure is remembered, so that the next check is fast again.
-        self._remember()
+        if not trained_only:
+            self._remember()
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups

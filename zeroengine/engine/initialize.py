@@ -131,9 +131,9 @@ def make_engine(
             replica_ranks = settings.replica_ranks(group.world_size)
             rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
             rules.check_patterns(plans)
+            meta_init.check_optimizer_state(base_optimizer)
             for degrees in rules.all_degrees:
                 check_optimizer(base_optimizer, degrees)
-            meta_init.check_optimizer_state(base_optimizer)
             # Deferred parameters get their values last, because this takes memory and time.
             meta_init.initialize_meta_parameters(model)
         # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.

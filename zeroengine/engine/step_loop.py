@@ -64,6 +64,10 @@ class StepLoop(BackwardListener):
         if wants_gradients:
             self._loop.clipping.check_backward()
 
+    def check_frozen_backward(self) -> None:
+        """Refuse a backward whose gradients are of parameters that joined the model after ``initialize``."""
+        self._loop.foreign_parameters.check_trained()
+
     def begin_backward(self) -> None:
         """Count a backward that begins."""
         self._warn_of_dropped_micro_steps(self._parts.passes.reducer.user_gradients.drops_all)

@@ -2,20 +2,25 @@
 
 An optimizer of an unknown class is tried on two small parameters, whole and cut as two ranks would cut them. If the
 results differ, it needs whole parameters, or the model would train otherwise at each number of ranks. If they also
-differ where each rank has one whole parameter, no rank can update by itself.
+differ where each rank has one whole parameter, no rank can update by itself. Where its steps raise, nothing is known,
+and it is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import itertools
-from collections.abc import Callable, Sequence
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from zeroengine.deferred_init.dispatch_modes import OperationMode
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.utils.tensor_tree import leaves_in
@@ -26,6 +31,9 @@ NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb",
 NUM_STEPS = 30
 # The parameters that are tried. Some optimizers take matrices alone.
 TRIED = (((4, 6), (8,)), ((4, 6), (2, 4)))
+# Those that are tried if steps raise on all of ``TRIED``, because some optimizers refuse small parameters. Others cut
+# large ones, and so look at fewer elements.
+LARGER = (((64, 96), (128,)), ((64, 96), (96, 64)))
 # The first rank has this many of the elements of all parameters. The cut goes through a row of the first parameter.
 CUT = 15
 Shapes = Sequence[Sequence[int]]
@@ -34,26 +42,42 @@ Shapes = Sequence[Sequence[int]]
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` is known to update each element by its own gradients alone.
 
-    The classes of ``torch.optim`` are known. Others are tried. One that cannot be tried, or that draws random numbers,
-    is right on whole parameters in any case.
+    The classes of ``torch.optim`` are known. Others are tried. One that draws random numbers, or whose steps change
+    nothing, counts as one that needs whole parameters.
     """
     if {cls.__name__ for cls in type(optimizer).__mro__} & NOT_ELEMENTWISE:
         return False
     if type(optimizer).__module__.startswith(("torch.optim.", "zeroengine.")):
         return True
-    return _agree(optimizer, lambda copied: None, _cut) is True
+    return _try(optimizer, lambda copied: None, _cut).agrees is True
 
 
-def looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` updates each parameter by its own gradients alone, or cannot be tried.
+def check_looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Check that ``optimizer`` updates each parameter by its own gradients alone. Of several each must do so.
 
-    Of several algorithms each must do so.
+    Raises:
+        ZeroEngineError: It looks at several parameters, or starts collectives; or its step raised on all parameters on
+            which it was tried, so that this is unknown.
     """
-    return all(
-        is_elementwise(member)
-        or _agree(member, lambda copied: None, lambda shapes: [(shape,) for shape in shapes]) is not False
-        for member in members_of(optimizer)
-    )
+    for member in members_of(optimizer):
+        if is_elementwise(member):
+            continue
+        agrees, error = _try(member, lambda copied: None, lambda shapes: [(shape,) for shape in shapes])
+        name = type(member).__name__
+        if error is not None:
+            raise ZeroEngineError(
+                f"{name} cannot be tried, to see whether its update of a parameter looks at other parameters, of which "
+                f"no rank has all: step() of a copy with small parameters raised {type(error).__name__}: "
+                f"{textwrap.shorten(str(error), 200)}. "
+                "Before initialize(), do what step() needs, such as set keys of its param_groups or call a method of "
+                "its own. Otherwise use zero_optimization.stage 0, or an optimizer such as AdamW."
+            ) from error
+        if agrees is False:
+            raise ZeroEngineError(
+                f"{name} looks at several parameters to update one, or starts collectives of its own, and no rank has "
+                "all parameters. Use zero_optimization.stage 0, or an optimizer that updates each parameter by itself, "
+                "such as AdamW or Muon."
+            )
 
 
 def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], Any]) -> bool:
@@ -65,7 +89,7 @@ def acts_elementwise(optimizer: torch.optim.Optimizer, act: Callable[[torch.opti
         optimizer: Copies of it take the steps.
         act: Is called with a copy after its steps. What it does may depend on its state.
     """
-    return _agree(optimizer, act, _cut) is not False
+    return _try(optimizer, act, _cut).agrees is not False
 
 
 def _cut(shapes: Shapes) -> list[Shapes]:
@@ -73,40 +97,62 @@ def _cut(shapes: Shapes) -> list[Shapes]:
     return [((CUT,),), ((torch.Size(shapes[0]).numel() - CUT,), shapes[1])]
 
 
-def _agree(
+class _Trial(NamedTuple):
+    """Whether one rank and several did the same, or None where that is unknown; and the error of steps that raise."""
+
+    agrees: bool | None
+    error: Exception | None = None
+
+
+def _try(
     optimizer: torch.optim.Optimizer,
     act: Callable[[torch.optim.Optimizer], Any],
     cut: Callable[[Shapes], Sequence[Shapes]],
-) -> bool | None:
-    """Return whether steps and then ``act`` do and return the same on one rank and on several; None: it is unknown.
+) -> _Trial:
+    """Find out whether steps and then ``act`` do and return the same on one rank and on several.
 
     Args:
         optimizer: See ``acts_elementwise``.
         act: See ``acts_elementwise``.
         cut: Returns the shapes that each rank has, from those of whole parameters.
     """
-    cpu = torch.device("cpu")
+    cpu, error = torch.device("cpu"), None
     own = next((param.device for group in optimizer.param_groups for param in group["params"]), cpu)
+    # Parameters may be on the CPU still, to be moved to the GPU that this process uses.
+    if own.type != "cuda" and torch.cuda.is_initialized():
+        own = torch.device("cuda", torch.cuda.current_device())
     gpus = [own] if own.type == "cuda" else []
     # Some optimizers run on GPUs alone, or in fp32 alone. In float64 the tiniest steps show.
-    kinds = itertools.product(dict.fromkeys((cpu, *gpus)), (torch.float64, torch.float32), TRIED)
-    for device, dtype, shapes in kinds:
-        # Whatever an optimizer of another project raises here, it may not raise on the model's parameters.
-        with contextlib.suppress(Exception), torch.random.fork_rng(gpus), OperationMode(_without_communication):
-            try:
+    kinds = itertools.product((TRIED, LARGER), dict.fromkeys((cpu, *gpus)), (torch.float64, torch.float32), (0, 1))
+    for tried, device, dtype, index in kinds:
+        shapes = tried[index]
+        try:
+            with torch.random.fork_rng(gpus), OperationMode(_without_communication), _without_output():
                 uncut, other_seed, parts = (
                     _updated(optimizer, ranks, act, torch.empty(0, device=device, dtype=dtype), seed=seed)
                     for ranks, seed in (([shapes], 0), ([shapes], 1), (cut(shapes), 0))
                 )
-            except _Communicates:
-                return False
-            if not torch.equal(uncut.movement, other_seed.movement) or not uncut.movement.any():
-                return None
-            # A small movement may grow later, so what counts is the difference relative to it.
-            tolerance = 1e-6 * float(uncut.movement.abs().max())
-            agrees = torch.allclose(uncut.movement, parts.movement, rtol=1e-5, atol=tolerance)
-            return agrees and all(_is_same(uncut.results[0], result) for result in parts.results)
-    return None
+        except _Communicates:
+            return _Trial(False)
+        # Whatever an optimizer of another project raises here, it may not raise on other parameters.
+        except Exception as raised:
+            error = raised
+            continue
+        if not torch.equal(uncut.movement, other_seed.movement) or not uncut.movement.any():
+            return _Trial(None)
+        # A small movement may grow later, so what counts is the difference relative to it.
+        tolerance = 1e-6 * float(uncut.movement.abs().max())
+        agrees = torch.allclose(uncut.movement, parts.movement, rtol=1e-5, atol=tolerance)
+        return _Trial(agrees and all(_is_same(uncut.results[0], result) for result in parts.results))
+    return _Trial(None, error)
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """Drop what is printed, and warnings, which Python would not show again in training."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Communicates(BaseException):
@@ -172,15 +218,23 @@ def _updated(
         on_rank = _independent_copy(optimizer)
         # Each group has a copy of the parameters, because groups may have rules of their own.
         params = []
-        for group in on_rank.param_groups:
+        for group, given in zip(on_rank.param_groups, optimizer.param_groups, strict=True):
             group["params"] = [
                 torch.nn.Parameter(value.clone().view(tuple(shape)))
                 for value, shape in zip(part.split(sizes), shapes, strict=True)
             ]
+            # Some optimizers make their state in the constructor.
+            with_state = next((param for param in given["params"] if optimizer.state.get(param)), None)
+            if with_state is not None:
+                state = optimizer.state[with_state]
+                on_rank.state |= {param: _initial_state(state, with_state, param) for param in group["params"]}
             # A schedule's warmup may begin at 0, which would hide every difference.
             if group.get("lr") is not None and not float(group["lr"]):
                 group["lr"] = 0.01
             params.append(group["params"])
+        # Schedule-free optimizers begin in evaluation mode, in which a step raises.
+        with contextlib.suppress(Exception):
+            on_rank.train()  # type: ignore[attr-defined]
         for draw in noise:
             gradients = (mean + 0.5 * draw)[start:stop].split(sizes)
             for group_params in params:
@@ -191,6 +245,16 @@ def _updated(
         moved.append(torch.stack([torch.cat([p.detach().flatten() for p in group]) - part for group in params]))
         start = stop
     return _Updated(torch.cat(moved, dim=1), results)
+
+
+def _initial_state(state: Mapping[str, Any], given: torch.Tensor, param: torch.Tensor) -> dict[str, Any]:
+    """Return the state of ``given``, with tensors of its shape in the shape of ``param`` and filled with one value."""
+    return {
+        key: torch.full_like(param, float(value.flatten()[0]), dtype=value.dtype, requires_grad=False)
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == given.shape
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
 
 
 def _independent_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from zeroengine.config import Config
 from zeroengine.config.optimizers import EIGHT_BIT_TYPES
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import add_param_group, has_own_step_hooks
-from zeroengine.optim.elementwise import looks_at_one_parameter
+from zeroengine.optim.elementwise import check_looks_at_one_parameter
 from zeroengine.optim.lion import Lion
 from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.muon_groups import build_muon
@@ -251,10 +251,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
         )
     # The names of the base classes count as well, so that a subclass of LBFGS is found.
     names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if "LBFGS" in names:
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    needs_closure = any(arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD for arg in arguments)
+    if needs_closure or "LBFGS" in names:
         raise ZeroEngineError(
-            f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
-            "optimizer such as AdamW."
+            f"{name} calls the model in a step, through a closure, and engine.step() takes none. Use an optimizer such "
+            "as AdamW."
         )
     libraries = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
     # Optimizers of bitsandbytes in 32 bits have the same classes.
@@ -274,16 +276,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} takes sparse gradients alone, and the engine reduces dense ones, also of "
             "nn.Embedding(sparse=True). Use an optimizer such as AdamW."
         )
-    if degrees.optimizer > 1 and not looks_at_one_parameter(optimizer):
+    if not all(_is_initial(state) for state in optimizer.state.values()):
         raise ZeroEngineError(
-            f"{name} looks at several parameters to update one, or starts collectives of its own, and no rank has all "
-            "parameters. Use zero_optimization.stage 0, or an optimizer that updates each parameter by itself, such as "
-            "AdamW or Muon."
+            f"the {name} passed to initialize() has already taken steps, or makes copies of parameters in its "
+            "constructor: its state cannot be partitioned. Call initialize() before training, and make such state in "
+            "the first step."
         )
-    # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. A method that looks
-    # for the state of a parameter leaves an empty one. Any other state is taken to come from a step.
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values() if state):
-        raise ZeroEngineError(
-            f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
-            "initialize() before training."
-        )
+    if degrees.optimizer > 1:
+        check_looks_at_one_parameter(optimizer)
+
+
+def _is_initial(state: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's state is one that constructors make: with a step count of 0, or of constants."""
+    if "step" in state:
+        return float(state["step"]) == 0
+    # A meta tensor has no values, see ``check_optimizer_state`` of ``deferred_init``.
+    tensors = (value for value in state.values() if isinstance(value, torch.Tensor) and value.numel())
+    return all(value.is_meta or bool((value == value.flatten()[0]).all()) for value in tensors)

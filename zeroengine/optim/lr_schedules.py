@@ -1,14 +1,14 @@
 """DeepSpeed's learning-rate schedules by name, on torch's LambdaLR.
 
-A schedule counts optimizer updates. Formulas and counting follow ``deepspeed.runtime.lr_schedules``, whose warm-ups
-stay at their start for the first two updates.
+A schedule counts optimizer updates. Formulas, counting and defaults follow ``deepspeed.runtime.lr_schedules`` of
+DeepSpeed 0.19.8, whose warm-ups stay at their start for the first two updates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -31,7 +31,7 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Co
         config: The resolved configuration.
     """
     if scheduler is None and config.scheduler is not None:
-        _params_of_groups(config.scheduler.params, len(optimizer.param_groups))
+        params_of_groups(config.scheduler.params, len(optimizer.param_groups))
     elif scheduler is not None and not _makes_schedule(scheduler):
         _check(scheduler, optimizer)
 
@@ -55,26 +55,24 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     if config.scheduler is None:
         return None
     kind = config.scheduler.type
-    params = _params_of_groups(config.scheduler.params, len(optimizer.param_groups))
+    params = params_of_groups(config.scheduler.params, len(optimizer.param_groups))
     # OneCycle also moves the momentum, which a LambdaLR cannot.
     if kind == "OneCycle":
         return _OneCycle(optimizer, params)
-    rate = {
-        "WarmupLR": _warmup,
-        "WarmupDecayLR": _warmup_decay,
-        "WarmupCosineLR": _warmup_cosine,
-        "LRRangeTest": _range_test,
-    }[kind]
     # As in torch, a rate that an earlier schedule of this optimizer has moved is not the base.
     bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     # LambdaLR multiplies the base rate, and these schedules name rates: so divide by it, where it is not 0.
     for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["initial_lr"] = base or 1.0
-    return LambdaLR(optimizer, [_relative(rate, *pair) for pair in zip(params, bases, strict=True)])
+    return LambdaLR(optimizer, [_relative(RATES[kind], *pair) for pair in zip(params, bases, strict=True)])
 
 
-def _params_of_groups(params: dict[str, Any], num_groups: int) -> list[dict[str, Any]]:
-    """Return the schedule's parameters for each param group; a number counts for all of them."""
+def params_of_groups(params: Mapping[str, Any], num_groups: int) -> list[dict[str, Any]]:
+    """Return the schedule's parameters for each param group; a number counts for all of them.
+
+    Raises:
+        ConfigError: A list has another length than there are groups.
+    """
     for name, value in params.items():
         if isinstance(value, list) and len(value) != num_groups:
             groups = "1 param group" if num_groups == 1 else f"{num_groups} param groups"
@@ -195,48 +193,53 @@ def _refusing_class(cls: Any) -> Any:
     return refusing
 
 
-# Of the schedule's parameters, the group's own rate, and the step.
-Rate = Callable[[dict[str, Any], float, int], float]
+# Of a group's parameters, its own rate, and the number of updates so far.
+Rate = Callable[[Mapping[str, Any], Any, int], Any]
 
 
-def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
-    # In DeepSpeed every schedule but the range test stays at its start for the first two updates.
-    behind = 0 if rate is _range_test else 1
-    return lambda step: rate(params, base, max(0, step - behind)) / (base or 1.0)
+def _relative(rate: Rate, params: Mapping[str, Any], base: float) -> Callable[[int], float]:
+    return lambda updates: rate(params, base, updates) / (base or 1.0)
 
 
-def _rise(params: dict[str, Any], step: int) -> float:
+def _warmup_steps(params: Mapping[str, Any]) -> int:
+    """Return the number of steps of the warm-up; 0 for none. DeepSpeed takes 1 for 2."""
+    steps: int = params["warmup_num_steps"]
+    return max(2, steps) if steps else 0
+
+
+def _rise(params: Mapping[str, Any], step: int) -> float:
     """Return how far the warm-up has come, from 0 to 1."""
-    total = params["warmup_num_steps"]
+    total = _warmup_steps(params)
     if step >= total:
         return 1.0
-    if params["warmup_type"] == "log":
-        return math.log(step + 1) / math.log(max(2, total))
-    return float(step / max(1, total))
+    return math.log(step + 1) / math.log(total) if params["warmup_type"] == "log" else float(step / total)
 
 
-def _between(low: float, high: float, part: float) -> float:
+def _between(low: Any, high: Any, part: float) -> Any:
     return low + (high - low) * part
 
 
-def _warmup_rate(params: dict[str, Any], base: float, part: float) -> float:
+def _warmup_rate(params: Mapping[str, Any], base: Any, part: float) -> Any:
     """Return the rate that lies a part of the way from the start of the warm-up to its end."""
     peak = params["warmup_max_lr"]
-    return _between(params["warmup_min_lr"], base if peak is None else float(peak), part)
+    return _between(params["warmup_min_lr"], base if peak is None else peak, part)
 
 
-def _warmup(params: dict[str, Any], base: float, step: int) -> float:
-    return _warmup_rate(params, base, _rise(params, step))
+def _warmup(params: Mapping[str, Any], base: Any, updates: int) -> Any:
+    return _warmup_rate(params, base, _rise(params, max(0, updates - 1)))
 
 
-def _warmup_decay(params: dict[str, Any], base: float, step: int) -> float:
-    warm, total = params["warmup_num_steps"], params["total_num_steps"]
+def _warmup_decay(params: Mapping[str, Any], base: Any, updates: int) -> Any:
+    step, warm, total = max(0, updates - 1), _warmup_steps(params), params["total_num_steps"]
     decay = max(0.0, (total - step) / max(1.0, total - warm))
     return _warmup_rate(params, base, _rise(params, step) if step < warm else decay)
 
 
-def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:
-    warm, total = params["warmup_num_steps"], params["total_num_steps"]
+def _warmup_cosine(params: Mapping[str, Any], base: Any, updates: int) -> Any:
+    step, warm, total = max(0, updates - 1), _warmup_steps(params), params["total_num_steps"]
+    # In DeepSpeed the first update has a rate of 0, whatever ``warmup_min_ratio`` is.
+    if not updates and warm:
+        return base * 0.0
     if step < warm:
         return base * _between(params["warmup_min_ratio"], 1.0, _rise(params, step))
     # The added 1 is DeepSpeed's.
@@ -244,11 +247,64 @@ def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:
     return base * _between(params["cos_min_ratio"], 1.0, (1 + math.cos(math.pi * part)) / 2)
 
 
-def _range_test(params: dict[str, Any], base: float, step: int) -> float:
-    interval = step / params["lr_range_test_step_size"]
+def _range_test(params: Mapping[str, Any], base: Any, updates: int) -> Any:
+    interval = updates / params["lr_range_test_step_size"]
     if params["lr_range_test_staircase"]:
         interval = float(math.floor(interval))
-    return float(params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"]))
+    return params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"])
+
+
+def _one_cycle(params: Mapping[str, Any], base: Any, updates: int) -> Any:
+    after = _decay_intervals(params, updates)
+    if after is not None:
+        return params["cycle_min_lr"] / (1 + params["decay_lr_rate"] * after)
+    return _between(params["cycle_min_lr"], params["cycle_max_lr"], _cycle_part(params, updates))
+
+
+def one_cycle_momentum(params: Mapping[str, Any], updates: int) -> float:
+    """Return the momentum of OneCycle after a number of updates."""
+    low, high = params["cycle_min_mom"], params["cycle_max_mom"]
+    after = _decay_intervals(params, updates)
+    if after is not None:
+        # A momentum of 1 or more would diverge.
+        return float(min(0.999, high * (1 + params["decay_mom_rate"] * after)))
+    # In DeepSpeed the first update has the low momentum, and the second one goes on from the high one.
+    return float(_between(high, low, _cycle_part(params, updates) if updates else 1.0))
+
+
+def _cycle_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of steps of the rising and of the falling half."""
+    first, second = params["cycle_first_step_size"], params["cycle_second_step_size"]
+    return first, first if second is None else second
+
+
+def _decay_intervals(params: Mapping[str, Any], updates: int) -> float | None:
+    """Return the decay intervals since the cycle ended, 0 where nothing decays; None within the cycle."""
+    after, size = updates - sum(_cycle_sizes(params)), params["decay_step_size"]
+    if after < 0:
+        return None
+    return after / size if size else 0.0
+
+
+def _cycle_part(params: Mapping[str, Any], updates: int) -> float:
+    """Return how high in the cycle an update lies, from 0 to 1."""
+    first, second = _cycle_sizes(params)
+    stairs, falling_stairs = params["cycle_first_stair_count"], params["cycle_second_stair_count"]
+    done, length = updates, first
+    if updates > first:
+        stairs = stairs if falling_stairs is None else falling_stairs
+        done, length = first + second - updates, second
+    # With stairs the rate moves in that many equal steps, otherwise without steps.
+    return math.floor(done * stairs / length) / stairs if stairs else done / length
+
+
+RATES: dict[str, Rate] = {
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+    "LRRangeTest": _range_test,
+    "OneCycle": _one_cycle,
+}
 
 
 class _OneCycle(LRScheduler):
@@ -256,43 +312,17 @@ class _OneCycle(LRScheduler):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[dict[str, Any]]) -> None:
         self._params = params
-        # The groups differ in rates and momenta, and not in steps.
-        self._rising = params[0]["cycle_first_step_size"]
-        second = params[0]["cycle_second_step_size"]
-        self._falling = self._rising if second is None else second
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         return [self._advance(*pair) for pair in zip(self.optimizer.param_groups, self._params, strict=True)]
 
-    def _advance(self, group: dict[str, Any], p: dict[str, Any]) -> float:
+    def _advance(self, group: dict[str, Any], params: dict[str, Any]) -> float:
         """Set the momentum of a group, and return its rate."""
-        step = self.last_epoch
-        lr = self._cycle(p, p["cycle_min_lr"], p["cycle_max_lr"])
-        # The decay intervals since the cycle ended.
-        size = p["decay_step_size"]
-        after = max(0, step - self._rising - self._falling) / size if size else 0.0
-        if after > 0:
-            lr = p["cycle_min_lr"] / (1 + p["decay_lr_rate"] * after)
-        if p["cycle_momentum"]:
-            momentum = self._cycle(p, p["cycle_max_mom"], p["cycle_min_mom"])
-            if after > 0:
-                # A momentum of 1 or more would diverge.
-                momentum = min(0.999, p["cycle_max_mom"] * (1 + p["decay_mom_rate"] * after))
+        if params["cycle_momentum"]:
+            momentum = one_cycle_momentum(params, self.last_epoch)
             if "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif "momentum" in group:
                 group["momentum"] = momentum
-        return lr
-
-    def _cycle(self, p: dict[str, Any], ends: float, peak: float) -> float:
-        step = self.last_epoch
-        if step <= self._rising:
-            stairs, done, length = p["cycle_first_stair_count"], step, self._rising
-        else:
-            second = p["cycle_second_stair_count"]
-            stairs = p["cycle_first_stair_count"] if second is None else second
-            done, length = max(0, self._rising + self._falling - step), max(1, self._falling)
-        # With stairs the rate moves in that many equal steps, otherwise without steps.
-        part = math.floor(done * stairs / length) / stairs if stairs else done / length
-        return _between(ends, peak, part)
+        return float(_one_cycle(params, None, self.last_epoch))

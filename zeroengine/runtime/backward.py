@@ -179,9 +179,12 @@ class Backward:
         if self.run_by_engine:
             if cursor is self.traversal.cursors[0]:
                 self._close_unused()
-        elif cursor.is_outermost and cursor.accumulates and self._will_produce_gradients():
-            # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
-            self._note_gradient()
+        elif cursor.is_outermost and cursor.accumulates:
+            if self._will_produce_gradients():
+                # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
+                self._note_gradient()
+            elif not self._wants_gradients():
+                self.listener.check_frozen_backward()
 
     def note_end(self, cursor: Cursor) -> None:
         """Note that autograd has ended the backward of ``cursor``, which has not raised."""
@@ -281,11 +284,16 @@ class Backward:
 
     # -- begin and end ----------------------------------------------------------------------------
 
+    def _wants_gradients(self) -> bool:
+        return any(param.requires_grad for param in self._params)
+
     def _begin(self) -> None:
-        wants_gradients = any(param.requires_grad for param in self._params)
+        wants_gradients = self._wants_gradients()
         # Both may refuse before anything changes its state.
         if wants_gradients:
             self._gatherer.check_has_weights("a backward")
+        else:
+            self.listener.check_frozen_backward()
         self.listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:

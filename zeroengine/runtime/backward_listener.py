@@ -17,6 +17,9 @@ class BackwardListener:
                 loss of the generator passes through it. Then no further event of this backward follows.
         """
 
+    def check_frozen_backward(self) -> None:
+        """A backward begins while all parameters are frozen. Raise to refuse it."""
+
     def begin_backward(self) -> None:
         """A backward begins."""
 

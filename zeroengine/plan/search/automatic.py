@@ -21,7 +21,7 @@ from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.choice import can_offload
-from zeroengine.optim.elementwise import looks_at_one_parameter
+from zeroengine.optim.elementwise import check_looks_at_one_parameter
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
 from zeroengine.plan.bytes.free_memory import UNKNOWN_BYTES, FreeMemory
@@ -184,7 +184,11 @@ class StatePlanner:
     @cached_property
     def _serves_stages(self) -> bool:
         """Whether the optimizer works where its states are partitioned."""
-        return looks_at_one_parameter(self.optimizer)
+        try:
+            check_looks_at_one_parameter(self.optimizer)
+        except ZeroEngineError:
+            return False
+        return True
 
     def choices(self, stage: int | str, optimizer: str, param: str, *, any_disk: bool) -> list[StateChoice]:
         """Return the choices that the arguments leave open by "auto", the cheapest first.
