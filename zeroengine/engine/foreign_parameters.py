@@ -87,9 +87,10 @@ class ForeignParameters:
             raise ZeroEngineError(
                 f"parameters of the model that are not those of initialize(): {listed(foreign, MAX_NAMES_SHOWN)}. The "
                 "engine neither trains nor saves them. Change the model before initialize(): add heads and adapters "
-                "there, and load with assign=True there; or call engine.close(), and initialize() again. To write values into a model that has an engine, use "
-                "engine.load_weights(), or write in place inside `with zeroengine.gathered(module):`. A module that is "
-                "not to be trained with this model can be kept out of it, in a plain list."
+                "there, and load with assign=True there; or call engine.close(), and initialize() again. To write "
+                "values into a model that has an engine, use engine.load_weights(), or write in place inside `with "
+                "zeroengine.gathered(module):`. A module that is not to be trained with this model can be kept out of "
+                "it, in a plain list."
             )
         # The new structure is remembered, so that the next check is fast again.
         if not trained_only:
