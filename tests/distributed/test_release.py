@@ -241,8 +241,19 @@ def train_the_head() -> tuple[list[str], bool]:
     assert len(notices) == (rank == 0)
     assert [name for name, param in model.named_parameters() if param.requires_grad] == ["tok.weight"]
     take_steps(engine, range(2))
+    norm, weights = engine.grad_norm, engine.full_state_dict()
     engine.release()
     assert all(param.requires_grad for param in model.parameters())
+    # The norm is that of the parameters that the optimizer holds.
+    plain = build(TinyLM)
+    optimizer = torch.optim.AdamW(plain.head.parameters(), lr=0.1)
+    for number in range(2):
+        plain.zero_grad()
+        torch.stack([plain(*batch(number, rank)) for rank in range(2)]).mean().backward()
+        plain_norm = torch.nn.utils.clip_grad_norm_(plain.head.parameters(), 1.0)
+        optimizer.step()
+    assert norm == pytest.approx(plain_norm.item(), rel=1e-4)
+    torch.testing.assert_close(weights["head.weight"], plain.head.weight.detach(), rtol=1e-4, atol=1e-4)
     return [name for name, param in model.named_parameters() if not torch.equal(param, before[name])], rank == 0
 
 

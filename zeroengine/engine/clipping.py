@@ -9,7 +9,7 @@ from zeroengine.errors import ZeroEngineError
 
 
 class GradientClipping:
-    """The largest norm of the gradient.
+    """The largest norm of the gradient of the parameters that the optimizer holds.
 
     Args:
         max_norm: The limit that the configuration names; 0 for no clipping.

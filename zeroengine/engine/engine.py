@@ -228,7 +228,11 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's mean gradient before clipping; None before the first, and after a load."""
+        """The global norm of the last step's mean gradient before clipping; None before the first, and after a load.
+
+        It is of the parameters that the optimizer holds. Others count as frozen, and no gradients are computed for
+        them, which ``torch.nn.utils.clip_grad_norm_(model.parameters())`` in plain PyTorch would include.
+        """
         return self._counters.grad_norm
 
     @property
@@ -306,8 +310,9 @@ class Engine:
         """Clip the gradient of this step to ``max_norm``, in place of ``torch.nn.utils.clip_grad_norm_``.
 
         Reduce the gradients that are not reduced yet, return the global norm of the mean gradient before clipping, and
-        make the next ``step`` clip to ``max_norm`` (or to ``gradient_clipping``, if that is smaller). Call it on every
-        rank, between the last backward of a step and ``step``.
+        make the next ``step`` clip to ``max_norm`` (or to ``gradient_clipping``, if that is smaller). The norm is of
+        the parameters that the optimizer holds, see ``grad_norm``. Call it on every rank, between the last backward of
+        a step and ``step``.
 
         Args:
             max_norm: A number above 0. ``math.inf`` clips nothing and returns the norm.

@@ -70,8 +70,8 @@ def initialize(
         optimizer: A ``torch.optim`` optimizer over the model's parameters, a list of several, a callable that takes
             parameters, or None to build it from the configuration. Adam and AdamW run on the fused kernel; any
             optimizer works that looks at one parameter at a time. Parameters that it leaves out count as frozen, with
-            one notice. A model without trainable parameters, such as a reference or a reward model, needs no optimizer
-            and is also partitioned.
+            one notice: no gradients are computed for them, and the norm is without them. A model without trainable
+            parameters, such as a reference or a reward model, needs no optimizer and is also partitioned.
         config: A JSON, YAML or HJSON file, a dict, or None for the file that zero-launch names.
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.

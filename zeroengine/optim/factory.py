@@ -211,8 +211,9 @@ def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: E
         param.requires_grad_(False)
         undo.callback(param.requires_grad_)
     return (
-        f"{kind} leaves out trainable parameters, which count as frozen: {shown}. Add them to a group to train them, "
-        "or freeze them with requires_grad_(False)."
+        f"{kind} leaves out trainable parameters, which count as frozen: {shown}. They get no gradients, which "
+        "grad_norm and clipping leave out, too. Add them to a group to train them, or freeze them with "
+        "requires_grad_(False)."
     )
 
 
