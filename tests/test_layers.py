@@ -161,3 +161,16 @@ def test_nothing_outside_of_the_transports_compares_the_name_of_a_transport() ->
         if re.search(r"transport(\.name)?$", ast.unparse(side), re.IGNORECASE)
     ]
     assert not found
+
+
+def test_every_exchange_of_objects_says_what_for() -> None:
+    """Users need no purpose, where they exchange objects by ``engine.group``."""
+    calls = [
+        (module, node.lineno)
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("all_gather_object", "gather_object")
+        if len(node.args) < 2 or getattr(getattr(node.func, "value", None), "id", "") == "dist"
+    ]
+    # The monitor's thread has a process group of its own.
+    assert {module for module, _ in calls} <= {"zeroengine.monitor.collector"}, calls

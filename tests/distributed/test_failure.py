@@ -37,6 +37,7 @@ UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whos
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
 SOON = 30.0  # seconds: well within LONG, with room for a busy machine
 LONG = 300.0
+EXCHANGE = "all_gather_object() (exchange to save a checkpoint)"
 
 
 @pytest.fixture(autouse=True)
@@ -274,7 +275,9 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
     assert re.search(UNIT, message), message
     if transport == "shm":
         assert f"rank 1 has waited {PATIENCE:g} s (comm.timeout_seconds) for" in message, message
-        assert ("and waits for exchange to save a checkpoint; rank 1" in message) == (where == "saving"), message
+        assert ("and waits for save_checkpoint() (exchange to save a checkpoint); rank 1" in message) == (
+            where == "saving"
+        ), message
     else:
         assert "rank 1 could not finish" in message and "rank 0 is at " in message, message
 
@@ -346,8 +349,8 @@ def test_a_rank_that_is_busy_is_waited_for_and_that_is_said_once(tmp_path: Path)
     (values, said), *others = run_ranks(3, meet, tmp_path, False)
     assert values == [0, 1, 2] and others == [([0, 1, 2], [])] * 2
     assert said == [
-        "rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a checkpoint, and goes on waiting: rank 1 "
-        f"is at its start, the others wait at exchange to save a checkpoint. {SAME_CALLS_ADVICE}"
+        f"rank 0 has waited 1 s (comm.timeout_seconds) for {EXCHANGE}, and goes on waiting: rank 1 is at its start, "
+        f"the others wait at {EXCHANGE}. {SAME_CALLS_ADVICE}"
     ]
 
 
@@ -355,7 +358,7 @@ def test_a_rank_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
     run_ranks(2, meet, tmp_path, True, missing=(0, 1))
     assert (tmp_path / "code").read_text() == "1"
     assert (tmp_path / "said0").read_text().splitlines()[-1] == (
-        "zeroengine.errors.DivergenceError: rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a "
-        "checkpoint: rank 1 does not answer (ended?), rank 0 waits at exchange to save a checkpoint. "
+        f"zeroengine.errors.DivergenceError: rank 0 has waited 1 s (comm.timeout_seconds) for {EXCHANGE}: rank 1 does "
+        f"not answer (ended?), rank 0 waits at {EXCHANGE}. "
         f"{SAME_CALLS_ADVICE}."
     )

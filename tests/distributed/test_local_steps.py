@@ -407,7 +407,7 @@ def outer_momentum(engine: zeroengine.Engine) -> State:
         for span, place in outer.spans():
             momentum[slots[span.param_index].name][span.param_slice] = outer.state.momentum[place]
     for value in momentum.values():
-        parts.ranks.replica_group.all_reduce(value)
+        parts.ranks.replica_group.all_reduce(value, "of values")
     return momentum
 
 

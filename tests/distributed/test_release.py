@@ -337,7 +337,7 @@ def interrupted() -> None:
         assert param.dtype is torch.float32 and torch.equal(param, before[name])
 
 
-def interrupt(*args: Any) -> None:
+def interrupt(*args: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 

@@ -43,7 +43,7 @@ def whole_states(engine: zeroengine.Engine, keys: Sequence[str] = ADAM_STATE) ->
             assert len(set(numbers)) <= 1, f"{name}: {numbers}"
             to_sum[f"{name} {key}"] = torch.tensor([numbers[0], 1.0] if numbers else [0.0, 0.0])
     summed = torch.cat([value.flatten() for value in to_sum.values()])
-    engine._parts.ranks.replica_group.all_reduce(summed)
+    engine._parts.ranks.replica_group.all_reduce(summed, "of values")
     pieces = summed.split([value.numel() for value in to_sum.values()])
     for (name, value), piece in zip(to_sum.items(), pieces, strict=True):
         is_number = name.partition(" ")[2] in NUMBERS

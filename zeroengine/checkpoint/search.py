@@ -100,7 +100,7 @@ class CheckpointSearch:
             with contextlib.suppress(CheckpointError) if self._fallback else contextlib.nullcontext():
                 is_plain_here = is_plain(path)
         # All ranks must agree, because they take different branches otherwise.
-        return all(self._group.all_gather_object(is_plain_here))
+        return all(self._group.all_gather_object(is_plain_here, "of kinds of checkpoints"))
 
     def _find(self, lock: contextlib.ExitStack) -> Candidate:
         """Return the first candidate that is whole, with rank 0's lock of it entered into `lock`."""
@@ -143,10 +143,11 @@ class CheckpointSearch:
                     raise
                 problems.append(str(error))
         # Ranks may see the folder in different states, such as with delayed NFS caches. The list of rank 0 counts.
-        yield from (first := self._group.all_gather_object(tags)[0])
+        yield from (first := self._group.all_gather_object(tags, "of checkpoints to try")[0])
         # Reading every manifest takes long in a large folder, so it is done only where other candidates are needed.
         if self._fallback:
-            yield from (tag for tag in self._group.all_gather_object(self._tags_here())[0] if tag not in first)
+            all_tags = self._group.all_gather_object(self._tags_here(), "of other checkpoints to try")[0]
+            yield from (tag for tag in all_tags if tag not in first)
 
     def _tags_here(self) -> list[str]:
         tags = self._directory.tags()[::-1]
@@ -172,7 +173,7 @@ class CheckpointSearch:
         except CheckpointError as error:
             problems, is_missing = [str(error)], isinstance(error, MissingCheckpointError)
         # A problem of one file is a problem for all ranks.
-        findings = self._group.all_gather_object((problems, is_missing))
+        findings = self._group.all_gather_object((problems, is_missing), "of damage to a checkpoint")
         all_problems = [problem for problems, _ in findings for problem in problems]
         is_missing_everywhere = all(is_missing for _, is_missing in findings)
         return Candidate(tag, identity, path, manifest, list(dict.fromkeys(all_problems)), is_missing_everywhere)
@@ -180,7 +181,7 @@ class CheckpointSearch:
     def _was_removed(self, candidate: Candidate) -> bool:
         """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
         # Rank 0's answer counts, since it alone holds the lock and noted the identity.
-        return self._group.all_gather_object(self._differs_now(candidate))[0]
+        return self._group.all_gather_object(self._differs_now(candidate), "to find a checkpoint again")[0]
 
     def _differs_now(self, candidate: Candidate) -> bool:
         identity = self._directory.identity(candidate.tag)

@@ -25,7 +25,7 @@ from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.errors import CheckpointError
 from zeroengine.offload.placement import Placement
 from zeroengine.utils.process_finalizer import finalize
-from zeroengine.utils.process_groups import all_gather_objects, destroy_group
+from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.progress import Report, evicting, ignore_progress, progress
 
 log = logging.getLogger("zeroengine")
@@ -160,7 +160,7 @@ class CheckpointWriter:
         """
         gloo_group = self._background.gloo_group()
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
-        nbytes = sum(self._group.all_gather_object(content.nbytes))
+        nbytes = sum(self._group.all_gather_object(content.nbytes, "of the bytes of a checkpoint"))
         # One rank makes the directory, or the ranks would race for it. Its name has a random part, so the other ranks
         # learn it from rank 0.
         new_directories: list[Path] = []
@@ -203,7 +203,10 @@ class CheckpointWriter:
 
     def _raise_if_failed(self, error: str | None) -> None:
         # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
-        errors = list(filter(None, self._group.all_gather_object(error, "to save a checkpoint")))
+        # After a divergence they have gone separate ways already.
+        diverged = bool(self._group.divergence.message)
+        all_errors = [error] if diverged else self._group.all_gather_object(error, "to save a checkpoint")
+        errors = list(filter(None, all_errors))
         if errors:
             raise CheckpointError(errors[0])
 
@@ -250,11 +253,13 @@ def _write(
         The message of the error on any rank; None where the save succeeded.
     """
     reason: str | None = None
+    # No other thread uses this group, so its exchanges are apart from those of training.
+    exchanges = Group(group, CPU, range(group.size()))
     try:
         # A file that any rank failed to write is an error of all ranks.
         own_files = save_files(writing, content.entries, content.objects, content.aliases, group, report)
         # This also ensures that every rank has closed and synced its files before rank 0 commits.
-        all_files = all_gather_objects(group, own_files, CPU)
+        all_files = exchanges.all_gather_object(own_files, "of files")
         if group.rank() == 0:
             try:
                 manifest = Manifest(format=FORMAT, tag=tag, files=dict(ChainMap(*all_files)), **content.about)
@@ -263,7 +268,7 @@ def _write(
             except Exception as error:
                 reason = failure_reason(error)
         # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
-        reason = all_gather_objects(group, reason, CPU)[0]
+        reason = exchanges.all_gather_object(reason, "to commit a checkpoint")[0]
     # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
     except BaseException as error:
         # An interrupt of a save within `save_checkpoint` ends the program, as an interrupt anywhere does.

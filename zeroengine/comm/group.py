@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
+from zeroengine.comm.divergence import Divergence, of_engine
+from zeroengine.comm.exchange_label import LABEL_BYTES, MAX_SHOWN, ExchangeLabel, check_labels, described
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
-from zeroengine.utils.listed import listed
+from zeroengine.utils.call_stack import public_call
 from zeroengine.utils.process_finalizer import finalize
-from zeroengine.utils.process_groups import all_gather_objects, run_collective
+from zeroengine.utils.process_groups import all_gather_bytes, leave_to_threads, run_collective, start_all_gather_bytes
 
 T = TypeVar("T")
-# A message about ranks that differ shows at most this many values, and this many ranks of each.
-MAX_SHOWN = 3
 
 
 LongWait = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -40,18 +41,24 @@ class Group:
         process_group: The ranks to partition over; None for the default group.
         device: The device that the model computes on.
         numbers: The engine's number of each rank, for messages. None: this is the engine's group of all ranks.
+        divergence: That of the group that this one is a part of. None: a new one.
 
     Attributes:
+        divergence: Whether the ranks have diverged.
         rank: This rank's number within the group.
         world_size: The number of ranks.
         numbers: The engine's number of each rank.
         is_collecting_errors: Whether a block of ``collective_errors`` is running, which tells the others of an error.
-        num_errors: How many errors all ranks have raised together, from ``collective_errors``.
+        num_errors: How many errors all ranks have raised together, from ``collective_errors`` or in different calls.
         has_peers: Whether other ranks answer. Those of torch's ``fake`` backend do not.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, device: torch.device, numbers: Sequence[int] | None = None
+        self,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
+        numbers: Sequence[int] | None = None,
+        divergence: Divergence | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -64,11 +71,15 @@ class Group:
         self.numbers = tuple(range(self.world_size)) if numbers is None else tuple(numbers)
         self.device = device
         self._long_wait: LongWait | None = None
+        self.divergence = Divergence() if divergence is None else divergence
+        self.divergence.listeners[group] = self._tell_peers
         # The watchdog of the group that this one is a part of.
         self._shared_watchdog: Watchdog | None = None
         self.is_collecting_errors, self.num_errors = False, 0
         self.backend = backend_of(group, device.type)
         self.has_peers = self.world_size > 1 and self.backend != "fake"
+        # The device of tensors that the group can send.
+        self._device = torch.device("cpu") if self.backend == "gloo" else device
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
         # group of some ranks it was made of all ranks before.
         if self.backend == "nccl" and self.world_size > 1 and numbers is None:
@@ -82,36 +93,81 @@ class Group:
         """
         return contextlib.nullcontext() if self._long_wait is None else self._long_wait(what)
 
-    def all_gather_object(self, value: T, purpose: str = "of facts") -> list[T]:
+    def all_gather_object(self, value: T, purpose: str = "of objects", call: str = "") -> list[T]:
         """Return every rank's ``value``, in rank order.
 
         Args:
             value: Anything that pickles.
-            purpose: The purpose, such as "to save a checkpoint", for the message where a rank stalls.
+            purpose: The purpose, such as "to save a checkpoint", for messages. All ranks pass the same.
+            call: The public call, where ranks may rightly come here from different ones. "": the one in progress.
 
         Raises:
-            DivergenceError: Another rank has ended or cannot be reached.
+            DivergenceError: The ranks make different calls, or another rank has diverged, has ended or cannot be
+                reached.
         """
         # Without peers this rank's value stands for those of all ranks.
         if not self.has_peers:
             return [value] * self.world_size
-        device = torch.device("cpu") if self.backend == "gloo" else self.device
-        try:
-            with self.long_wait(f"exchange {purpose}"):
-                return all_gather_objects(self.process_group, value, device)
-        except RuntimeError as error:
-            raise DivergenceError(
-                f"rank {self.numbers[self.rank]} lost its peers: one has ended, or cannot be reached "
-                f"({str(error).splitlines()[0]}). If no rank reports another error: {SAME_CALLS_ADVICE}."
-            ) from error
+        content = pickle.dumps(value)
+        with self._meeting(purpose, len(content), call) as numels:
+            return [pickle.loads(row) for row in all_gather_bytes(self.process_group, content, numels, self._device)]
 
     @contextlib.contextmanager
-    def collective_errors(self, purpose: str, fact: T | None = None) -> Iterator[list[T]]:
+    def _meeting(self, purpose: str, numel: int = 0, call: str = "") -> Iterator[list[int]]:
+        """Compare with the other ranks what is exchanged inside, and surround the wait. A collective.
+
+        Every exchange goes through here, so that ranks in different ones find out before any of them reads a value.
+
+        Args:
+            purpose: See ``all_gather_object``.
+            numel: A number of this rank for the others.
+            call: See ``all_gather_object``.
+
+        Yields:
+            The numbers of all ranks.
+        """
+        number, call = self.numbers[self.rank], call or public_call()
+        label = ExchangeLabel(self.divergence.engine, call, purpose, numel)
+        self.divergence.check(f"exchange {purpose}")
+        try:
+            with self.long_wait(str(label)):
+                numels = [LABEL_BYTES] * self.world_size
+                rows = all_gather_bytes(self.process_group, label.encoded(), numels, self._device)
+                labels = [ExchangeLabel.decoded(row) for row in rows]
+                for failed, (engine, *_, failure) in zip(self.numbers, labels, strict=True):
+                    if failure:
+                        message = f"rank {failed} has diverged while rank {number} is in {label}. It said: {failure}"
+                        # It may be another engine that has diverged.
+                        raise of_engine.get(engine, Divergence()).error(message, self.process_group)
+                # An error of all ranks ends a stream of the weights, which another call of one rank has met.
+                self.num_errors += len({other[:3] for other in labels}) > 1
+                check_labels(labels, self.numbers)
+                yield [other.numel for other in labels]
+        except RuntimeError as error:
+            raise self.divergence.error(
+                f"rank {number} lost its peers: one has ended, or cannot be reached "
+                f"({str(error).splitlines()[0]}). If no rank reports another error: {SAME_CALLS_ADVICE}.",
+                self.process_group,
+            ) from error
+
+    def _tell_peers(self, failure: str) -> None:
+        """Take part in the exchange that peers wait in, or come to next, with an error. See ``Divergence``."""
+        # A GPU's communicator would wait for them on the device.
+        if self.has_peers and self.backend == "gloo":
+            # The peers may have ended.
+            with contextlib.suppress(RuntimeError):
+                content = ExchangeLabel(self.divergence.engine, public_call(), "", 0, failure).encoded()
+                _, rows = start_all_gather_bytes(self.process_group, content, LABEL_BYTES, self._device)
+                leave_to_threads(self.process_group, rows)
+
+    @contextlib.contextmanager
+    def collective_errors(self, purpose: str, fact: T | None = None, call: str = "") -> Iterator[list[T]]:
         """Make an error of one rank an error of all ranks, each with the message of the first.
 
         Args:
             purpose: The purpose, such as "to save a checkpoint", for the other ranks' message.
             fact: Anything that pickles, for the other ranks.
+            call: See ``all_gather_object``.
 
         Yields:
             A list that holds every rank's ``fact``, in rank order, once the block has ended.
@@ -129,7 +185,7 @@ class Group:
             error, report = raised, (ZeroEngineError, f"{type(raised).__name__}: {raised}")
         finally:
             self.is_collecting_errors = outer
-        reports_and_facts = self.all_gather_object((report, fact), purpose)
+        reports_and_facts = self.all_gather_object((report, fact), purpose, call)
         # Every rank takes part in the exchange before it raises, or the others would wait for it.
         failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)
         for rank, other in failures:
@@ -144,25 +200,34 @@ class Group:
         """Return whether ``error`` is the last one of ``collective_errors``, so that every rank handles one now."""
         return getattr(error, "of_all_ranks", None) == (id(self), self.num_errors)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, purpose: str, source: int = 0) -> None:
         """Copy rank ``source``'s values to every rank, in place.
 
         Args:
             tensor: Contiguous, of any dtype.
+            purpose: See ``all_gather_object``.
             source: The rank whose values count.
         """
-        if self.world_size > 1:
-            with self.long_wait("broadcast"), self._on_backend_device(tensor) as values:
+        if self.has_peers:
+            with self._meeting(_of_values(purpose, tensor)), self._on_backend_device(tensor) as values:
                 # The backends know few dtypes. No arithmetic is done, so the bytes can travel instead.
                 run_collective(
                     lambda sent: dist.broadcast(sent, group_src=source, group=self.process_group, async_op=True),
                     values.view(-1).view(torch.uint8),
                 )
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over ranks, in place. For rare use: a ``Transport`` is faster."""
-        if self.world_size > 1:
-            with self.long_wait("sum"), self._on_backend_device(tensor) as values:
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, in_step: bool = False) -> None:
+        """Sum over ranks, in place. For rare use: a ``Transport`` is faster.
+
+        Args:
+            tensor: Contiguous.
+            purpose: See ``all_gather_object``.
+            in_step: Whether this follows the update of a step, where the ranks have met, and where the host does not
+                wait for a GPU.
+        """
+        if self.has_peers:
+            meeting = self.long_wait(purpose) if in_step else self._meeting(_of_values(purpose, tensor))
+            with meeting, self._on_backend_device(tensor) as values:
                 run_collective(lambda sent: dist.all_reduce(sent, group=self.process_group, async_op=True), values)
 
     @contextlib.contextmanager
@@ -237,7 +302,7 @@ class Group:
             members: As for ``new_group``.
             watchdog: The watchdog of this group, which that group uses as well, so that its messages name all ranks.
         """
-        group = Group(self.new_group(self.backend, members=members), self.device, sorted(members))
+        group = Group(self.new_group(self.backend, members=members), self.device, sorted(members), self.divergence)
         group._shared_watchdog = watchdog
         return group
 
@@ -250,13 +315,14 @@ class Group:
         if self._shared_watchdog is not None:
             self.surround_long_waits(self._shared_watchdog.long_wait)
             return self._shared_watchdog
-        names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)
+        own = uuid.uuid4().hex, host_name()
+        names, hosts = zip(*self.all_gather_object(own, "to start the watchdog"), strict=True)
         # A clone of the store has a connection of its own, so that a request of the watchdog's thread does not wait
         # behind one of torch's. The random name of rank 0 keeps the keys of several engines apart.
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
-        watchdog = Watchdog(store, self.rank, hosts, timeout)
+        watchdog = Watchdog(store, self.rank, hosts, timeout, self.divergence)
         self.surround_long_waits(watchdog.long_wait)
         return watchdog
 
@@ -280,7 +346,7 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
         # Values are compared by their text, because not all of them can be compared or hashed.
         ranks_with = ranks_by_value({rank: repr(row[name]) for rank, row in enumerate(arguments)})
         if len(ranks_with) > 1:
-            values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
+            values = (f"{value} on {described(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
             differences.append(f"{name} is {' and '.join(values)}")
     if differences:
         raise DivergenceError(
@@ -288,8 +354,9 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
         )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, MAX_SHOWN)}"
+def _of_values(purpose: str, tensor: torch.Tensor) -> str:
+    # Ranks that exchange tensors of different sizes would wait for bytes that never come.
+    return f"{purpose}, {tensor.numel()} values of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:

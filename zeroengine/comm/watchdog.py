@@ -34,6 +34,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import ANSWER_TIMEOUT_S, AlarmBoard, RankPosition
+from zeroengine.comm.divergence import Divergence
 from zeroengine.errors import DivergenceError
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.work import Work
@@ -69,8 +70,8 @@ class IssuedOperation:
 class OperationRecord:
     """The operations that this rank has issued. The rank and the watchdog's thread share it."""
 
-    def __init__(self) -> None:
-        self.position = RankPosition(False, "its start")
+    def __init__(self, divergence: Divergence) -> None:
+        self.position, self.divergence = RankPosition(False, "its start"), divergence
         # The thread sets the error, and the rank raises it when it next issues an operation.
         self.error: DivergenceError | None = None
         self.error_raised = threading.Event()
@@ -87,7 +88,7 @@ class OperationRecord:
         """Add an operation that is issued next, or raise the error of a stall."""
         if self.error is not None:
             self.error_raised.set()
-            raise self.error
+            raise self.divergence.error(str(self.error))
         # This drops finished operations. Otherwise the queue would grow between two calls of ``place``.
         self._first()
         issued = IssuedOperation(what, time.monotonic(), patient=patient)
@@ -99,6 +100,8 @@ class OperationRecord:
         """Forget an operation."""
         with self._lock:
             self._under_way.remove(issued)
+        if self.error is not None:
+            self.error_raised.set()
 
     def holds(self, issued: IssuedOperation) -> bool:
         """Return whether an operation is still under way."""
@@ -133,10 +136,17 @@ class Watchdog:
         rank: This rank.
         hosts: Each rank's host by name; an empty string where nobody named it.
         timeout: Seconds after which an operation that was issued has stalled.
+        divergence: Refuses operations after a divergence, and learns of the first one. None: one of this object alone.
+
+    Attributes:
+        divergence: See above.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: float) -> None:
-        self._board, self._record = AlarmBoard(store, rank, hosts), OperationRecord()
+    def __init__(
+        self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: float, divergence: Divergence | None = None
+    ) -> None:
+        self.divergence = Divergence() if divergence is None else divergence
+        self._board, self._record = AlarmBoard(store, rank, hosts), OperationRecord(self.divergence)
         self._closed = threading.Event()
         # The thread holds no reference to this object, so that the thread ends with the object.
         arguments = (self._board, self._record, timeout, self._closed)
@@ -145,7 +155,8 @@ class Watchdog:
         self._finalizer = finalize(self, _stop, self._closed, thread)
 
     def record(self, what: str) -> None:
-        """Note the operation that this rank issues next."""
+        """Note the operation that this rank issues next. Raise ``DivergenceError`` after a divergence."""
+        self.divergence.check(what)
         self._record.position = RankPosition(False, what)
 
     def close(self) -> None:
@@ -167,8 +178,8 @@ class Watchdog:
         """
         # The operation is recorded before it is issued: the first one of a communicator waits for the other ranks in
         # ``run``.
-        issued = self._record.begin(what)
         self.record(what)
+        issued = self._record.begin(what)
         try:
             issued.work = work = run()
         except BaseException:
@@ -201,7 +212,8 @@ class Watchdog:
                 raise
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             where = self._board.report(self._record.position)
-            raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
+            message = f"rank {self._board.rank} could not finish {what} ({cause}): {where}."
+            raise self.divergence.error(message) from error
         # Only success restores the position: after a failure the other ranks learn where this rank waited.
         self._record.position = before
 
@@ -239,7 +251,8 @@ def _watch(board: AlarmBoard, record: OperationRecord, timeout: float, closed: t
                 stalled.issued_at, stalled.has_warned = time.monotonic(), True
                 continue
         record.error = DivergenceError(f"{waited}: {where}.")
-        if not record.error_raised.wait(RAISE_TIMEOUT_S):
+        # A rank that does not answer may have ended its engine after an error, of which an exchange tells this rank.
+        if not record.error_raised.wait(2 * ANSWER_TIMEOUT_S if stalled.patient else RAISE_TIMEOUT_S):
             _end_process(record.error)
         return
 

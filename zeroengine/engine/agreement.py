@@ -34,9 +34,9 @@ def check_agreement(
     # The facts may be megabytes and almost always agree, so the ranks first exchange digests of 64 bytes.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     # Every rank has the same digests, so all ranks take the same branch.
-    if len(set(group.all_gather_object(digest))) == 1:
+    if len(set(group.all_gather_object(digest, "to compare models"))) == 1:
         return
-    facts_by_rank = group.all_gather_object(facts)
+    facts_by_rank = group.all_gather_object(facts, "of models")
     differences = [
         f"rank {rank}: {line}"
         for rank, other in enumerate(facts_by_rank)

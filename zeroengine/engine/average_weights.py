@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward, check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
@@ -37,14 +36,14 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
     """
     # A plain loss.backward() may not have been ended yet.
     parts.passes.backward.end_if_over()
-    with parts.ranks.group.collective_errors("to compute with the average weights", {"call": call}) as calls:
+    group = parts.ranks.group
+    with group.collective_errors("to compute with the average weights"):
         check_keeps_averages(parts, call)
         parts.loop.state_offloader.check_resident(call)
         parts.partition.placement.check_intact()
         check_outside_of_gathered(parts.passes.gatherer, call)
         check_outside_of_backward(call)
         check_outside_of_forward(parts.passes.forward, call)
-    check_same(call, calls)
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()
     # A released unit has writes in ``gathered`` alone, which checks them.
@@ -57,7 +56,7 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
             written = [param for param, version in zip(writable, versions, strict=True) if param._version != version]
             # A peer may still compute with the parameters in this rank's memory, so no rank restores its own before all
             # have come here. After an error inside, too, since the other ranks wait.
-            parts.ranks.group.all_gather_object(None, f"at the end of {call}")
+            group.all_gather_object(None, f"at the end of {call}")
     if written:
         raise ZeroEngineError(
             f"{call}: {len(written)} parameters were written inside, such as by load_state_dict(), which is lost: "

@@ -172,7 +172,7 @@ class StateDigests:
         # Each rank fills its own row, so the sum over ranks has the rows of all.
         rows = torch.zeros(group.world_size, len(own), dtype=torch.int64, device=group.device)
         rows[group.rank] = torch.stack(own)
-        group.all_reduce(rows)
+        group.all_reduce(rows, "of digests", in_step=facts is not None)
         return rows
 
     def _whole(self, numbers: np.ndarray) -> dict[str, str]:

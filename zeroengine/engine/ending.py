@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -11,9 +12,11 @@ from zeroengine.engine import temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import NUM_SHOWN, check_outside_of_backward, check_outside_of_gathered, unset_names
 from zeroengine.engine.checkpointing import EngineCheckpoints
-from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.errors import CheckpointError, DivergenceError, ZeroEngineError
 from zeroengine.utils.listed import listed
 from zeroengine.utils.process_finalizer import keep_until_process_ends
+
+log = logging.getLogger("zeroengine")
 
 
 class EndedEngineError(ZeroEngineError, AttributeError):
@@ -112,14 +115,25 @@ def prepare_close(parts: EngineParts) -> None:
     Raises:
         ZeroEngineError: The engine is in the midst of its work. Nothing has changed.
     """
-    error = sys.exc_info()[1]
+    error, divergence = sys.exc_info()[1], parts.ranks.group.divergence.message
     # Training may run inside an `except`, as a retry does. Its error does not concern this engine.
-    if error is not None and error is not parts.error_at_start:
-        parts.partition.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+    if divergence or (error is not None and error is not parts.error_at_start):
+        reason = "DivergenceError" if divergence else type(error).__name__
+        parts.partition.restoration.leave_partitioned(f"the engine was closed after {reason}")
         # The other ranks may not end their streams of the weights now.
         parts.passes.gatherer.refuse_calls = None
         return
-    _check_may_end(parts, "close()")
+    try:
+        # A rank that closes while others go on finds out, and they do, at every stage.
+        with parts.ranks.group.collective_errors("to close the engine"):
+            _check_may_end(parts, "close()")
+    except DivergenceError as error_of_others:
+        # Ranks in different calls can go on. Otherwise another rank has ended or failed, and none can.
+        if not parts.ranks.group.divergence.message:
+            raise
+        log.warning("close(): %s", error_of_others)
+        parts.partition.restoration.leave_partitioned("the engine was closed after a DivergenceError")
+        return
     try:
         parts.partition.restoration.check_room()
         # Whole parameters stay those of this rank, so the ranks need not meet for them.
@@ -159,7 +173,7 @@ def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> 
         # ranks know, and still restore the parameters.
         checkpoints.close()
         # After an error the device may never finish the last step.
-        if sys.exc_info()[0] is None:
+        if sys.exc_info()[0] is None and not parts.ranks.group.divergence.message:
             parts.loop.step_runner.final_report()
         if not parts.partition.restoration.reason_not_whole:
             checkpoints.rounds.end_round()

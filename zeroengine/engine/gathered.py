@@ -73,7 +73,7 @@ class ParameterOwner:
         views = unit.full_buffer.views
         for index in written:
             # Whole values travel, since the writer is the only rank that holds them all.
-            self.parts.ranks.group.broadcast(views[index], writers[index])
+            self.parts.ranks.group.broadcast(views[index], f"of {unit.layout.slots[index].name}", writers[index])
             # Autograd then refuses a backward through a graph that saved the old values.
             torch.autograd.graph.increment_version(unit.params[index])
         unit.originals.unset.difference_update(names)

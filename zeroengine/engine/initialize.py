@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,7 @@ def make_engine(
         group = Group(ranks, _device_of(model, ranks))
         ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
         # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
-        with group.collective_errors("to initialize"):
+        with group.collective_errors("to initialize", uuid.uuid4().hex) as names:
             _check_model(model, optimizer)
             split_quantized_parameters(model, undo)
             settings = config if isinstance(config, Config) else load(config)
@@ -136,6 +137,8 @@ def make_engine(
                 check_optimizer(base_optimizer, degrees)
             # Deferred parameters get their values last, because this takes memory and time.
             meta_init.initialize_meta_parameters(model)
+        # Ranks that call methods of different engines then find out.
+        group.divergence.name_engine(names[0])
         # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
         check_agreement(group, settings, model, plans, base_optimizer)
         if notice is not None and group.rank == 0:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
@@ -35,14 +34,13 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
         return _callers(parts, backend.run(act))
     # A plain loss.backward() may not have been ended yet.
     parts.passes.backward.end_if_over()
-    with parts.ranks.group.collective_errors(f"to call {call}", {"call": call}) as calls:
+    with parts.ranks.group.collective_errors(f"to call {call}"):
         parts.loop.state_offloader.check_resident(call)
         parts.partition.placement.check_intact()
         check_outside_of_gathered(parts.passes.gatherer, call)
         if parts.passes.forward.num_model_forwards or torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
         _check_elementwise(parts, name, act)
-    check_same("a method of the optimizer", calls)
     parts.loop.step_runner.await_result()
     parts.states.master_weights.settle()
     # Ranks may read this rank's parameters in place.

@@ -57,7 +57,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     gradient = located.expand(located.owned_parts(shard.gradient) if shard.unit_grads.launched_in_step else ())
     if local_gradient is not None:
         gradient += local_gradient
-    located.parts.ranks.replica_group.all_reduce(gradient)
+    located.parts.ranks.replica_group.all_reduce(gradient, "of a gradient")
     return gradient / located.parts.passes.reducer.divisor()
 
 
@@ -80,7 +80,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
         parts.loop.clipping.check_not_clipped("set_full_gradient()")
     parts.passes.reducer.reduces.wait()
     parts.passes.reducer.take_assigned_gradients()
-    parts.ranks.group.broadcast(value)
+    parts.ranks.group.broadcast(value, "of a gradient")
     share = float(parts.ranks.transport.rank == 0)
     parts.passes.reducer.replace_gradient(shard.unit_grads, located.index, value, share)
 
@@ -112,7 +112,7 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         # A replica that has taken no step yet has no state, and gives zeros.
         if values and located.unit.rank == holder % located.parts.ranks.transport.world_size:
             state.copy_(values[0][1])
-    located.parts.ranks.replica_group.all_reduce(state)
+    located.parts.ranks.replica_group.all_reduce(state, "of an optimizer state")
     return state
 
 
@@ -131,7 +131,7 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
     shard, shape, _ = located.find_state("set_full_optimizer_state", key)
     with located.same_call("set_full_optimizer_state"):
         value = located.checked_copy(value, shape)
-    located.parts.ranks.group.broadcast(value)
+    located.parts.ranks.group.broadcast(value, "of an optimizer state")
     # Each rank received the whole value, and keeps only its part.
     located.parts.states.optimizer.set_state_values(shard, located.index, key, value)
 
@@ -162,7 +162,7 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))
-    located.parts.ranks.replica_group.all_reduce(value)
+    located.parts.ranks.replica_group.all_reduce(value, "of master weights")
     return value
 
 
@@ -181,7 +181,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     with located.same_call("set_full_master"):
         located.check_has_weights("set_full_master()")
         value = located.checked_copy(value)
-    located.parts.ranks.group.broadcast(value)
+    located.parts.ranks.group.broadcast(value, "of master weights")
     gatherer.pin(unit)
     if located.shard is not None:
         # A rank may own no part of the parameter.
@@ -251,15 +251,9 @@ class LocatedParameter:
             A list that receives the facts of all ranks, in rank order, when the ``with`` ends.
         """
         call = f"{call} of {self.slot.name}"
-        facts: list[Any] = []
         self.parts.passes.gatherer.check_no_stream(call)
-        with self.parts.ranks.group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
+        with self.parts.ranks.group.collective_errors(f"in {call}", fact) as facts:
             yield facts
-        # Ranks with different calls would exchange tensors of different shapes, and hang or mix up values.
-        if any(other_call != call for other_call, _ in calls_by_rank):
-            calls = ", ".join(f"rank {rank}: {other_call}" for rank, (other_call, _) in enumerate(calls_by_rank))
-            raise ZeroEngineError(f"every rank is to make the same call of the same parameter, found {calls}")
-        facts += [fact for _, fact in calls_by_rank]
 
     def find_state(self, call: str, key: str) -> tuple[OptimizerShard, tuple[int, ...] | None, int]:
         """Find the optimizer state ``key``. A collective.

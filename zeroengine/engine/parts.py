@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -219,7 +220,7 @@ def partition_model(setup: EngineSetup, ranks: Ranks, timer: Timer) -> Partition
     units.extend(_make_units(setup, ranks, placement))
     forbid_forward_while_unset(model, units, undo)
     # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
-    mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
+    mixed_precision.prepare_buffers(model, config, group.device, partial(group.broadcast, purpose="of buffers"), undo)
     return PartitionedModel(placement, backend, units, restoration)
 
 
@@ -233,7 +234,7 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
             plan,
             ranks.rules.of_unit(plan),
             ranks.transport,
-            ranks.group.broadcast,
+            partial(ranks.group.broadcast, purpose=f"of unit {plan.name}"),
             stored,
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             next(master_stores) if plan.trainable else None,

@@ -13,7 +13,7 @@ from torch import nn
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
-from zeroengine.errors import ReleasedParameterError, ZeroEngineError
+from zeroengine.errors import DivergenceError, ReleasedParameterError, ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.plan.bytes.free_memory import measure_free_memory
@@ -108,8 +108,12 @@ class Restoration:
                 if not reason and unit.restores_from_master:
                     unit.restore_parameters(list(self._master_values(unit, shard_of.get(unit))))
                 elif not (reason and unit.is_releasable):
-                    unit.gather_whole()
-                    unit.restore_parameters()
+                    try:
+                        unit.gather_whole()
+                        unit.restore_parameters()
+                    # After the last step, which another rank has not ended.
+                    except DivergenceError as divergence:
+                        unit.abandon_parameters(partial(_raise_abandoned, f"the ranks have diverged: {divergence}"))
                 else:
                     unit.abandon_parameters(partial(_raise_abandoned, reason))
         if not reason:
@@ -148,7 +152,7 @@ class Restoration:
                         # If a disk fails this raises, whereas a plain read would end the process.
                         populate(values)
                         value[span.param_offset : span.param_offset + span.numel] = values.to(value.device)
-            self._replica_group.all_reduce(value)
+            self._replica_group.all_reduce(value, f"of the masters of {slot.name}")
             yield value.view(slot.shape)
 
 

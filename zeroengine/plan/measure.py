@@ -122,7 +122,7 @@ def measure_on_ranks(folder: str | Path) -> Machine:
     host_link = _host_link_rate(group) if device.type == "cuda" else 0.0
     _report(group, "the disk")
     disk_rates = _disk_rates(folder) if local_rank == 0 else (0.0, 0.0, 0.0)
-    rows = group.all_gather_object((compute, memory, host_memory, host_link, disk_rates))
+    rows = group.all_gather_object((compute, memory, host_memory, host_link, disk_rates), "of rates")
     first_ranks = rows[::ranks_per_node]
     host_bytes = int(available_memory())
     is_gpu = device.type == "cuda"
@@ -212,7 +212,9 @@ def _rates_between(group: Group, parts: list[list[int]]) -> tuple[float, float, 
         trials = [
             trial(transport, n, group.device) for n in (numel, 1024) for trial in (_gather_seconds, _reduce_seconds)
         ]
-        gather, reduce, *small = (max(times) for times in zip(*group.all_gather_object(trials), strict=True))
+        gather, reduce, *small = (
+            max(times) for times in zip(*group.all_gather_object(trials, "of times"), strict=True)
+        )
         received = 4 * numel * (part.world_size - 1)
         return received / max(gather - min(small), 1e-9), received / max(reduce - min(small), 1e-9), min(small)
     finally:

@@ -96,7 +96,7 @@ class MemorySnapshots:
         address = source_address_for(os.environ.get("MASTER_ADDR") or socket.gethostname())
         self._name = host_name() or socket.gethostname()
         number = next(number for number in itertools.count(1) if number not in _OPEN_ENGINES)
-        rows = group.all_gather_object(((self._name, path), address, token, nbytes, number))
+        rows = group.all_gather_object(((self._name, path), address, token, nbytes, number), "to open the snapshots")
         # Engines of one process, as of a GAN, must not take the snapshots of one another.
         _OPEN_ENGINES.add(number := rows[0][4])
         path = path if number == 1 else os.path.join(path, f"engine-{number}")
@@ -127,7 +127,7 @@ class MemorySnapshots:
         self._agreement = StepAgreement(group, "agree on a snapshot", min(AGREEMENT_INTERVAL_S, self._every_s))
         self._next_time = time.monotonic() + self._every_s
         # A snapshot that is there already was taken in an earlier round, and the script may forget to load it.
-        held = self._ranks.holdings(group.all_gather_object(self._holdings_here()[0]))
+        held = self._ranks.holdings(group.all_gather_object(self._holdings_here()[0], "of snapshots"))
         self.unused = next(iter(newest_first(held)), None)
 
     def _open_folder(self, nbytes_of_ranks: Sequence[int]) -> None:
@@ -215,7 +215,8 @@ class MemorySnapshots:
         group = Group(gloo_group, CPU, range(self._group.world_size))
         # Ranks have clocks of their own, so the facts of rank 0 count.
         about = content.about if ranks.rank == 0 else {}
-        rows = group.all_gather_object((self._holdings_here()[0], about, secrets.token_hex(4), content.nbytes))
+        own = self._holdings_here()[0], about, secrets.token_hex(4), content.nbytes
+        rows = group.all_gather_object(own, "of snapshots")
         hosts = ranks.holdings([row[0] for row in rows])
         _, about, token, _ = rows[0]
         sequence = 1 + max((manifest.sequence for manifest in newest_first(hosts).values()), default=0)

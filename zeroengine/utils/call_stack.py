@@ -1,16 +1,30 @@
-"""Find the calls of a function among the calls in progress of this thread."""
+"""Find calls among the calls in progress of this thread."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
+from traceback import walk_stack
 from types import CodeType, FrameType
+
+# Functions of these packages may call zeroengine's on behalf of zeroengine.
+TRANSPARENT_PACKAGES = ("zeroengine", "contextlib", "torch")
 
 
 def calls_in_progress(code: CodeType) -> Iterator[FrameType]:
     """Yield the frames of this thread that run ``code``, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in walk_stack(sys._getframe(1)) if frame.f_code is code)
+
+
+def public_call() -> str:
+    """Return the function of zeroengine that the user's code has called, such as ``save_checkpoint()``."""
+    name = ""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in TRANSPARENT_PACKAGES:
+            break
+        # Functions within functions are wrappers, such as those of decorators.
+        if package == "zeroengine" and not frame.f_code.co_flags & inspect.CO_NESTED:
+            name = frame.f_code.co_name
+    return f"{name}()"

@@ -12,17 +12,14 @@ before the interpreter shuts down: that joins the threads (``destroy_group``).
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.utils.process_finalizer import keep_until_process_ends
 
-T = TypeVar("T")
 # A thread of Gloo drops its tensors within microseconds, once it runs.
 DROP_POLL_S = 1e-5
 
@@ -72,34 +69,45 @@ def run_collective(issue: Callable[..., dist.Work | None], *tensors: torch.Tenso
     PendingCollective(issue, *tensors).wait()
 
 
-def all_gather_objects(group: dist.ProcessGroup, value: T, device: torch.device) -> list[T]:
-    """Return every rank's ``value``, in rank order.
+def start_all_gather_bytes(
+    group: dist.ProcessGroup, content: bytes, numel: int, device: torch.device
+) -> tuple[PendingCollective, torch.Tensor]:
+    """Start to gather every rank's bytes, and return the collective and the rows that receive them, in rank order.
 
     torch's ``all_gather_object`` would leave tensors with Gloo's threads. See the note above.
 
     Args:
         group: The ranks.
-        value: Anything that pickles.
+        content: That of this rank.
+        numel: The length of a row: that of the longest content.
         device: The device whose tensors the group can send.
-
-    Raises:
-        RuntimeError: Another rank has ended or cannot be reached.
     """
 
     def gather(row: torch.Tensor, *rows: torch.Tensor) -> dist.Work | None:
         work: dist.Work | None = dist.all_gather(list(rows), row, group=group, async_op=True)
         return work
 
-    content = pickle.dumps(value)
-    sizes = torch.empty(group.size(), 1, dtype=torch.int64, device=device)
-    run_collective(gather, torch.tensor([len(content)], device=device), *sizes)
-    numels = sizes.flatten().tolist()
-    # Every rank sends as many bytes as the longest of the values has.
-    row = torch.zeros(max(numels), dtype=torch.uint8, device=device)
+    row = torch.zeros(numel, dtype=torch.uint8, device=device)
     row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    rows = torch.empty(group.size(), row.numel(), dtype=torch.uint8, device=device)
-    run_collective(gather, row, *rows)
-    return [pickle.loads(own[:numel].numpy().tobytes()) for own, numel in zip(rows.cpu(), numels, strict=True)]
+    rows = torch.empty(group.size(), numel, dtype=torch.uint8, device=device)
+    return PendingCollective(gather, row, *rows), rows
+
+
+def all_gather_bytes(
+    group: dist.ProcessGroup, content: bytes, numels: Sequence[int], device: torch.device
+) -> list[bytes]:
+    """Return every rank's bytes, in rank order. See ``start_all_gather_bytes``.
+
+    Args:
+        group, content, device: As there.
+        numels: The number of bytes of each rank's.
+
+    Raises:
+        RuntimeError: Another rank has ended or cannot be reached.
+    """
+    pending, rows = start_all_gather_bytes(group, content, max(numels), device)
+    pending.wait()
+    return [own[:numel].numpy().tobytes() for own, numel in zip(rows.cpu(), numels, strict=True)]
 
 
 def leave_to_threads(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ def digests_of(
         if not isinstance(source, Slot):
             sums[number] = ops.digest(source.value)
     # The digests add up modulo 2**64.
-    group.all_reduce(sums)
+    group.all_reduce(sums, "of digests of weights")
     digests = dict(zip(numbers, sums.tolist(), strict=True))
     settings = {t.name: t.source.group.settings if isinstance(t.source, Converted) else "" for t in tensors}
     return {t.name: (str(t.spec.dtype), settings[t.name], *(digests[s] for s in sources[t.name])) for t in tensors}

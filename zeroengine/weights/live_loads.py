@@ -75,7 +75,7 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
         # dict, so the other ranks learn its names and shapes from it.
         digest = hashlib.sha256(repr(sorted(source.tensors.items())).encode()).hexdigest()
         content = (source.where, source.tensors, source.others) if group.rank == 0 else None
-    digests, contents = zip(*group.all_gather_object((digest, content)), strict=True)
+    digests, contents = zip(*group.all_gather_object((digest, content), "of names of weights"), strict=True)
     if digests[0] is None:
         raise CheckpointError("load_weights(): rank 0 has no weights. It is the one whose state dict is loaded.")
     for rank, other in enumerate(digests):
@@ -169,7 +169,7 @@ def _broadcast_source(
         if own is not None:
             with postponed(errors):
                 values.copy_(own.read(name, box))
-        group.broadcast(values)
+        group.broadcast(values, "of weights")
         return values
 
     return WeightSource(where, specs, read, others)

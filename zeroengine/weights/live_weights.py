@@ -191,7 +191,7 @@ def _gather_box(
                 populate(own_values)
                 values[part.start - first :][: part.numel].view(part.sizes).copy_(own_values)
         # Each byte comes from one rank, and is 0 on the others.
-        tensors.group.all_reduce(values.view(torch.uint8))
+        tensors.group.all_reduce(values.view(torch.uint8), "of weights")
         if is_receiver:
             gathered_values[first - box.start : stop - box.start].copy_(values)
     return gathered_values.view(box.sizes) if is_receiver else gathered_values

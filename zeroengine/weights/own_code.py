@@ -81,7 +81,7 @@ def match_weights(
             if stored_name(value) is None:
                 # The model's code may draw numbers, and those of rank 0 count on every rank.
                 shared = value.detach().to(tensors.group.device, copy=True).contiguous()
-                tensors.group.broadcast(shared)
+                tensors.group.broadcast(shared, "of converted weights")
                 converted[stored_names[name]] = shared.cpu()
     # A tied parameter may have come under another of its names.
     own_missing = dict.fromkeys(aliases.get(plain_name(key), plain_name(key)) for key in missing)

@@ -34,6 +34,8 @@ log = logging.getLogger("zeroengine")
 
 # The owners of a bucket's storage besides the tensors of the consumer: the storage's Python object and the bucket.
 NUM_OWN_TENSORS = 2
+# Any call of one rank ends the stream on all ranks.
+CALL = "stream_weights()"
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ class WeightStream:
                 self._fill_stream.synchronize()
         elif not self.has_ended:
             # No rank may change values before all ranks have read theirs.
-            with self._ending_on_error(), self._group.collective_errors("to stream weights"):
+            with self._ending_on_error(), self._group.collective_errors("to stream weights", call=CALL):
                 self._reads.raise_error()
             self._end()
             self._is_complete = True
@@ -283,7 +285,7 @@ class WeightStream:
             return
         place = "before its first tensor" if self._last_name is None else f"at {self._last_name}"
         # The error concerns the other ranks.
-        with contextlib.suppress(ZeroEngineError), self._group.collective_errors("to stream weights"):
+        with contextlib.suppress(ZeroEngineError), self._group.collective_errors("to stream weights", call=CALL):
             raise ZeroEngineError(f"{reason} {place}")
 
     @property
@@ -352,7 +354,7 @@ def _filled(
 ) -> Generator[Bucket]:
     """Yield each bucket that this rank gets values of, when it was filled. See `WeightStream`."""
     for runs in buckets:
-        with group.collective_errors("to stream weights"):
+        with group.collective_errors("to stream weights", call=CALL):
             reads.raise_error()
             bucket = None if memory is None else Bucket(memory.take(), runs)
         if fill_stream is not None:

@@ -121,18 +121,19 @@ def _open_gloo(group: Group, hosts: Sequence[Sequence[int]], timeout: float) -> 
 
 def _hosts(group: Group) -> list[list[int]]:
     """Return the ranks of each host, in the order of their first ranks. A collective."""
-    identities = group.all_gather_object(shared_memory_file.host_identity())
+    identities = group.all_gather_object(shared_memory_file.host_identity(), "of hosts")
     return list(ranks_by_value(dict(enumerate(identities))).values())
 
 
 def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | str:
     """Return the memory files of ``ranks``, or the reason why some rank cannot use them: the same on all ranks."""
-    addresses = group.all_gather_object(shared_memory_file.offer())
+    addresses = group.all_gather_object(shared_memory_file.offer(), "of memory files")
     shared = [addresses[rank] for rank in ranks]
     numbers = [group.numbers[rank] for rank in ranks]
-    memory = shared_memory_file.open_memory(group.rank - ranks[0], shared, numbers)
+    memory = shared_memory_file.open_memory(group.rank - ranks[0], shared, numbers, group.divergence)
     # If one rank cannot open a peer's memory, no rank may use shared memory.
-    reasons = group.all_gather_object(memory if isinstance(memory, str) else None)
+    own_reason = memory if isinstance(memory, str) else None
+    reasons = group.all_gather_object(own_reason, "to open shared memory")
     reason = next((reason for reason in reasons if reason is not None), None)
     if reason is not None and not isinstance(memory, str):
         memory.close()

@@ -48,7 +48,10 @@ class GlooWork:
 
     def wait_host(self) -> None:
         """Return when everything was sent and received."""
-        progress_others = self._channel.progress_others
+        progress_others, divergence = self._channel.progress_others, self._channel.watchdog.divergence
+        # What all ranks had issued before they diverged may have come.
+        if divergence.message and not self.done_within(EXIT_AFTER_ERROR_S):
+            divergence.check(self._what)
         with self._channel.watchdog.guard(self._what):
             while progress_others is not None and not self.done_within(POLL_S):
                 progress_others()

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
+from zeroengine.comm.divergence import Divergence
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.watchdog import Watchdog
-from zeroengine.errors import DivergenceError
 from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -291,7 +291,8 @@ class NCCLTransport(TransportTraits):
             return
         summed, own, last = self._orders
         if summed.read() != [self.world_size * order for order in own]:
-            raise DivergenceError(
+            divergence = Divergence() if self._watchdog is None else self._watchdog.divergence
+            raise divergence.error(
                 f"the ranks have run different units since the start: rank {self.rank} was at {last}. "
                 f"{DIFFERENT_UNITS_ADVICE}."
             )

@@ -39,7 +39,7 @@ from zeroengine.comm.transports.shared_memory_file import (
     SharedMemory,
 )
 from zeroengine.comm.transports.shared_memory_reads import EXCHANGE, GATHER, KINDS, REDUCE, SCALARS, PeerReads
-from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.work import Work
 
@@ -282,6 +282,7 @@ class SharedMemoryChannel:
             raise ZeroEngineError(
                 "this engine is closed, or belongs to the parent of this process: it cannot gather or reduce here"
             )
+        memory.divergence.check(f"{KINDS[kind]} {label}")
         self._seq += 1
         for peer in memory.others:
             self._require_counter(self._executed, self._seq - MAX_POSTED, peer.rank, "room")
@@ -356,7 +357,7 @@ class SharedMemoryChannel:
     def _require_counter(self, counters: Sequence[int], seq: int, rank: int, waiting_for: str) -> None:
         """Wait for a counter of ``rank``; a stall is an error."""
         if seq > 0 and not self._wait_for_counter(counters, seq, rank, time.monotonic() + self._timeout):
-            raise DivergenceError(
+            raise self._memory.divergence.error(
                 f"{self._memory.name_of(self._memory.rank)} has waited {self._timeout:g} s (comm.timeout_seconds) for "
                 f"{waiting_for}. "
                 f"{self._report()}"
@@ -366,6 +367,7 @@ class SharedMemoryChannel:
         """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Execute operations meanwhile."""
         address = counters[rank]
         while not self._reached(address, seq):
+            self._memory.divergence.check("a wait for other ranks")
             # The peer may itself wait for this rank, on either channel.
             for channel in self._channels:
                 channel.progress()
@@ -376,7 +378,7 @@ class SharedMemoryChannel:
                 break
             # The process may have raised the counter just before it ended, so the counter is read again.
             if self._memory.peers[rank].ended() and not self._reached(address, seq):
-                raise DivergenceError(f"{self._memory.name_of(rank)} has ended. {self._report()}")
+                raise self._memory.divergence.error(f"{self._memory.name_of(rank)} has ended. {self._report()}")
             if time.monotonic() > deadline:
                 return False
         return True

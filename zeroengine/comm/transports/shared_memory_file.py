@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.divergence import Divergence
 from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, map_in_huge_pages, private_mapping
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.rounding import round_up
@@ -140,20 +141,24 @@ class SharedMemory:
         fd: The descriptor of its file.
         peers: Every rank, in rank order.
         numbers: The engine's number of each rank.
+        divergence: Refuses operations after a divergence, and learns of the first one.
 
     Attributes:
+        divergence: See above.
         peers: Every rank, in rank order.
         others: Every rank but this one.
     """
 
-    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], numbers: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, fd: int, peers: list[SharedMemoryPeer], numbers: Sequence[int], divergence: Divergence
+    ) -> None:
         lib = ops.library()
         # Without the library ``offer`` returns no address.
         assert lib is not None
         self.rank, self.world_size, self.lib = rank, len(peers), lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
-        self._numbers = numbers
+        self._numbers, self.divergence = numbers, divergence
         self._fd = fd
         self._end = CONTROL_BYTES
         # Address, bytes, and offset in the file of each tensor of ``empty``.
@@ -249,7 +254,10 @@ def offer() -> RankAddress | None:
 
 
 def open_memory(
-    rank: int, addresses: Sequence[RankAddress | None], numbers: Sequence[int] | None = None
+    rank: int,
+    addresses: Sequence[RankAddress | None],
+    numbers: Sequence[int] | None = None,
+    divergence: Divergence | None = None,
 ) -> SharedMemory | str:
     """Open the memory file of every rank.
 
@@ -257,6 +265,7 @@ def open_memory(
         rank: This rank's place in ``addresses``.
         addresses: Every rank's.
         numbers: The engine's number of each of these ranks. None: their places.
+        divergence: See ``SharedMemory``. None: one of this memory alone.
 
     Returns:
         The memory; or the reason why it cannot be used, and then everything is closed.
@@ -286,7 +295,7 @@ def open_memory(
             except OSError as error:
                 return f"rank {numbers[r]}'s memory cannot be opened from rank {numbers[rank]}: {error}"
         undo.pop_all()
-    return SharedMemory(rank, own_address.fd, peers, numbers)
+    return SharedMemory(rank, own_address.fd, peers, numbers, Divergence() if divergence is None else divergence)
 
 
 def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> torch.Tensor:

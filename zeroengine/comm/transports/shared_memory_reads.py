@@ -17,7 +17,6 @@ from zeroengine.comm.transports.shared_memory_file import (
     SharedMemoryPeer,
     check_result,
 )
-from zeroengine.errors import DivergenceError
 
 GATHER, REDUCE, SCALARS, EXCHANGE = range(4)
 KINDS = ("gather", "reduce", "all-reduce", "exchange")
@@ -50,7 +49,7 @@ class PeerReads:
         number, kind, nbytes, offset, label = self.record(peer.rank, seq)
         own_number, own_kind, own_nbytes, _, own_label = self.record(self._memory.rank, seq)
         if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
-            raise DivergenceError(
+            raise self._memory.divergence.error(
                 f"the ranks run different units: {self._memory.name_of(self._memory.rank)} is at {KINDS[own_kind]} "
                 f"{own_label} ({own_nbytes} bytes), {self._memory.name_of(peer.rank)} at {KINDS[kind]} {label} "
                 f"({nbytes} bytes). "

@@ -222,6 +222,8 @@ class TwoLevelChannel:
         with self._watchdog.guard(work.what):
             while work.current is not None:
                 self._progress_all()
+                if work.current is not None:
+                    self._watchdog.divergence.check(work.what)
                 current = self._pending[0].current if self._pending else None
                 if isinstance(current, GlooWork):
                     current.done_within(POLL_S)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from zeroengine.comm.group import Group, default_device
 from zeroengine.integrations.deepspeed import comm
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.sequence.group import groups_of
@@ -95,15 +96,15 @@ class UlyssesSPDataLoaderAdapter:
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: object = None) -> None:
-        self.dl, self._group, self._size = dl, sp_group, sp_world_size
+        self.dl, self._size = dl, sp_world_size
+        self._group = Group(sp_group, default_device(), range(sp_world_size))
 
     def __len__(self) -> int:
         return len(self.dl) * self._size
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dl:
-            dist.all_gather_object(batches := [None] * self._size, batch, group=self._group)
-            for part in map(shard_sequence, batches):
+            for part in map(shard_sequence, self._group.all_gather_object(batch, "of batches")):
                 # With labels a model would compute a loss, and shift them once more.
                 yield {name: value for name, value in part.items() if name != "labels"}
 
