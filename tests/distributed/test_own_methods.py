@@ -141,6 +141,10 @@ def decayed(model: nn.Module, optimizer: Any, step: Callable[[int], None]) -> No
 
 
 def free_of_schedules(model: nn.Module, optimizer: Any, step: Callable[[int], None]) -> None:
+    with pytest.raises(RuntimeError, match="call train"):
+        step(3)
+    # The gradients of a step that raised are not those of the next one.
+    optimizer.zero_grad()
     optimizer.train()
     step(0)
     step(1)

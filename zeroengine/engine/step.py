@@ -30,7 +30,7 @@ from zeroengine.config import Config
 from zeroengine.engine.clipping import GradientClipping
 from zeroengine.engine.parts import Passes, Ranks, States
 from zeroengine.engine.reports import Reports
-from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.step_result import IssuedStep, StepResult, StepSettings
 from zeroengine.runtime.autograd_hooks import WeakMethod
@@ -113,8 +113,9 @@ class StepRunner:
             rates = copy.deepcopy(rates) if self._reports.timer.enabled else rates
             with self._reports.timer.span("update"):
                 result = optimizer.backend.step(settings)
-        except DivergenceError:
-            # The gradients of this step count as used, so the next backward starts a new step.
+        except BaseException:
+            # Such as one of the optimizer's own. The micro-steps are counted, so these gradients count as used, and
+            # the next backward starts a new step.
             reducer.end_step()
             raise
         self._passes.gatherer.end_update()
