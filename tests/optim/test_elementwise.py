@@ -16,6 +16,7 @@ from tests.distributed.training import start
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import check_looks_at_one_parameter, is_elementwise
 from zeroengine.optim.factory import build_optimizer
+from zeroengine.optim.muon import Muon
 
 Params = list[torch.nn.Parameter]
 
@@ -129,6 +130,13 @@ def refuse_small(params: Params) -> None:
     normalize_each(params)
 
 
+def normalize_heads(params: Params) -> None:
+    for param in params:
+        assert param.grad is not None
+        for head, grad in zip(param.unflatten(0, (3, -1)), param.grad.unflatten(0, (3, -1)), strict=True):
+            head.sub_(grad / grad.norm())
+
+
 def raise_always(params: Params) -> None:
     raise KeyError("scale")
 
@@ -157,6 +165,8 @@ ONE_PARAMETER: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "tiny steps": lambda params: Written(params, lambda params: normalize_each(params, 1e-9)),
     # What cannot be decided is right on whole parameters.
     "noise": lambda params: Written(params, add_noise),
+    "three heads": lambda params: Written(params, normalize_heads),
+    "muon of three matrices": lambda params: Muon([{"params": params[:1], "num_matrices": 3}]),
     "not for small parameters": lambda params: Written(params, refuse_small),
 }
 SEVERAL: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
@@ -168,7 +178,7 @@ ALL = ELEMENTWISE | ONE_PARAMETER | SEVERAL
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_an_update_looks_at_is_found(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    params = [torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(3))]
+    params = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(3))]
     optimizer = ALL[name](params)
     random_state, num_states = torch.get_rng_state(), len(optimizer.state)
     assert is_elementwise(optimizer) == (name in ELEMENTWISE)
@@ -176,7 +186,10 @@ def test_what_an_update_looks_at_is_found(name: str, capfd: pytest.CaptureFixtur
         check_looks_at_one_parameter(optimizer)
     # The trial leaves no trace.
     assert capfd.readouterr() == ("", "") and getattr(optimizer, "mode", "") in ("evaluation", "")
-    assert len(optimizer.state) == num_states and [group["params"] for group in optimizer.param_groups] == [params]
+    assert (
+        len(optimizer.state) == num_states
+        and optimizer.param_groups[0]["params"] == params[: 1 if "muon" in name else 2]
+    )
     assert all(torch.equal(param, torch.ones_like(param)) and param.grad is None for param in params)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert optimizer.param_groups[0].get("lr") == optimizer.defaults.get("lr")

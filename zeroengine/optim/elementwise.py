@@ -32,11 +32,13 @@ NUM_STEPS = 30
 # The parameters that are tried. Some optimizers take matrices alone.
 TRIED = (((4, 6), (8,)), ((4, 6), (2, 4)))
 # Those that are tried if steps raise on all of ``TRIED``, because some optimizers refuse small parameters. Others cut
-# large ones, and so look at fewer elements.
-LARGER = (((64, 96), (128,)), ((64, 96), (96, 64)))
+# large ones, and so look at fewer elements. The sizes have many divisors, for optimizers that divide rows into heads.
+LARGER = (((240, 144), (120,)), ((240, 144), (120, 96)))
 # The first rank has this many of the elements of all parameters. The cut goes through a row of the first parameter.
 CUT = 15
 Shapes = Sequence[Sequence[int]]
+# Optimizers of these modules look at one parameter to update it, and at other elements only if they are named above.
+KNOWN_MODULES = ("torch.optim.", "zeroengine.")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -47,7 +49,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """
     if {cls.__name__ for cls in type(optimizer).__mro__} & NOT_ELEMENTWISE:
         return False
-    if type(optimizer).__module__.startswith(("torch.optim.", "zeroengine.")):
+    if type(optimizer).__module__.startswith(KNOWN_MODULES):
         return True
     return _try(optimizer, lambda copied: None, _cut).agrees is True
 
@@ -60,7 +62,7 @@ def check_looks_at_one_parameter(optimizer: torch.optim.Optimizer) -> None:
             which it was tried, so that this is unknown.
     """
     for member in members_of(optimizer):
-        if is_elementwise(member):
+        if type(member).__module__.startswith(KNOWN_MODULES) or is_elementwise(member):
             continue
         agrees, error = _try(member, lambda copied: None, lambda shapes: [(shape,) for shape in shapes])
         name = type(member).__name__
