@@ -371,8 +371,9 @@ def identities(stage: int) -> None:
         check()
         engine.backward(loss)
         check()
-        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
         engine.step()
+        assert all(p.grad is None for p in model.parameters())
         check()
     with zeroengine.gathered(model):
         check()

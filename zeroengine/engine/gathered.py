@@ -18,7 +18,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.ops import digests
 from zeroengine.partition.storages import storages_of
-from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
+from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter, stop_observing_data
 from zeroengine.runtime.unit import Unit
 
 
@@ -196,6 +196,9 @@ def gathered(
             undo.callback(gatherer.unpin, unit)
             # A forward in progress may have written before.
             unit.collect_writes()
+            # Writes are found by their digests here.
+            for param in unit.params:
+                stop_observing_data(param)
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
         before = [_contents(unit) for unit in units]
         # From here on the `finally` below unpins the units, after it has taken over what was written.

@@ -214,6 +214,12 @@ def mark_gathered(param: nn.Parameter) -> None:
         _restore_class(param)
 
 
+def stop_observing_data(param: nn.Parameter) -> None:
+    """Give a gathered parameter its own class until it is gathered again, unless its gradient is watched."""
+    if not is_released_parameter(param):
+        _restore_class(param)
+
+
 def _restore_class(param: nn.Parameter) -> None:
     if _OWN_CLASS in param.__dict__:
         param.__class__ = param.__dict__.pop(_OWN_CLASS)
@@ -251,8 +257,7 @@ def stop_observing(param: nn.Parameter) -> None:
     """Observe neither the gradient nor the data of ``param`` any more, because its engine ends."""
     param.__dict__.pop(DATA_OBSERVER_ATTRIBUTE, None)
     stop_watching_gradient(param)
-    if not is_released_parameter(param):
-        _restore_class(param)
+    stop_observing_data(param)
 
 
 def has_no_values(param: torch.Tensor) -> bool:
