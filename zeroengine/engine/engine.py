@@ -269,7 +269,8 @@ class Engine:
         does nothing: a step's first gradients overwrite those of the previous step.
 
         Args:
-            set_to_none: As in torch. With False gradients become zero, by which weights and moments decay.
+            set_to_none: As in torch. With False the gradients of the step so far become zero, by which weights and
+                moments decay.
         """
         self._steps.zero_grad(set_to_none)
 

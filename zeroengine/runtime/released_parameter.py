@@ -49,6 +49,7 @@ DATA_OBSERVER_ATTRIBUTE = "_zeroengine_data_observer"
 _WATCHED, _OWN_CLASS, _RESOLVER = "_zeroengine_watched", "_zeroengine_class", "_zeroengine_resolver"
 # Metadata that the placeholder, which is expanded, does not have as the parameter has it while it is gathered.
 _STRIDES = {getattr(_T, name) for name in ("stride", "is_contiguous", "dim_order") if hasattr(_T, name)}
+_TAKE_DATA = _T.data.__get__
 _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
@@ -74,6 +75,9 @@ class ReleasedParameter(nn.Parameter):
                 # Resolving one parameter may have gathered the others of its unit.
                 if isinstance(param, ReleasedParameter) and has_no_values(param):
                     resolver_of(param)(param, _name(func))
+            if func == _TAKE_DATA and (observer := args[0].__dict__.get(DATA_OBSERVER_ATTRIBUTE)) is not None:
+                # Its class was not yet that of a gathered parameter.
+                observer()
             if not any(is_released_parameter(tensor) for tensor in tensors):
                 # The parameters' own classes, such as those of quantized weights, may have rules of their own.
                 return func(*args, **kwargs)
