@@ -31,7 +31,8 @@ from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activ
 from zeroengine.utils.rounding import round_up
 
 # The groups of all engines, by what ends each engine. Hooks of a model may keep its group when its engine is gone.
-_groups: weakref.WeakKeyDictionary[ExitStack, SequenceGroup] = weakref.WeakKeyDictionary()
+# A group has the engine's transport, which is to be freed together with the engine.
+_groups: weakref.WeakKeyDictionary[ExitStack, weakref.ref[SequenceGroup]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class SequenceGroup:
         self.comparison, self._transport, self._timer = comparison, transport, timer
         self.send_memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
         self.averages_losses = True
-        _groups[undo] = self
+        _groups[undo] = weakref.ref(self)
         undo.callback(_groups.pop, undo, None)
 
     @property
@@ -208,7 +209,9 @@ class HasSequenceGroup(Protocol):
 
 def groups_of(engine: HasSequenceGroup | None) -> list[SequenceGroup]:
     """Return the group of ``engine``, or those of all engines of this process."""
-    return list(_groups.values()) if engine is None else [engine.sequence_group]
+    if engine is not None:
+        return [engine.sequence_group]
+    return [group for reference in _groups.values() if (group := reference()) is not None]
 
 
 def group_for(engine: HasSequenceGroup | None) -> SequenceGroup | None:
