@@ -18,7 +18,7 @@ MAX_SHOWN = 3
 
 
 class ExchangeLabel(NamedTuple):
-    """What one rank exchanges.
+    """Says what one rank exchanges.
 
     Attributes:
         engine: See ``Divergence``.

@@ -165,7 +165,10 @@ class _ObservedData:
     @property
     @disable_compile
     def data(self) -> torch.Tensor:
-        self.__dict__[DATA_OBSERVER_ATTRIBUTE]()
+        """The values, as in plain PyTorch."""
+        # User code may make another parameter of this class, ``type(param)(values)``, which nothing observes.
+        if (observer := self.__dict__.get(DATA_OBSERVER_ATTRIBUTE)) is not None:
+            observer()
         return _T.data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter

@@ -37,7 +37,7 @@ _groups: weakref.WeakKeyDictionary[ExitStack, weakref.ref[SequenceGroup]] = weak
 
 @dataclass(frozen=True, eq=False)
 class BatchFacts:
-    """What the parts of a batch do not show.
+    """Has the facts of a batch that its parts do not show.
 
     Attributes:
         group: Refers to the ranks that it was cut for.
