@@ -10,7 +10,6 @@ import io
 import zipfile
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -20,7 +19,7 @@ from zeroengine.checkpoint.entries import OPTIMIZER
 MAX_BYTES = 1 << 20
 
 
-class CompactTransforms(_StorageWriterTransforms):
+class CompactTransforms:
     """Gives DCP a stream for each item, which leaves records out where the item is small.
 
     Attributes:
@@ -28,14 +27,14 @@ class CompactTransforms(_StorageWriterTransforms):
             numbers of the optimizer, such as the step of each parameter.
     """
 
-    def __init__(self) -> None:
-        super().__init__([])
+    def __init__(self, transforms: Any) -> None:
+        self._transforms = transforms
         self.repeated: dict[MetadataIndex, MetadataIndex] = {}
         self._written: dict[bytes, MetadataIndex] = {}
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> tuple[Any, list[str]]:
         """Return the stream that an item is written to."""
-        stream, descriptors = super().transform_save_stream(write_item, raw_stream)
+        stream, descriptors = self._transforms.transform_save_stream(write_item, raw_stream)
         data = write_item.tensor_data
         if data is not None and data.chunk.sizes.numel() * data.properties.dtype.itemsize > MAX_BYTES:
             return stream, descriptors

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint import FileSystemReader
 
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata, FileWindow, StoredPiece
 from zeroengine.checkpoint.entries import StateEntries, part_of_box
@@ -100,7 +100,7 @@ def _load_piece(file: io.BufferedReader, piece: StoredPiece) -> Any:
     """Return the value of one item of a file."""
     stream: Any = FileWindow(file, piece.start, piece.length)
     if piece.transforms:
-        transforms: Any = _StorageReaderTransforms()
+        transforms: Any = FileSystemReader("").transforms
         stream = transforms.transform_load_stream(None, piece.transforms, stream)
         # torch.load has to seek, which a decompressed stream cannot.
         stream = io.BytesIO(stream.read())

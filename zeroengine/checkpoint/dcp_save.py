@@ -139,7 +139,8 @@ class _DcpWriter(FileSystemWriter):
         # Files are synced when they are closed, so DCP need not do it.
         # The directory is new. A file that exists there already would be a mistake.
         super().__init__(path, overwrite=False, sync_files=False)
-        self.transforms = self._compact = CompactTransforms()
+        self.transforms: Any = CompactTransforms(self.transforms)
+        self._compact = self.transforms
         self.fs = self._hashing = _HashingFileSystem(report)
         self._path, self._aliases = path, aliases
         self.files: dict[str, FileRecord] = {}

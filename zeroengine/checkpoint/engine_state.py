@@ -31,6 +31,7 @@ from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import buffers_of, non_persistent_buffers_of
 
 log = logging.getLogger("zeroengine")
 
@@ -256,9 +257,9 @@ class EngineTensors:
         """Yield the buffers that a state dict holds, each once."""
         yielded: set[int] = set()
         for prefix, module in self.module.named_modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 # A buffer under several names is stored once, and the others are aliases.
-                if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
+                if buffer is not None and name not in non_persistent_buffers_of(module) and id(buffer) not in yielded:
                     yielded.add(id(buffer))
                     yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 

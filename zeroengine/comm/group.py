@@ -24,6 +24,7 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.call_stack import public_call
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.process_groups import all_gather_bytes, leave_to_threads, run_collective, start_all_gather_bytes
+from zeroengine.utils.torch_internals import default_store, process_group_registry
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class Group:
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
         # group of some ranks it was made of all ranks before.
         if self.backend == "nccl" and self.world_size > 1 and numbers is None:
-            store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
     def long_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -266,7 +267,7 @@ class Group:
         if is_subset:
             # Ranks find one another by the group's name, which torch derives from the ranks and from the number of
             # groups that this process belongs to. A rank in fewer groups first joins groups of one to make up for it.
-            num_groups = len(dist.distributed_c10d._world.pg_names)
+            num_groups = len(process_group_registry.pg_names)
             for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
@@ -285,7 +286,7 @@ class Group:
             ranks: The ranks of the new group, by torch's numbers. Each rank passes those of its own.
             num_groups: The number of groups that this rank belongs to.
         """
-        store = dist.PrefixStore("zeroengine/groups", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("zeroengine/groups", default_store())
         key = "_".join(map(str, ranks))
         # Adding 0 reads the counter, and creates it if there is none.
         last_number = store.add(key, 0)
@@ -319,7 +320,7 @@ class Group:
         names, hosts = zip(*self.all_gather_object(own, "to start the watchdog"), strict=True)
         # A clone of the store has a connection of its own, so that a request of the watchdog's thread does not wait
         # behind one of torch's. The random name of rank 0 keeps the keys of several engines apart.
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
         watchdog = Watchdog(store, self.rank, hosts, timeout, self.divergence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.torch_internals import flatten_mesh
 
 
 def shard_ranks_of(value: object) -> int | None:
@@ -42,7 +43,7 @@ def as_process_group(value: object) -> dist.ProcessGroup | None:
                     f"process_group: the ranks of the mesh are {value.mesh.tolist()}, and a row must be "
                     "consecutive ranks, in order, as init_device_mesh makes it"
                 )
-            return None if ranks == list(range(dist.get_world_size())) else value._flatten().get_group()
+            return None if ranks == list(range(dist.get_world_size())) else flatten_mesh(value).get_group()
         if value.ndim > 1:
             names = value.mesh_dim_names
             sizes = dict(zip(names, value.shape, strict=True)) if names else tuple(value.shape)

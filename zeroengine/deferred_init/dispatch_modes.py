@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from zeroengine.deferred_init.trace import tensors_of
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.torch_internals import DisableTorchFunction, TorchDispatchMode, dispatch_modes, function_modes
 
 _T = torch.Tensor
 # Functions that read values, or give an address away, without an operation that a dispatch mode would see.
@@ -44,7 +44,7 @@ class OperationMode(TorchDispatchMode):
         """Pass an operation on."""
         # The recorder reads shapes, versions and storages. ``OpaqueAccessMode`` must not take these for uses by the
         # model.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
 
@@ -86,12 +86,12 @@ class OpaqueAccessMode(TorchFunctionMode):
 
 def is_recording() -> bool:
     """Return whether a recorder is active in this thread."""
-    return any(isinstance(mode, OperationMode) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, OperationMode) for mode in dispatch_modes())
 
 
 def is_recording_innermost() -> bool:
     """Return whether a recorder is active in this thread, and no other mode of torch was entered after it."""
-    operations, functions = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+    operations, functions = dispatch_modes(), function_modes()
     return (
         bool(operations and functions)
         and isinstance(operations[-1], OperationMode)

@@ -17,6 +17,7 @@ from torch import nn
 from zeroengine.deferred_init.trace import StorageVersion, replay, storage_bytes
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.torch_internals import version_of
 
 
 @dataclass
@@ -79,9 +80,9 @@ class TrackedStorage:
             ZeroEngineError: It has not, so the values could not be replayed.
         """
         for ref, param in self.live_params():
-            unseen = param._version > ref.num_seen_writes + ref.num_pending_writes
+            unseen = version_of(param) > ref.num_seen_writes + ref.num_pending_writes
             # The counters are brought up to date before the error, so that it is raised once.
-            ref.num_seen_writes, ref.num_pending_writes = param._version, 0
+            ref.num_seen_writes, ref.num_pending_writes = version_of(param), 0
             if unseen:
                 raise ZeroEngineError(
                     f"{ref.name}, of shape {tuple(param.shape)}, was written where zeroengine.meta_init() cannot "

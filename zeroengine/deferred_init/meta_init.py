@@ -18,6 +18,7 @@ from zeroengine.deferred_init.recorder import Recorder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import RESET_PARAMETERS, buffers_of
 
 log = logging.getLogger("zeroengine")
 
@@ -113,7 +114,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
     buffers = [
         (module, key, buffer, f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
+        for key, buffer in buffers_of(module).items()
         if buffer is not None and buffer.is_meta
     ]
     if not params and not buffers:
@@ -128,10 +129,10 @@ def initialize_meta_parameters(model: nn.Module) -> None:
         # One new buffer for each old one, also where several modules share it.
         cpu_buffers = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
         for module, key, buffer, _ in buffers:
-            module._buffers[key] = cpu_buffers[buffer]
+            buffers_of(module)[key] = cpu_buffers[buffer]
         new_tensors = {*params, *cpu_buffers.values()}
         for module in _children_first(model, set()):
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            reset = getattr(module, "reset_parameters", None) or getattr(module, RESET_PARAMETERS, None)
             tensors = [*module.parameters(), *module.buffers()]
             # A module that also holds values of its own is left alone: resetting it would overwrite them.
             if reset is not None and tensors and new_tensors.issuperset(tensors):
@@ -149,7 +150,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
             take_trace(param)
     # The model is left as it was.
     for module, key, buffer, _ in buffers:
-        module._buffers[key] = buffer
+        buffers_of(module)[key] = buffer
     raise ZeroEngineError(
         f"on the meta device and without values: {listed(uninitialized, NUM_SHOWN)}. Their modules have no "
         "reset_parameters() that gives some. Build the model inside `with zeroengine.meta_init():` instead of "

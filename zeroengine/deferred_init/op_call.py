@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from zeroengine.deferred_init.memory_budget import TrackedStorage
 from zeroengine.deferred_init.trace import TensorRef, default_generator, tensors_of
+from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass, operation_schema, tree_leaves, unsafe_view
 
 _aten = torch.ops.aten
 # Operations that neither read nor write values.
-METADATA = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
+METADATA = {_aten.detach.default, _aten.alias.default, _aten.view.default, unsafe_view.default}
 # Operations that write all of their first argument and read nothing of it.
 _OVERWRITE = {
     *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.bernoulli_),
@@ -39,7 +38,7 @@ class OpSchema:
 @cache
 def schema_of(operation: Any) -> OpSchema:
     """Return the schema of an ``OpOverload``."""
-    schema = operation._schema
+    schema = operation_schema(operation)
     # An argument has alias information if the operation writes it or returns a view of it.
     infos = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info is not None]
     written = tuple((i, arg.name) for i, arg in infos if arg.alias_info.is_write)

@@ -10,6 +10,12 @@ import torch
 from torch import nn
 
 from zeroengine.deferred_init.trace import Trace
+from zeroengine.utils.torch_internals import (
+    BACKWARD_HOOKS,
+    POST_ACCUMULATE_GRAD_HOOKS,
+    swap_tensor_impl,
+    tensor_use_count,
+)
 
 _TRACE = "_zeroengine_trace"
 
@@ -61,14 +67,14 @@ def swap_data(param: nn.Parameter, data: torch.Tensor) -> None:
     assert not has_graph(param)
     # `.data` has a version counter of its own, so that writes to ``data`` do not count as writes to the parameter.
     other = nn.Parameter(data.data, requires_grad=param.requires_grad)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for hooks in (BACKWARD_HOOKS, POST_ACCUMULATE_GRAD_HOOKS):
         if getattr(param, hooks):
             setattr(other, hooks, getattr(param, hooks))
     # torch.utils.swap_tensors does the same, but refuses parameters with weak references, which an LSTM holds.
-    torch._C._swap_tensor_impl(param, other)
+    swap_tensor_impl(param, other)
 
 
 def has_graph(param: nn.Parameter) -> bool:
     """Return whether autograd holds a graph or a gradient of ``param``, and would go on with its old memory."""
     # In C++ a parameter without a graph has one owner, which is its Python object.
-    return param._use_count() > 1 or param.grad is not None  # type: ignore[attr-defined]
+    return tensor_use_count(param) > 1 or param.grad is not None

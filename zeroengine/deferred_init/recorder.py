@@ -25,7 +25,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroengine.deferred_init.dispatch_modes import OpaqueAccessMode, OperationMode, is_recording
@@ -35,6 +34,7 @@ from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, 
 from zeroengine.deferred_init.trace import RecordedOp, StorageVersion, TensorRef, Trace, tensors_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.torch_internals import DisableTorchFunction, OpOverload, tree_map, version_of
 
 # A trace may hold copies of tensors up to this size, and may itself have this size.
 SMALL_BYTES = 1 << 16
@@ -168,7 +168,7 @@ class Recorder:
 
     def watch(self, param: nn.Parameter, name: str) -> None:
         """Let the memory of ``param`` be freed between uses."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._params.setdefault(param, name)
             self._link_param(param)
             # A module registers its parameters one by one, so memory is freed while a large module is built.
@@ -183,12 +183,12 @@ class Recorder:
         tracked = None if torch.nn.parameter.is_lazy(param) or not is_plain(param) else self._tracked_of(param)
         if tracked is not None:
             if not any(ref.param() is param for ref in tracked.params):
-                tracked.params.append(ParamRef(weakref.ref(param), self._params[param], param._version))
+                tracked.params.append(ParamRef(weakref.ref(param), self._params[param], version_of(param)))
             self._cache.touch(tracked)
 
     def is_uninitialized(self, tensor: torch.Tensor) -> bool:
         """Return whether nothing has been written to ``tensor`` yet."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             tracked = self._tracked_of(tensor)
             return tracked is not None and tracked.version is not None and tracked.version.is_uninitialized
 
@@ -198,7 +198,7 @@ class Recorder:
 
     def _before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
         """Fill the storages of ``tensors``. Keep them in memory for good if their address leaves torch."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor in tensors:
                 tracked = self._tracked_of(tensor) if is_plain(tensor) else None
                 if tracked is not None:
@@ -211,7 +211,7 @@ class Recorder:
     def _run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, record it, and free memory that exceeds the budget."""
         # These need no values in memory, so a parameter may stay empty.
-        if not isinstance(operation, torch._ops.OpOverload) or operation in METADATA:
+        if not isinstance(operation, OpOverload) or operation in METADATA:
             return operation(*args, **kwargs)
         if operation.overloadpacket is _aten.set_:
             return self._run_set(operation, args, kwargs)

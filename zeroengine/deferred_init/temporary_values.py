@@ -12,6 +12,7 @@ from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, 
 from zeroengine.deferred_init.trace import Trace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import digest
+from zeroengine.utils.torch_internals import version_of
 
 
 @contextlib.contextmanager
@@ -71,4 +72,4 @@ def _compute_values(param: nn.Parameter) -> Trace:
 
 def _contents(param: nn.Parameter, trace: Trace) -> object:
     """Return what shows whether ``param`` was written: a digest, and its version where zeros may be its values."""
-    return tuple(param.shape), int(digest(param)), param._version if trace.is_unset else 0
+    return tuple(param.shape), int(digest(param)), version_of(param) if trace.is_unset else 0

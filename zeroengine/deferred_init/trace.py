@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.torch_internals import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, eq=False)

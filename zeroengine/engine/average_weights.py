@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward, check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.torch_internals import version_of
 
 
 def check_keeps_averages(parts: EngineParts, call: str) -> None:
@@ -49,11 +50,11 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
     # A released unit has writes in ``gathered`` alone, which checks them.
     writable = [param for unit in parts.partition.units if not unit.is_releasable for param in unit.params]
     with parts.states.master_weights.averages():
-        versions = [param._version for param in writable]
+        versions = [version_of(param) for param in writable]
         try:
             yield
         finally:
-            written = [param for param, version in zip(writable, versions, strict=True) if param._version != version]
+            written = [param for param, version in zip(writable, versions, strict=True) if version_of(param) != version]
             # A peer may still compute with the parameters in this rank's memory, so no rank restores its own before all
             # have come here. After an error inside, too, since the other ranks wait.
             group.all_gather_object(None, f"at the end of {call}")

@@ -16,6 +16,7 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import current_graph_task_id
 
 # The number of parameters that an error names.
 NUM_SHOWN = 5
@@ -60,7 +61,7 @@ def check_outside_of_capture(device: torch.device, call: str) -> None:
 
 def check_outside_of_backward(call: str) -> None:
     """Check that autograd does not run a backward on this thread."""
-    if torch._C._current_graph_task_id() >= 0:
+    if current_graph_task_id() >= 0:
         raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import children_of, parameters_of
 
 # The number of names that a message shows.
 MAX_NAMES_SHOWN = 5
 
-_parameters_of = attrgetter("_parameters")
-_children_of = attrgetter("_modules")
 _values_of: Any = dict.values
 
 
@@ -132,7 +131,7 @@ class ForeignParameters:
 
     def _structure(self) -> list[object]:
         """Return the parameters and the children of the known modules."""
-        parameters, children = map(_parameters_of, self._known_modules), map(_children_of, self._known_modules)
+        parameters, children = map(parameters_of, self._known_modules), map(children_of, self._known_modules)
         return list(chain.from_iterable(map(_values_of, chain(parameters, children))))
 
 

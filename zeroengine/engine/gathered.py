@@ -20,6 +20,7 @@ from zeroengine.ops import digests
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter, stop_observing_data
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.torch_internals import current_graph_task_id, version_of
 
 
 class ParameterOwner:
@@ -94,13 +95,13 @@ class ParameterOwner:
 
     def note_gradient_assigned(self, param: nn.Parameter) -> None:
         """Note that user code has assigned to ``grad`` of ``param``, perhaps None, outside of a backward."""
-        if torch._C._current_graph_task_id() < 0:
+        if current_graph_task_id() < 0:
             self.parts.passes.reducer.note_assigned(param)
 
     def engine_gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return what a read of ``grad`` of a parameter finds where no tensor is in it."""
         # Within a backward torch itself reads `grad`, and finds this rank's gradient.
-        if not self._has_gradients or torch._C._current_graph_task_id() >= 0:
+        if not self._has_gradients or current_graph_task_id() >= 0:
             return None
         set_to_zero = partial(_set_gradient_to_zero, weakref.ref(self), weakref.ref(param))
         return self.parts.passes.reducer.user_gradients.engine_gradient(param, set_to_zero)
@@ -239,6 +240,6 @@ def _contents(unit: Unit) -> list[object]:
     params, slots = unit.params, unit.layout.slots
     # Zeros may be the first values that a parameter gets, and a digest would not show them. Its version does.
     return [
-        (digest, param._version if slot.name in unit.originals.unset else 0)
+        (digest, version_of(param) if slot.name in unit.originals.unset else 0)
         for digest, param, slot in zip(digests(unit.full_buffer.views), params, slots, strict=True)
     ]

@@ -45,6 +45,7 @@ from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
+from zeroengine.utils.torch_internals import check_torch
 
 log = logging.getLogger("zeroengine")
 
@@ -97,6 +98,7 @@ def make_engine(
     copies: Copies | None = None,
 ) -> Engine:
     """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineSetup``."""
+    check_torch()
     with contextlib.ExitStack() as on_error:
         # It makes the model ordinary again, here after an error and later when the engine ends.
         undo = on_error.enter_context(contextlib.ExitStack())

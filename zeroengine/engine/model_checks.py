@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.config.zero import ZeroOptimization
@@ -16,6 +15,7 @@ from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.runtime.quantized_parameters import library_of
+from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass
 
 # The call that makes each class, by the class's module and name, so that none of these modules must be imported.
 WRAPPERS = {

@@ -27,10 +27,10 @@ from zeroengine.runtime.input_digest import can_read_values
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.utils.call_stack import calls_in_progress
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
+from zeroengine.utils.torch_internals import CALL_MODULE_CODE, current_graph_task_id
 
 InputObserver = Callable[[Any, Any], None]
 # The code that calls the hooks and the forward of a module.
-_CALL_MODULE = nn.Module._call_impl.__code__
 
 
 class ModelForwards:
@@ -83,7 +83,7 @@ class ModelForwards:
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
         if not (self._model.training and torch.is_grad_enabled()) or parts.passes.gatherer.num_pins:
             return
-        if torch._C._current_graph_task_id() < 0:
+        if current_graph_task_id() < 0:
             self._has_plain_forward = True
         elif self._has_plain_forward:
             return
@@ -136,9 +136,9 @@ class ModelForwards:
         """
         # The stack of a backward's thread does not show the forward that called the backward, and that of compiled code
         # does not show modules.
-        if torch._C._current_graph_task_id() >= 0 or is_anything_compiled():
+        if current_graph_task_id() >= 0 or is_anything_compiled():
             return False
-        return sum(call.f_locals["self"] is self._model for call in calls_in_progress(_CALL_MODULE)) == 1
+        return sum(call.f_locals["self"] is self._model for call in calls_in_progress(CALL_MODULE_CODE)) == 1
 
     # -- the profile of one forward ---------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import acts_elementwise
+from zeroengine.utils.torch_internals import current_graph_task_id
 
 
 def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
@@ -38,7 +39,7 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
         parts.loop.state_offloader.check_resident(call)
         parts.partition.placement.check_intact()
         check_outside_of_gathered(parts.passes.gatherer, call)
-        if parts.passes.forward.num_model_forwards or torch._C._current_graph_task_id() >= 0:
+        if parts.passes.forward.num_model_forwards or current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
         _check_elementwise(parts, name, act)
     parts.loop.step_runner.await_result()

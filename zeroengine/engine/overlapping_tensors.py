@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass, storage_address
 
 # The number of pairs that a message names.
 NUM_SHOWN = 3
@@ -96,7 +96,7 @@ def _regions(model: nn.Module) -> Iterator[_Region]:
             continue
         spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         # A tensor without memory has no address.
-        space = ("meta", tensor.untyped_storage()._cdata) if tensor.is_meta else tensor.device
+        space = ("meta", storage_address(tensor.untyped_storage())) if tensor.is_meta else tensor.device
         start = tensor.storage_offset() * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
         yield _Region(name, tensor, space, int(start), int(start + (spread + 1) * tensor.element_size()))
 

@@ -28,6 +28,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.torch_internals import current_graph_task_id
 
 log = logging.getLogger("zeroengine")
 
@@ -192,7 +193,7 @@ class StepReplay:
 
     def _replace_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         group, runner = self._parts.ranks.group, self._parts.loop.step_runner
-        is_training = module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+        is_training = module.training and torch.is_grad_enabled() and current_graph_task_id() < 0
         if module is not self._parts.setup.model or not is_training:
             return None
         if self._random is not None:

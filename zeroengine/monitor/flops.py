@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.utils.flop_formulas import flops_of
+from zeroengine.utils.torch_internals import TorchDispatchMode, num_compiled_frames
 
 
 class ForwardFlops(TorchDispatchMode):
@@ -47,8 +46,7 @@ def is_anything_compiled() -> bool:
     A dispatch mode would make compiled functions compile again, and compute with other kernels, in the forward whose
     operations are counted.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+    return num_compiled_frames() > 0
 
 
 def numel_of_products(model: nn.Module) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zeroengine.config.sinks import FlopsProfile
 from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
@@ -24,6 +23,7 @@ from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profil
 from zeroengine.monitor.sinks.log_folder import LogFolder
 from zeroengine.monitor.timer import clock_of
 from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.torch_internals import COMPILED_CALL, COMPILED_MODULE, dispatch_mode
 
 log = logging.getLogger("zeroengine")
 
@@ -72,7 +72,7 @@ class ForwardProfiler:
                 return contextlib.nullcontext()
             return self._count() if num_steps == max(step - 1, 0) else contextlib.nullcontext()
         # Another count, such as the monitor's, would be timed as well.
-        is_counted = isinstance(_get_current_dispatch_mode(), ForwardFlops)
+        is_counted = isinstance(dispatch_mode(), ForwardFlops)
         return self._time(num_steps) if num_steps >= step and not is_counted else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -174,4 +174,4 @@ def _profiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` or ``torch.compile(module)`` compiles its forward."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return getattr(module, COMPILED_CALL, None) is not None or hasattr(module, COMPILED_MODULE)

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from zeroengine.ops._library import MOMENT_BLOCK, UpdateArgs
 from zeroengine.ops.update_arrays import UpdateArrays
+from zeroengine.utils.torch_internals import fused_adam, fused_adamw
 
 # Rules that torch has fused kernels for.
 ADAM_RULES = ("adam", "adamw")
@@ -100,7 +101,7 @@ def _run_rule(rule: str, arrays: list[Tensor], args: UpdateArgs) -> None:
 
 def _run_adam(rule: str, arrays: list[Tensor], args: UpdateArgs) -> None:
     """Run the kernels behind ``torch.optim.Adam(fused=True)``."""
-    kernel: Any = torch._fused_adamw_ if rule == "adamw" else torch._fused_adam_
+    kernel: Any = fused_adamw if rule == "adamw" else fused_adam
     step = torch.full((), float(args.step), device=arrays[0].device)
     factors = {name: getattr(args, name) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
     kernel(*([x] for x in arrays), [], [step], amsgrad=False, maximize=False, **factors)

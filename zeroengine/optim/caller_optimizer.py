@@ -28,10 +28,11 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.engine_gradient import GRAD_SCALER_REFUSAL
 from zeroengine.runtime.released_parameter import drop_gradient_of
+from zeroengine.utils.torch_internals import INIT_OPTIMIZER_STATE, STEP_POST_HOOKS, STEP_PRE_HOOKS
 
 # The attributes that wrappers and `redirect_calls` put on an instance.
 REPLACED = ("step", "zero_grad", "load_state_dict")
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STEP_HOOKS = (STEP_PRE_HOOKS, STEP_POST_HOOKS)
 # The attributes that belong to one optimizer object, where copies of it share the others.
 _OWN = frozenset((*REPLACED, *_STEP_HOOKS, "param_groups", "state"))
 # The keys of a group that say what the engine was built for. Those of a saved group do not replace them.
@@ -145,7 +146,7 @@ def _refuse_initialization_of_state(optimizer: torch.optim.Optimizer) -> None:
     """
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES_TO_TORCH):
-        if frame.f_code.co_name == "_init_optim_state" and "lrs" in frame.f_locals:
+        if frame.f_code.co_name == INIT_OPTIMIZER_STATE and "lrs" in frame.f_locals:
             break
         if frame.f_back is None:
             return

@@ -24,6 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.torch_internals import COLLECTIVES
 
 # The update of an element depends on other elements, so these optimizers need whole parameters.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
@@ -163,7 +164,7 @@ class _Communicates(BaseException):
 
 def _without_communication(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation. One that waits for other ranks raises: they may not take part in this trial."""
-    if function.namespace in ("c10d", "_c10d_functional"):
+    if function.namespace in ("c10d", COLLECTIVES):
         raise _Communicates
     return function(*args, **kwargs)
 

@@ -24,6 +24,7 @@ from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.muon_groups import build_muon
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.listed import listed
+from zeroengine.utils.torch_internals import STEP_PRE_HOOKS
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -245,7 +246,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
                 f"{name} updates through another optimizer, its attribute {attribute} ({type(value).__name__}), which "
                 "would still have the whole parameters. Pass that one to initialize()."
             )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not hasattr(optimizer, STEP_PRE_HOOKS):
         raise ZeroEngineError(
             f"{name} does not call super().__init__() of torch.optim.Optimizer, and so has no step hooks, which the "
             "engine needs. Call it in the constructor."

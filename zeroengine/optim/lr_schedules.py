@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.optim.mixed_optimizer import members_of
+from zeroengine.utils.torch_internals import OPTIMIZER_STEPPED
 
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
@@ -149,7 +150,7 @@ class LRSchedule:
         """Step the schedule, if there is one."""
         # torch's schedulers warn unless they see that their optimizer has stepped.
         for optimizer in (self._optimizer, self._base_optimizer, *members_of(self._base_optimizer)):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            setattr(optimizer, OPTIMIZER_STEPPED, True)
         if self._guarded:
             # The schedule's class refuses ``step``, so the method of its own class is called.
             self._own_class.step(self.current)

@@ -27,6 +27,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.storages import exact_storages, storages_of
 from zeroengine.partition.unit_lists import find_unit_lists
+from zeroengine.utils.torch_internals import COMPILED_MODULE
 
 # Counted in elements. Outside of the blocks, a parameter of at least this size, such as an embedding, is a unit.
 LARGE_PARAM = 1 << 20
@@ -214,7 +215,7 @@ def cut_units(
 
 def plain_name(name: str) -> str:
     """Return ``name`` without the parts that torch.compile adds when it wraps a module."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != COMPILED_MODULE)
 
 
 def is_wide_float(tensor: torch.Tensor) -> bool:

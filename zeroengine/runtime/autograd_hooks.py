@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from zeroengine.utils.compiler_disable import disable_compile
-
-# Autograd calls a queued function when the innermost backward in progress ends, but not if that backward raises.
-queue_callback: Callable[[Callable[[], None]], None]
-queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+from zeroengine.utils.torch_internals import BACKWARD_HOOKS, node_number
 
 
 class WeakMethod:
@@ -42,7 +39,7 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[..., None]) -> None
     """Register a hook that autograd calls before the earlier hooks of ``tensor``."""
     hook_id = tensor.register_hook(hook).id
     # Autograd calls the hooks in the order of this dict.
-    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    hooks: dict[int, Any] = getattr(tensor, BACKWARD_HOOKS)
     for earlier in [key for key in hooks if key != hook_id]:
         hooks[earlier] = hooks.pop(earlier)
 
@@ -61,5 +58,4 @@ def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[t
 
 def number_of(tensor: Any) -> int:
     """Return the number of the node that made ``tensor``."""
-    number: int = tensor.grad_fn._sequence_nr()
-    return number
+    return node_number(tensor.grad_fn)

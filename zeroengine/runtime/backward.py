@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback
+from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.cursor import Cursor
 from zeroengine.runtime.gatherer import Gatherer
@@ -38,6 +38,13 @@ from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.traversal import Traversal
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.torch_internals import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    functorch_active,
+    queue_callback,
+    will_engine_execute_node,
+)
 
 # Stands for the backward of ``run`` in place of autograd's number of a backward.
 _RUN_BY_ENGINE = -1
@@ -134,7 +141,7 @@ class Backward:
         return loss
 
     def _begin_scaled(self) -> None:
-        self._scaled_task = torch._C._current_graph_task_id()
+        self._scaled_task = current_graph_task_id()
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_task", None))
@@ -271,13 +278,13 @@ class Backward:
 
     def _will_produce_gradients(self) -> bool:
         """Return whether the backward in progress, unlike ``torch.autograd.grad``, accumulates gradients."""
-        if torch._C._are_functorch_transforms_active():
+        if functorch_active():
             return False
         trained = (param for param in self._params if param.requires_grad)
         # Otherwise a released parameter would be gathered.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             try:
-                return any(torch._C._will_engine_execute_node(get_gradient_edge(param).node) for param in trained)
+                return any(will_engine_execute_node(get_gradient_edge(param).node) for param in trained)
             except RuntimeError:
                 # ``torch.autograd.grad`` was asked for the gradient of the parameter.
                 return False
@@ -334,7 +341,7 @@ class Backward:
     @property
     def _is_executing(self) -> bool:
         # Outside of a backward autograd's number is -1.
-        return self.run_by_engine or torch._C._current_graph_task_id() >= 0
+        return self.run_by_engine or current_graph_task_id() >= 0
 
     @property
     def _raised(self) -> bool:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 from zeroengine.utils.call_stack import calls_in_progress
-
-# The code of the function through which Python runs every backward.
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+from zeroengine.utils.torch_internals import RUN_BACKWARD_CODE, RecomputationHook, top_saved_tensors_hooks
 
 
 def is_autograd_grad() -> bool:
     """Return whether this runs in ``torch.autograd.grad``, if the thread that called it runs the nodes."""
-    call = next(calls_in_progress(_RUN_BACKWARD), None)
+    call = next(calls_in_progress(RUN_BACKWARD_CODE), None)
     return call is not None and call.f_locals["kwargs"].get("accumulate_grad") is False
 
 
@@ -25,7 +21,7 @@ def is_outermost_backward() -> bool:
     called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python did not
     start.
     """
-    num_calls = sum(1 for _ in calls_in_progress(_RUN_BACKWARD))
+    num_calls = sum(1 for _ in calls_in_progress(RUN_BACKWARD_CODE))
     # In the thread that called the backward, one frame is the call itself, so only a second frame is an outer backward.
     # In a thread of autograd the first frame is already an outer backward.
     is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
@@ -39,10 +35,10 @@ def is_in_checkpoint() -> bool:
 
 def is_in_recomputation() -> bool:
     """Return whether this runs in the recomputation of a non-reentrant activation checkpoint."""
-    return _hooks_of_checkpoint().startswith("_recomputation_hook")
+    return _hooks_of_checkpoint().startswith(RecomputationHook.__name__)
 
 
 def _hooks_of_checkpoint() -> str:
     """Return the name of what a checkpoint does with saved tensors now; empty: none does."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return "" if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint" else hooks[0].__qualname__

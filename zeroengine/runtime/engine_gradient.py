@@ -17,6 +17,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, foreach_zero, unscale_and_check
 
 _T: Any = torch.Tensor
 _PROPERTIES = "shape dtype device layout requires_grad grad is_leaf grad_fn ndim itemsize nbytes is_cuda is_cpu is_meta"
@@ -29,7 +30,7 @@ _METADATA = {
 }
 # The steps before ``zero_`` of code that drops gradients. Each returns the same gradient.
 _SAME = {_T.detach, _T.detach_, _T.requires_grad_, _T.data.__get__, _T.requires_grad.__set__, torch.detach}
-_ZEROS = {_T.zero_, torch.zero_, torch._foreach_zero_}
+_ZEROS = {_T.zero_, torch.zero_, foreach_zero}
 # With the argument 0 they set to zero as well.
 _FILLS = {_T.fill_, torch.fill_, _T.mul_, _T.__imul__}
 GRAD_SCALER_REFUSAL = (
@@ -57,7 +58,7 @@ class EngineGradient(torch.Tensor):
             name: Its name, for errors.
             set_to_zero: Sets the gradient to zero.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             # One element, which is never read, serves all.
             gradient = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape).as_subclass(cls)
         gradient.param_name, gradient._set_to_zero = name, set_to_zero
@@ -75,7 +76,7 @@ class EngineGradient(torch.Tensor):
         """
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         gradients = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         if all(isinstance(gradient, cls) for gradient in gradients):
@@ -85,7 +86,7 @@ class EngineGradient(torch.Tensor):
                 for gradient in gradients:
                     gradient._set_to_zero()
                 return args[0]
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        if func is unscale_and_check:
             raise ZeroEngineError(GRAD_SCALER_REFUSAL)
         held = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
         held.refuse(getattr(func, "__name__", str(func)))

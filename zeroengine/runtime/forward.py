@@ -31,9 +31,10 @@ from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
 from zeroengine.runtime.traversal import Traversal
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit, VisitLog, next_node_number
+from zeroengine.runtime.visit_log import Visit, VisitLog
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.torch_internals import functorch_active, next_node_number
 
 
 class Forward:
@@ -156,7 +157,7 @@ class Forward:
     def _end_model_forward(self, output: Any) -> None:
         in_backward = self._traversal.is_running
         if self._forward_has_grad and not in_backward:
-            functorch = torch._C._are_functorch_transforms_active()
+            functorch = functorch_active()
             self._traversal.logs.end([] if functorch else tensors_in(output))
         if not (in_backward or self.gatherer.num_pins):
             self.gatherer.end_forward_pass()
@@ -185,7 +186,7 @@ class Forward:
         all_units, item_units = self._units_of.get(module, []), self._item_units_of.get(module)
         units = [unit for unit in all_units if unit.is_releasable]
         has_grad = torch.is_grad_enabled()
-        is_tracked = has_grad and not torch._C._are_functorch_transforms_active()
+        is_tracked = has_grad and not functorch_active()
         needed = units if item_units is None else [*units, *item_units.index_of]
         log = self._enter_log(needed) if needed else None
         for unit in all_units:
@@ -226,7 +227,7 @@ class Forward:
         del forwards[depth + 1 :]
         if forward.walk is not None and not (output is None and is_raising()):
             self._gather_skipped(forward.walk, len(forward.walk.item_units))
-            functorch = torch._C._are_functorch_transforms_active()
+            functorch = functorch_active()
             if torch.is_grad_enabled() and not functorch and forward.walk.called_nothing_trainable:
                 output = require_gradients(output)
         del forwards[depth:]

@@ -13,6 +13,12 @@ from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
 from zeroengine.utils.own_storage import with_own_storage
+from zeroengine.utils.torch_internals import (
+    DisableTorchFunctionSubclass,
+    storage_address,
+    storage_use_count,
+    tensor_use_count,
+)
 
 
 class FullBuffer:
@@ -69,7 +75,7 @@ class FullBuffer:
         if self._buffer is None:
             self.views = [with_own_storage(view) for view in self.views]
         # The address of the C++ storage object, whose owners ``is_aliased`` counts.
-        self._storage: int = tensor.untyped_storage()._cdata
+        self._storage: int = storage_address(tensor.untyped_storage())
 
     @property
     def held_bytes(self) -> int:
@@ -84,13 +90,13 @@ class FullBuffer:
         graphs that have saved a parameter itself, which would be a placeholder when backward reads it. A parameter that
         Python code holds is no alias, because its class notices every use.
         """
-        if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:
+        if storage_use_count(self._storage) > self._num_own_tensors:
             return True
         # In C++ the owners of a parameter are its Python object, the graph's node that accumulates its gradient (if it
         # has required a gradient since it was gathered), and every graph that has saved it.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return any(
-                param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
+                tensor_use_count(param) > (2 if required and param.requires_grad else 1)
                 for param, required in zip(self._params, self._required_grad, strict=True)
             )
 
@@ -111,7 +117,7 @@ class FullBuffer:
     def show(self) -> None:
         """Let the parameters that have no values show those of the buffer."""
         # The released class would treat an assignment to ``data`` as a use.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for param, view in zip(self._params, self.views, strict=True):
                 if is_released_parameter(param):
                     param.data = view
@@ -124,7 +130,7 @@ class FullBuffer:
 
     def hide(self, resolver: Resolver) -> None:
         """Take the values from the parameters: every use of one calls ``resolver`` first. The memory stays."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for param, placeholder in zip(self._params, self._placeholders, strict=True):
                 param.data = placeholder
                 mark_released(param, resolver)
@@ -134,7 +140,7 @@ class FullBuffer:
         assert self._buffer is not None
         # A view of the buffer would read freed memory, whereas a placeholder's NaN is noticed at once. The parameters
         # may have their released class now, which would treat the assignment as a use.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for param, placeholder in zip(self._params, self._placeholders, strict=True):
                 param.data = placeholder
         self._buffer.free()
@@ -163,7 +169,7 @@ class FullBuffer:
         return [
             slot.name
             for view, slot in zip(self.views, self._layout.slots, strict=True)
-            if view.numel() and torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 3
+            if view.numel() and storage_use_count(storage_address(view.untyped_storage())) > 3
         ]
 
     def readopt_data(self) -> list[str]:

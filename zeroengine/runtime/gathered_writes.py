@@ -29,6 +29,7 @@ from zeroengine.ops import digests
 from zeroengine.partition.storages import WRAPPER_ATTRIBUTE
 from zeroengine.runtime.released_parameter import DATA_OBSERVER_ATTRIBUTE
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint, outside_torch_func
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 log = logging.getLogger("zeroengine")
 
@@ -39,7 +40,7 @@ _version_of = attrgetter("_version")
 def versions_of(params: Iterable[nn.Parameter]) -> list[int]:
     """Return autograd's count of in-place changes of each parameter."""
     # Reading a version reads no value, so it must not wait for a gather in progress.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return list(map(_version_of, params))
 
 

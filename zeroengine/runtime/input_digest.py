@@ -11,6 +11,7 @@ from torch import nn
 from zeroengine.ops import digest
 from zeroengine.utils.small_transfers import to_device
 from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.torch_internals import functorch_active, tracing_state
 
 # The most elements of a tensor that are read. They are spread evenly over a larger tensor.
 MAX_ELEMENTS = 1 << 20
@@ -60,7 +61,7 @@ def can_read_values(device: torch.device) -> bool:
 
     Reading them raises an error in torch.func, becomes a part of a trace, and breaks a capture of a CUDA graph.
     """
-    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+    if functorch_active() or tracing_state() is not None:
         return False
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 

@@ -21,6 +21,7 @@ from zeroengine.partition.storages import exact_storages
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.torch_internals import BatchNorm, buffers_of
 
 # How a note about dtypes begins.
 NOTE = "The model computes in"
@@ -127,9 +128,7 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     if config.low_precision is None:
         return []
     if config.data_types.buffer_dtype in (None, "fp32"):
-        norms = {
-            name: module for name, module in modules.items() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        }
+        norms = {name: module for name, module in modules.items() if isinstance(module, BatchNorm)}
         fp32_names |= {name for name, norm in norms.items() if norm.running_mean is not None}
     # A parameter has one dtype, so modules that share it with an fp32 module have to compute in fp32, too. Only leaf
     # modules are taken: their parents would bring other parameters along.
@@ -336,7 +335,7 @@ def prepare_buffers(
     # A buffer may be shared by several modules. It is moved once, and each of them refers to the same copy.
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None and buffer not in moved:
                 dtype = FLOATS[name] if name is not None else buffer.dtype
                 dtype = torch.float32 if buffer in fp32_buffers else dtype
@@ -345,7 +344,7 @@ def prepare_buffers(
                 moved[buffer] = cast_floating(dtype)(buffer.to(device)).contiguous().resolve_conj().resolve_neg()
                 broadcast(moved[buffer])
             if buffer is not None:
-                module._buffers[key] = moved[buffer]
+                buffers_of(module)[key] = moved[buffer]
     dtypes = {copy: buffer.dtype for buffer, copy in moved.items() if copy.dtype is not buffer.dtype}
     if dtypes:
         undo.callback(_cast_buffers, model, dtypes)
@@ -354,6 +353,6 @@ def prepare_buffers(
 def _cast_buffers(model: nn.Module, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
     cast = {buffer: buffer.to(dtype) for buffer, dtype in dtypes.items()}
     for module in model.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer in cast:
-                module._buffers[key] = cast[buffer]
+                buffers_of(module)[key] = cast[buffer]

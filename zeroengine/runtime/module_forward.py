@@ -14,7 +14,8 @@ from torch import nn
 
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Visit, VisitLog, next_node_number
+from zeroengine.runtime.visit_log import Visit, VisitLog
+from zeroengine.utils.torch_internals import next_node_number
 
 log = logging.getLogger("zeroengine")
 

@@ -26,10 +26,9 @@ from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import latest_node_number
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
+from zeroengine.utils.torch_internals import StopRecomputation, is_function_forward, node_number
 
 VISIBLE = nullcontext()
-# Python calls every Function through this code.
-_FUNCTION_APPLY = torch.autograd.Function.apply.__code__
 
 
 class ForwardObserver(Protocol):
@@ -68,7 +67,7 @@ def is_raising() -> bool:
     an ordinary end.
     """
     error = sys.exc_info()[1]
-    return error is not None and type(error).__name__ != "_StopRecomputationError"
+    return error is not None and not isinstance(error, StopRecomputation)
 
 
 def function_node_number() -> int | None:
@@ -76,19 +75,18 @@ def function_node_number() -> int | None:
 
     A reentrant checkpoint is such a Function. None: this runs in none.
     """
-    caller: FrameType | None = None
     forward: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _FUNCTION_APPLY:
-            forward = caller
-        caller, frame = frame, frame.f_back
+        if is_function_forward(frame.f_code):
+            forward = frame
+        frame = frame.f_back
     if forward is None:
         return None
     contexts = (value for value in forward.f_locals.values() if isinstance(value, torch.autograd.function.FunctionCtx))
     context: Any = next(contexts, None)
     # A Function with ``setup_context`` has no context yet. Its node was the latest one when its forward began.
-    return latest_node_number() if context is None else context._sequence_nr()
+    return latest_node_number() if context is None else node_number(context)
 
 
 def present_node_number() -> int:

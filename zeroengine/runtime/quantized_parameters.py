@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import STORAGES_ATTRIBUTE, WRAPPER_ATTRIBUTE, is_quantized, storages_of
 from zeroengine.runtime.released_parameter import class_of, has_no_values
+from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass, make_subclass, parameters_of
 
 # A storage: what follows the parameter's name, and the objects and attributes that refer to the tensor.
 _Place = tuple[str, list[tuple[Any, str]]]
@@ -69,7 +69,7 @@ def split_quantized_parameters(model: nn.Module, undo: ExitStack | None = None) 
     """
     places_of_param: dict[nn.Parameter, tuple[nn.Module, list[_Place]]] = {}
     for prefix, module in model.named_modules():
-        for key, param in module._parameters.items():
+        for key, param in parameters_of(module).items():
             if param is not None and param not in places_of_param and not is_quantized(param) and library_of(param):
                 places_of_param[param] = module, _places_of(plain_name(f"{prefix}.{key}".lstrip(".")), module, param)
     for param, (module, places) in places_of_param.items():
@@ -97,12 +97,12 @@ def replace_quantized_parameters(model: nn.Module, new_of: Callable[[torch.Tenso
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for key, param in module._parameters.items():
+        for key, param in parameters_of(module).items():
             if param is None or not library_of(param):
                 continue
             if param not in replaced:
                 replaced[param] = _replaced(module, param, new_of)
-            module._parameters[key] = replaced[param]
+            parameters_of(module)[key] = replaced[param]
 
 
 def _replaced(module: Any, param: nn.Parameter, new_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -111,7 +111,7 @@ def _replaced(module: Any, param: nn.Parameter, new_of: Callable[[torch.Tensor],
     data = new_of(param)
     # A fake tensor keeps its class, which computes shapes.
     is_plain = type(data) is torch.Tensor
-    new: Any = torch.Tensor._make_subclass(type(param), data) if is_plain else nn.Parameter(data, False)
+    new: Any = make_subclass(type(param), data) if is_plain else nn.Parameter(data, False)
     new.__dict__.update(param.__dict__)
     new.__dict__.pop(STORAGES_ATTRIBUTE, None)
     if "quant_state" in new.__dict__:

@@ -56,6 +56,7 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.runtime.unit_reduces import UnitReduces
 from zeroengine.runtime.user_gradients import UserGradients
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 
 class Reducer:
@@ -226,7 +227,7 @@ class Reducer:
 
     def _accept_written(self, unit_grads: UnitGradients) -> None:
         """Accept the gradients that a Function or a hook of the user has left in ``param.grad`` in this backward."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             written = [(i, p.grad) for i, p in enumerate(unit_grads.unit.params) if p.grad is not None]
         is_deferred = self._is_deferred(unit_grads)
         for index, gradient in written:

@@ -8,7 +8,6 @@ progress, gathers the unit if every rank does the same (inside the engine's forw
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from zeroengine.partition.storages import WRAPPER_ATTRIBUTE, storages_of
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, TracingContext
 
 # The attribute of a parameter that refers weakly to its ``ParameterOwner`` (``engine/gathered.py``). It stays for the
 # life of the parameter.
@@ -81,7 +81,7 @@ class ReleasedParameter(nn.Parameter):
             if not any(is_released_parameter(tensor) for tensor in tensors):
                 # The parameters' own classes, such as those of quantized weights, may have rules of their own.
                 return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             # A wrapper of other tensors has no placeholder.
             if func in _STRIDES and 0 in args[0].stride() and has_no_values(args[0]) and not is_tracing():
                 args = (torch.empty(args[0].shape, device="meta"), *args[1:])
@@ -95,7 +95,7 @@ class ReleasedParameter(nn.Parameter):
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             what = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"Parameter released by zeroengine: {what}"
 
@@ -108,9 +108,7 @@ class ReleasedParameter(nn.Parameter):
 
 def is_tracing() -> bool:
     """Return whether torch.compile is tracing, which reads the metadata of tensors and not their values."""
-    # A process that has not imported this module is not tracing. Importing it here would make every start slower.
-    guards = sys.modules.get("torch._guards")
-    return guards is not None and guards.TracingContext.try_get() is not None
+    return TracingContext.try_get() is not None
 
 
 def _name(func: Any) -> str:
@@ -120,7 +118,7 @@ def _name(func: Any) -> str:
 
 def drop_gradient_of(param: nn.Parameter) -> None:
     """Set ``param.grad`` to None for the engine's own use."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         param.grad = None
 
 
@@ -135,7 +133,7 @@ def _edge_of(tensor: torch.Tensor) -> Any:
     """Return the edge in the graph of a released parameter, and any other tensor unchanged."""
     if not is_released_parameter(tensor):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(tensor)
 
 

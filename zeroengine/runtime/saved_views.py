@@ -30,10 +30,16 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.torch_internals import (
+    RAW_SAVED_PREFIX,
+    RAW_SAVED_TENSORS,
+    DisableTorchFunctionSubclass,
+    node_number,
+    version_of,
+)
 
 # The attribute of a custom Function's node that shows what it has saved, and those that are set on such nodes and on
 # their classes.
-_SAVED_BY_FUNCTION = "_raw_saved_tensors"
 _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
@@ -59,7 +65,7 @@ class SavedView(NamedTuple):
             ZeroEngineError: The parameter has changed since the forward.
         """
         param = self.unit.params[self.param_index]
-        if param._version != self.version:
+        if version_of(param) != self.version:
             name = self.unit.layout.slots[self.param_index].name
             raise ZeroEngineError(
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
@@ -95,9 +101,9 @@ def replace_saved_views(
     unit_of = {id(param): unit for unit in units for param in unit.params}
     saved_by_user_hooks: set[Unit] = set()
     # A saved parameter may be released by now. Inspecting it must not gather its unit.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for node, name, saved_tensors in saved_behind(outputs, first_node):
-            if name == _SAVED_BY_FUNCTION:
+            if name == RAW_SAVED_TENSORS:
                 _return_parameters(node, saved_tensors, unit_of)
                 _replace_attributes(node, ranges)
             for saved in filter(None, saved_tensors):
@@ -124,7 +130,7 @@ def saved_behind(tensors: Iterable[torch.Tensor], first_node: int) -> Iterator[t
     while pending and len(visited) < MAX_NODES:
         node = pending.pop()
         # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
-        if node._sequence_nr() < first_node:
+        if node_number(node) < first_node:
             continue
         for name in _names_of_saved(node.__class__):
             try:
@@ -195,7 +201,7 @@ def _class_returning_parameters(node_class: Any) -> Any:
 @cache
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
     """Return the names of the attributes of a class of graph nodes that are saved tensors."""
-    return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+    return tuple(name for name in dir(node_class) if name.startswith(RAW_SAVED_PREFIX))
 
 
 def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
@@ -229,6 +235,6 @@ def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) 
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
     # The tensor's own version would not do, because a ``.data`` has a separate counter.
-    version = unit.params[index]._version
+    version = version_of(unit.params[index])
     view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
     saved.register_hooks(lambda _: view, read)

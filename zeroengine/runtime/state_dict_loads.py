@@ -13,6 +13,13 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import mark_gathered, mark_released
 from zeroengine.runtime.state_dict_reads import StandIns
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.torch_internals import (
+    LOAD_FROM_STATE_DICT,
+    LOAD_POST_HOOKS,
+    LOAD_PRE_HOOKS,
+    DisableTorchFunction,
+    version_of,
+)
 
 # The attribute of a stand-in for a stored tensor that holds the tensor's name.
 _STORED = "_zeroengine_stored"
@@ -21,12 +28,12 @@ _STORED = "_zeroengine_stored"
 def changes_loads(model: nn.Module) -> bool:
     """Return whether code of the model, such as a hook, takes part in ``load_state_dict()``."""
     return any(
-        module.__dict__.get("_load_state_dict_pre_hooks")
-        or module.__dict__.get("_load_state_dict_post_hooks")
+        module.__dict__.get(LOAD_PRE_HOOKS)
+        or module.__dict__.get(LOAD_POST_HOOKS)
         # Modules of torch, such as BatchNorm, only fill in what older versions did not save.
         or not all(
             getattr(getattr(type(module), name), "__module__", "torch.nn").startswith("torch.nn.")
-            for name in ("load_state_dict", "_load_from_state_dict")
+            for name in ("load_state_dict", LOAD_FROM_STATE_DICT)
         )
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
@@ -92,11 +99,11 @@ def stored_stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, read: C
     stand_in: Any = torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape))
 
     def resolve(tensor: Any, operation: str) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             mark_gathered(tensor)
             tensor.data = read()
 
-    stand_in.__dict__[_STORED] = name, stand_in._version
+    stand_in.__dict__[_STORED] = name, version_of(stand_in)
     mark_released(stand_in, resolve)
     return stand_in
 
@@ -104,4 +111,4 @@ def stored_stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, read: C
 def stored_name(tensor: torch.Tensor) -> str | None:
     """Return the name of the stored tensor that ``tensor`` stands for; None where its values are others."""
     name, version = tensor.__dict__.get(_STORED, (None, 0))
-    return name if tensor._version == version else None
+    return name if version_of(tensor) == version else None

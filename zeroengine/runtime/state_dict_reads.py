@@ -28,6 +28,7 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import has_no_values, mark_gathered, mark_released
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.torch_internals import DisableTorchFunction, copy_state_dict_metadata, version_of
 
 # A detached tensor, its original, the placeholder that it has while it is released, and its version at first.
 _Detached = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]
@@ -52,8 +53,7 @@ class ModelState:
     def like(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values`` as a dict of the same class, with the versions of the modules that torch attaches."""
         state: OrderedDict[str, Any] = OrderedDict(values)
-        if hasattr(self.values, "_metadata"):
-            state._metadata = self.values._metadata  # type: ignore[attr-defined]
+        copy_state_dict_metadata(self.values, state)
         return state
 
 
@@ -83,8 +83,7 @@ def read_model_state(model: nn.Module, units: Sequence[Unit], gatherer: Gatherer
             # A copy, such as that of a hook that moves values to the CPU, is the parameter as well.
             is_copy = param is not None and value is not param and stand_ins.is_copy(value, param)
             values[key] = param if is_copy else value
-    if hasattr(state, "_metadata"):
-        values._metadata = state._metadata  # type: ignore[attr-defined]
+    copy_state_dict_metadata(state, values)
     tensors = {key: value for key, value in values.items() if stand_ins.knows(value)}
     return ModelState(values, tensors, wrappers)
 
@@ -167,7 +166,7 @@ class StandIns(TorchFunctionMode):
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (param.shape, param.dtype):
             return False
         self._gather_for(param, "state_dict")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             # Bytes are compared, because NaN differs from itself.
             own, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (param, value.to(param.device)))
             return torch.equal(own, other)
@@ -176,7 +175,7 @@ class StandIns(TorchFunctionMode):
         """Return the detached form of a parameter or buffer, without values while it is released."""
         unit = self._unit_of.get(original)  # type: ignore[call-overload]
         placeholder = None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if unit is None or not (unit.is_releasable or has_no_values(original)):
                 detached = original.detach()
             else:
@@ -184,7 +183,7 @@ class StandIns(TorchFunctionMode):
                 detached, placeholder = original.data, placeholder_of(original)
         if has_no_values(original):
             mark_released(detached, self._resolve)  # type: ignore[arg-type]
-        self._detached[id(detached)] = detached, original, placeholder, detached._version
+        self._detached[id(detached)] = detached, original, placeholder, version_of(detached)
         return detached
 
     def _resolve(self, stand_in: torch.Tensor, operation: str) -> None:
@@ -199,7 +198,7 @@ class StandIns(TorchFunctionMode):
     def _gather_for(self, param: Any, operation: str) -> None:
         unit = self._unit_of[param]
         needed = {self._unit_of.get(self.original_of(tensor)) for tensor in tensors_in(self._arguments)}  # type: ignore
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             # One unit at a time is gathered, unless an operation reads several.
             for other in [other for other in self._pinned if other is not unit and other not in needed]:
                 self._unpin(other)
@@ -212,7 +211,7 @@ class StandIns(TorchFunctionMode):
                     tensor.data = original.detach()
 
     def _unpin(self, unit: Unit) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for tensor, original, placeholder, _ in self._detached.values():
                 if placeholder is not None and self._unit_of.get(original) is unit:  # type: ignore[call-overload]
                     mark_gathered(tensor)  # type: ignore[arg-type]
@@ -223,7 +222,7 @@ class StandIns(TorchFunctionMode):
 
     def _refuse_writes(self, detached: Sequence[_Detached]) -> None:
         for tensor, original, placeholder, version in detached:
-            if placeholder is not None and tensor._version != version:
+            if placeholder is not None and version_of(tensor) != version:
                 unit = self._unit_of[original]  # type: ignore[index]
                 index = next(i for i, param in enumerate(unit.params) if param is original)
                 raise ZeroEngineError(

@@ -25,12 +25,13 @@ from typing import Protocol
 
 import torch
 
-from zeroengine.runtime.autograd_hooks import WeakMethod, queue_callback, register_hook_first
+from zeroengine.runtime.autograd_hooks import WeakMethod, register_hook_first
 from zeroengine.runtime.backward_calls import is_autograd_grad, is_in_recomputation, is_outermost_backward
 from zeroengine.runtime.cursor import Cursor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.visit_log import EARLIEST, Place, Visit, VisitLog, VisitLogs
+from zeroengine.utils.torch_internals import current_autograd_node, current_graph_task_id, node_number, queue_callback
 
 
 class GradientSide(Protocol):
@@ -91,7 +92,7 @@ class Traversal:
 
     def follow_backward(self) -> bool:
         """Return whether autograd is running a backward. Begin to follow it, once."""
-        number = torch._C._current_graph_task_id()
+        number = current_graph_task_id()
         if number < 0:
             return False
         if any(cursor.number == number for cursor in reversed(self.cursors)):
@@ -114,7 +115,7 @@ class Traversal:
 
     def current(self) -> Cursor:
         """Return the backward whose hook calls this. ``follow_backward`` has noticed it."""
-        number = torch._C._current_graph_task_id()
+        number = current_graph_task_id()
         return next((cursor for cursor in reversed(self.cursors) if cursor.number == number), self.cursors[-1])
 
     def _reach(self, log: VisitLog, visit: Visit) -> None:
@@ -134,10 +135,10 @@ class Traversal:
 
     def move_to_current_node(self) -> None:
         """Go to the node that autograd runs, which uses a unit without a hook."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         # Nodes of a recomputation may be numbered by another thread.
         if self.cursors and node is not None and self.current() is self.cursors[0]:
-            self._move(self.cursors[0], Place(node._sequence_nr(), sys.maxsize))
+            self._move(self.cursors[0], Place(node_number(node), sys.maxsize))
 
     def move_before(self, log: VisitLog, visit: Visit) -> None:
         """Go to the node that was made before ``visit`` of ``log`` began."""

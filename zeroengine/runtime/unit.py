@@ -38,6 +38,7 @@ from zeroengine.runtime.gathered_writes import GatheredWrites
 from zeroengine.runtime.original_parameters import OriginalParameters
 from zeroengine.runtime.released_parameter import Resolver, mark_released
 from zeroengine.runtime.secondary_shard import SecondaryShard
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 from zeroengine.utils.work import Work
 
 
@@ -367,7 +368,7 @@ class Unit:
             Whether it was replaced so. It may be of another shape, dtype or device.
         """
         param, view = self.params[index], self.full_buffer.views[index]
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), torch.no_grad():
             facts = (param.shape, param.dtype, param.device)
             if param.data_ptr() == view.data_ptr() or facts != (view.shape, view.dtype, view.device):
                 return False

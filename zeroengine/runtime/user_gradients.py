@@ -34,6 +34,7 @@ from zeroengine.runtime.engine_gradient import EngineGradient
 from zeroengine.runtime.released_parameter import stop_watching_gradient, watch_gradient
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,7 @@ class UserGradients:
         """
         if not self._is_watching or param not in self._names:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             gradient = param.grad
             if isinstance(gradient, EngineGradient):
                 param.grad = None
@@ -147,13 +148,13 @@ class UserGradients:
     @property
     def has_assigned(self) -> bool:
         """Whether something has been assigned since ``take``."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return bool(self._touched) or any(param.grad is not None for param, _, _ in self._trained)
 
     @property
     def drops_all(self) -> bool:
         """Whether every gradient was dropped, or set to zero, since the last backward, and no tensor was assigned."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return all(param in self._touched and param.grad is None for param, _, _ in self._trained)
 
     def take(self) -> list[AssignedGradient]:
@@ -163,7 +164,7 @@ class UserGradients:
             ZeroEngineError: A gradient that the engine held earlier was assigned, which has no values.
         """
         # Otherwise each read of a released parameter's gradient would be taken for one by the user.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             assigned = [
                 AssignedGradient(unit_grads, index, param.grad, self._touched.get(param, False) and param.grad is None)
                 for param, unit_grads, index in self._trained
@@ -180,7 +181,7 @@ class UserGradients:
 
     def of_frozen(self) -> dict[nn.Parameter, str]:
         """Return the parameters that were frozen at ``initialize`` and have a gradient, with their names."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for param, _ in self._frozen:
                 if param.requires_grad:
                     # It was unfrozen since. The step refuses that, and frozen again it is to have no gradient.
@@ -201,7 +202,7 @@ class UserGradients:
         """Set every ``param.grad`` to None, and return the names of the parameters that had one."""
         self._forget_assigned()
         named = [(param, unit_grads.unit.layout.slots[index].name) for param, unit_grads, index in self._trained]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             dropped = [(param, name) for param, name in named + self._frozen if param.grad is not None]
             for param, _ in dropped:
                 param.grad = None

@@ -52,13 +52,13 @@ from torch.autograd.graph import Node
 
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.torch_internals import current_graph_task_keeps_graph, next_node_number, will_engine_execute_node
 
 # The most visits of one log that are followed: the latest ones. Outside of forwards of the whole model, modules may be
 # called for ever without a backward.
 MAX_VISITS = 10_000
 
 # The number that autograd gives to the next node that this thread makes.
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def latest_node_number() -> int:
@@ -160,7 +160,7 @@ class VisitLog:
     def note_run(self) -> None:
         """Note that a backward has come to it."""
         self.has_run = True
-        self.is_retained = self.is_retained or torch._C._autograd._get_current_graph_task_keep_graph()
+        self.is_retained = self.is_retained or current_graph_task_keeps_graph()
 
 
 class InnerNode:
@@ -228,9 +228,7 @@ class VisitLogs:
         See "Which logs a backward contains".
         """
         alive = list(self._alive)
-        contained = [
-            log for log in alive if any(torch._C._will_engine_execute_node(inner.node) for inner in log.inner_nodes)
-        ]
+        contained = [log for log in alive if any(will_engine_execute_node(inner.node) for inner in log.inner_nodes)]
         # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
         unknown = [
             log for log in alive if (log.may_run or log is self.latest) and (not contained or not log.inner_nodes)

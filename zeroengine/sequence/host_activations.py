@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroengine.errors import ZeroEngineError
@@ -42,6 +41,14 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.torch_internals import (
+    RAW_SAVED_TENSORS,
+    CheckpointNode,
+    current_graph_task_id,
+    functorch_active,
+    node_number,
+    version_of,
+)
 from zeroengine.utils.work import Completed
 
 # Smaller inputs stay on the device: copying them takes longer than it takes memory.
@@ -99,7 +106,7 @@ class HostInput:
         """Free the values on the device, in the order of the current stream."""
         if self._on_device is not None:
             self._work.wait_stream()
-            self._is_changed |= self._on_device._version not in (0, self.view[-1])
+            self._is_changed |= version_of(self._on_device) not in (0, self.view[-1])
             # The work of a copy keeps its tensors alive, too.
             self._on_device, self._work = None, Completed()
 
@@ -189,16 +196,16 @@ class HostActivations:
     def _move(self, module: nn.Module, *tree: Any) -> None:
         """Move the inputs of the new checkpoints in the graph behind the tensors in ``tree``."""
         # What is saved in a recomputation is read at once. Tensors of torch.func have no graph.
-        if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+        if current_graph_task_id() != -1 or functorch_active():
             return
         found: dict[int, Sequence[Any]] = {}
         for node, _, saved_tensors in saved_behind(tensors_in(tree), self._first_node):
             inputs = dict(checkpoint for saved in saved_tensors for checkpoint in _checkpoints_around(saved))
-            if isinstance(node, CheckpointFunction._backward_cls):
+            if isinstance(node, CheckpointNode):
                 inputs[id(node)] = saved_tensors
             if inputs:
                 found |= inputs
-                self._first_node = max(self._first_node, node._sequence_nr() + 1)
+                self._first_node = max(self._first_node, node_number(node) + 1)
         with hidden_from_activation_checkpoint():
             # The walk comes to the latest checkpoint first.
             for saved_inputs in reversed(found.values()):
@@ -224,7 +231,7 @@ class HostActivations:
 
 def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return which elements of its memory ``tensor`` has, and autograd's count of changes in place."""
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, version_of(tensor)
 
 
 def _checkpoints_around(saved: Any) -> Iterator[tuple[int, Sequence[Any]]]:
@@ -233,7 +240,9 @@ def _checkpoints_around(saved: Any) -> Iterator[tuple[int, Sequence[Any]]]:
     if getattr(hook, "__module__", "") == "torch.utils.checkpoint" and "frame" in hook.__code__.co_freevars:
         frame = hook.__closure__[hook.__code__.co_freevars.index("frame")].cell_contents
         # In torch 2.11 the inputs are those of a node.
-        inputs = frame.saved_args if hasattr(frame, "saved_args") else frame.input_saver.grad_fn._raw_saved_tensors
+        inputs = (
+            frame.saved_args if hasattr(frame, "saved_args") else getattr(frame.input_saver.grad_fn, RAW_SAVED_TENSORS)
+        )
         yield id(frame), inputs
         # Inside another checkpoint the inputs were saved through that one's hooks.
         for saved_input in inputs:

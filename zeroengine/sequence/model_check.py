@@ -23,6 +23,7 @@ from zeroengine.sequence.batches import WHOLE_KEYS, take_facts
 from zeroengine.sequence.group import SequenceGroup
 from zeroengine.sequence.transformers_models import outermost_models
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.torch_internals import TorchDispatchMode
 
 # The tokens of each rank's part of the short sequence.
 NUM_TOKENS = 8
@@ -166,7 +167,6 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
     Returns:
         What each call of a module returns, in the order in which they end, and what random operations return.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     outputs: _Outputs = {}
     num_calls: Counter[str] = Counter()

@@ -24,6 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.sequence.group import HasSequenceGroup
 from zeroengine.sequence.mean_loss import mean_loss
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.torch_internals import current_graph_task_keeps_graph
 
 # The bytes of the logits of a tile: larger tiles read the weight, and add to its gradient, less often. The softmax
 # takes a block of a tile at a time, which stays in the cache of a CPU.
@@ -162,6 +163,6 @@ class _TiledLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The graph may be gone through again, and then the gradients must be as they are.
-        multiply = torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
+        multiply = torch.mul if current_graph_task_keeps_graph() else Tensor.mul_
         grads = (None if x is None else multiply(x, grad).to(ctx.dtype) for x in ctx.saved_tensors)
         return *grads, None, None, None, None

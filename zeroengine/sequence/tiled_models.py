@@ -25,11 +25,12 @@ from zeroengine.sequence.tiled_loss import tiled_loss
 from zeroengine.sequence.tiled_mlp import tiled_mlp
 from zeroengine.sequence.transformers_models import replace_attribute
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.torch_internals import BACKWARD_HOOKS, DisableTorchFunctionSubclass
 
 # What lazy logits follow, if it is done with numbers.
 _STEPS = ("mul", "__mul__", "__rmul__", "div", "__truediv__", "tanh", "float")
 # What the engine asks of an output, to follow the graph behind it.
-_NAMES = ("requires_grad", "grad_fn", "is_leaf", "_backward_hooks")
+_NAMES = ("requires_grad", "grad_fn", "is_leaf", BACKWARD_HOOKS)
 _GRAPH = {torch.Tensor.register_hook, *(getattr(torch.Tensor, name).__get__ for name in _NAMES)}
 
 
@@ -92,7 +93,7 @@ class LazyLogits(torch.Tensor):
         if isinstance(logits, LazyLogits):
             head, hidden, steps = logits.source
             if func in METADATA or func in _GRAPH or is_tracing():
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(hidden if func in _GRAPH else logits, *args[1:], **kwargs)
             if name in _STEPS and not kwargs and all(type(number) in (int, float) for number in args[1:]):
                 return _lazy(head, hidden, torch.float32 if name == "float" else logits.dtype, *steps, (func, args[1:]))

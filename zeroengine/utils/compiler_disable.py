@@ -7,11 +7,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import torch
+from zeroengine.utils.torch_internals import (
+    COMPILE_DISABLED,
+    COMPILE_DISABLED_REASON,
+    FrameAction,
+    FrameExecStrategy,
+    disable_dispatch_modes,
+    dispatch_modes,
+    functorch_active,
+    leave_functorch,
+    num_dispatch_modes,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_dynamo = torch._C._dynamo.eval_frame
 _NO_CHANGE = nullcontext()
 
 
@@ -23,21 +34,22 @@ def disable_compile(function: F) -> F:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # None switches the compiler off for this thread until the call ends.
-        compiler = _dynamo.set_eval_frame(None)
+        compiler = set_eval_frame(None)
         try:
             return function(*args, **kwargs)
         finally:
-            _dynamo.set_eval_frame(compiler)
+            set_eval_frame(compiler)
 
     # torch.compile reads these attributes to break its graph here, and to explain why.
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    run._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    setattr(run, COMPILE_DISABLED, True)
+    setattr(
+        run,
+        COMPILE_DISABLED_REASON,
         "zeroengine gathers and releases parameters here. With fullgraph=True compile block by block: "
-        "`for block in model.blocks: block.compile(fullgraph=True)`"
+        "`for block in model.blocks: block.compile(fullgraph=True)`",
     )
     # The compiler must skip the wrapper itself, but treat the functions that it calls as usual.
-    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-    _dynamo.set_code_exec_strategy(run.__code__, skip)
+    set_code_exec_strategy(run.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
     return functools.wraps(function)(run)  # type: ignore[return-value]
 
 
@@ -48,20 +60,11 @@ def hidden_from_activation_checkpoint() -> AbstractContextManager[Any]:
     operations of the model, and may differ between the two.
     """
     # This check is cheap, and the stack is almost always empty.
-    if torch._C._len_torch_dispatch_stack():
-        # This module is imported here because it is slow to import, and few programs need it.
-        from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-
-        if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()):
-            return _disable_current_modes()
+    if num_dispatch_modes() and any(type(mode).__module__ == "torch.utils.checkpoint" for mode in dispatch_modes()):
+        return disable_dispatch_modes()
     return _NO_CHANGE
 
 
 def outside_torch_func() -> AbstractContextManager[Any]:
     """Return a context outside of torch.func's transforms, which forbid writes to tensors that existed before them."""
-    # The import is needed only inside of torch.func, where the module has been imported already.
-    if torch._C._are_functorch_transforms_active():
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-        return temporarily_clear_interpreter_stack()
-    return _NO_CHANGE
+    return leave_functorch() if functorch_active() else _NO_CHANGE

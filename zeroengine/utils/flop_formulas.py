@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from zeroengine.utils.torch_internals import cpu_attention, cpu_attention_backward, grouped_mm
+
 _aten = torch.ops.aten
 
 
@@ -20,7 +22,7 @@ def flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outp
         kwargs: Its keyword arguments.
         output: What it returned.
     """
-    packet = getattr(function, "_overloadpacket", function)
+    packet = getattr(function, "overloadpacket", function)
     formula = _FORMULAS.get(packet)
     if formula is not None:
         return formula(*args, **kwargs)
@@ -45,8 +47,8 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 # Formulas that torch lacks: attention on a CPU, the experts of a mixture, and a product that is added in place.
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    _aten._grouped_mm: _grouped_flops,
+    cpu_attention: _attention_flops,
+    cpu_attention_backward: _attention_backward_flops,
+    grouped_mm: _grouped_flops,
     _aten.addmm_: lambda _, a, b, **__: _grouped_flops(a, b),
 }

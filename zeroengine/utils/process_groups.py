@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.utils.process_finalizer import keep_until_process_ends
+from zeroengine.utils.torch_internals import tensor_use_count
 
 # A thread of Gloo drops its tensors within microseconds, once it runs.
 DROP_POLL_S = 1e-5
@@ -55,7 +56,7 @@ class PendingCollective:
         finally:
             # The work refers to the tensors as well.
             self._work = None
-            while any(alias.device.type == "cpu" and alias._use_count() > 1 for alias in self._aliases):  # type: ignore[attr-defined]
+            while any(alias.device.type == "cpu" and tensor_use_count(alias) > 1 for alias in self._aliases):
                 time.sleep(DROP_POLL_S)
             self._aliases = []
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zeroengine.utils.torch_internals import profiler_enabled
+
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -16,6 +18,6 @@ def profile_range(label: str, unit: str = "") -> AbstractContextManager[Any]:
     While neither records it does nothing.
     """
     # Recording a range costs microseconds even without a profiler.
-    if not torch.autograd._profiler_enabled():
+    if not profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"zeroengine: {label} {unit}".rstrip())

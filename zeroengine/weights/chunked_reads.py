@@ -27,6 +27,7 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import Report
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
+from zeroengine.utils.torch_internals import storage_dtypes
 
 # A chunk has so many bytes, a multiple of every dtype's size.
 CHUNK = 1 << 22
@@ -152,7 +153,7 @@ def _describe_tensor(
 
 _ALLOW_LIST = AllowList(
     {"torch._utils._rebuild_tensor_v2": _describe_tensor, "collections.OrderedDict": OrderedDict}
-    | {f"torch.{name}": dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items()}
+    | {f"torch.{name}": dtype for name, dtype in storage_dtypes().items()}
 )
 
 

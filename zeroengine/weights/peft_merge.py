@@ -22,6 +22,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.boxes import Box
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import is_quantized
+from zeroengine.utils.torch_internals import CHILDREN, children_of
 from zeroengine.weights.conversion import BoxValues, ConversionPlan
 from zeroengine.weights.huggingface_format import TensorSpec
 
@@ -191,8 +192,9 @@ def _without_adapters(module: Any, bases: Mapping[int, nn.Module]) -> nn.Module:
     if id(module) in bases:
         return bases[id(module)]
     tree: nn.Module = copy.copy(module)
-    children = module._modules.items()
-    tree._modules = {name: child if child is None else _without_adapters(child, bases) for name, child in children}
+    children = children_of(module).items()
+    copies = {name: child if child is None else _without_adapters(child, bases) for name, child in children}
+    setattr(tree, CHILDREN, copies)
     return tree
 
 

@@ -25,6 +25,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.rounding import round_up
+from zeroengine.utils.torch_internals import storage_address, storage_use_count
 from zeroengine.weights.changes import WeightsToken
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.selection import OutgoingTensor
@@ -152,7 +153,7 @@ class BucketMemory:
         """Return memory that nothing refers to."""
         for memory in self._buckets:
             # Views hold the storage, and arrays of NumPy a view.
-            if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) <= NUM_OWN_TENSORS:
+            if storage_use_count(storage_address(memory.untyped_storage())) <= NUM_OWN_TENSORS:
                 # A view, which holds the storage until all pieces of the bucket have been yielded.
                 return memory[:]
         # The pair is passed on to the next bucket while the last tensor of the one before is still in use.

@@ -33,6 +33,7 @@ from zeroengine.comm.group import backend_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.listed import listed
 from zeroengine.utils.process_groups import PendingCollective, leave_to_threads
+from zeroengine.utils.torch_internals import store_of_group
 from zeroengine.weights.stream import Bucket, BucketMemory, WeightPiece, WeightStream
 
 Into = nn.Module | Mapping[str, torch.Tensor] | None
@@ -49,7 +50,7 @@ def open_store(target: Any, call: str) -> dist.Store:
     Raises:
         ZeroEngineError: `target` is neither a process group nor a store.
     """
-    store = dist.distributed_c10d._get_process_group_store(target) if isinstance(target, dist.ProcessGroup) else target
+    store = store_of_group(target) if isinstance(target, dist.ProcessGroup) else target
     if not isinstance(store, dist.Store):
         raise ZeroEngineError(
             f"{call}: target is {target!r}. Write a torch process group of training rank 0 and the receivers, or, for "

@@ -31,6 +31,7 @@ from torch import nn
 from zeroengine.checkpoint.entries import part_of_box
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.utils.torch_internals import COMPILED_MODULE
 from zeroengine.weights.conversion import BoxValues, ConversionPlan, TensorConversion
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.sources import WeightSource
@@ -169,7 +170,7 @@ def _library(module: str) -> Any:
 
 def _converted_model(module: nn.Module) -> Any | None:
     """Return the transformers model that `module` is; None where it is another, or transformers converts nothing."""
-    module = getattr(module, "_orig_mod", module)
+    module = getattr(module, COMPILED_MODULE, module)
     # Who has a transformers model has imported transformers, which takes seconds and is not imported for others.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):

@@ -28,6 +28,7 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.cut import plain_name
+from zeroengine.utils.torch_internals import SCHEDULE_STEPS
 
 # DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
 DEEPSPEED_KEYS = frozenset(
@@ -215,7 +216,7 @@ class ConvertedState:
             # DeepSpeed's own schedules count from -1. Those of the same names here are torch's.
             steps, groups = int(state["last_batch_iteration"]) + 1, self._groups()
             rates = [group["lr"] for group in groups if "lr" in group]
-            counts = {"last_epoch": steps, "_step_count": steps + 1}
+            counts = {"last_epoch": steps, SCHEDULE_STEPS: steps + 1}
             return counts | {"_last_lr": rates, "lr_lambdas": [None] * len(groups)}
         try:
             return storable("the LR schedule", state)

@@ -15,6 +15,7 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import progress
 from zeroengine.utils.safe_pickle import AllowList, pickle_module
+from zeroengine.utils.torch_internals import rebuild_tensor
 
 # Objects of these packages and classes are replaced by an `InertObject`.
 INERT_PACKAGES = ("deepspeed", "argparse", "numpy")
@@ -94,7 +95,7 @@ def _find_dtype_or_inert_class(module: str, name: str) -> Any:
 
 DEEPSPEED_ALLOW_LIST = AllowList(
     {
-        "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+        "torch._utils._rebuild_tensor_v2": rebuild_tensor,
         "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
         "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
         "torch._tensor._rebuild_from_type_v2": _rebuild_plain_tensor,

@@ -11,12 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.utils.checkpoint import checkpoint
 
 from zeroengine.config import Config
@@ -30,6 +24,12 @@ from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.torch_internals import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensorMode,
+    buffers_of,
+    parameters_of,
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _trace(
         undo.enter_context(trace)
         try:
             micro = _run(model, replica, trace, micro_batch)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        except FAKE_TENSOR_ERRORS as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
                 "routing of a mixture of experts by a loop over them"
@@ -211,14 +211,14 @@ def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dty
         if param.requires_grad:
             params[param].register_post_accumulate_grad_hook(drop_gradient_of)
     for module in model.modules():
-        for name, old in module._parameters.items():
+        for name, old in parameters_of(module).items():
             if old is not None:
-                module._parameters[name] = params[old]
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = params[old]
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
                 if buffer not in buffers:
                     buffers[buffer] = torch.empty_like(buffer, device="cpu")
-                module._buffers[name] = buffers[buffer]
+                buffers_of(module)[name] = buffers[buffer]
 
 
 def _leave_out_dropout_of_attention(model: nn.Module) -> None:

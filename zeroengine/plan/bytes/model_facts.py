@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from zeroengine.config import Config
@@ -29,6 +28,7 @@ from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.runtime.quantized_parameters import quantize_on_meta, split_quantized_parameters
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.torch_internals import FakeTensorMode, buffers_of
 
 # The arguments and keyword arguments of one call of the model.
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -140,9 +140,9 @@ def from_module(
             "allocates nothing: build the model inside `with zeroengine.meta_init(values=False):` and load no weights"
         )
     for module in model.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[key] = buffer.to("meta")
+                buffers_of(module)[key] = buffer.to("meta")
     quantize_on_meta(model)
     split_quantized_parameters(model)
     normalized = None if make_batch is None else lambda samples: as_batch(make_batch(samples))

@@ -19,17 +19,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.flop_formulas import flops_of
 from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    cpu_attention,
+    grouped_mm,
+    operation_schema,
+    storage_address,
+    unset_fake_temporarily,
+)
 
 _aten = torch.ops.aten
 # The names of dtypes that matrix products are timed in.
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION = cpu_attention
 # Operations that read as many bytes of a table as they write, and not the whole table.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
 
@@ -103,7 +110,7 @@ class OperationTrace(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor) -> int:
         """Count a tensor's storage if it is new, and return its bytes, or else 0."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_address(storage)
         if key in self._storages:
             return 0
         nbytes = storage.nbytes()
@@ -134,16 +141,16 @@ class OperationTrace(TorchDispatchMode):
         """Leave storages out that exist already, so that operations in place do not count them."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage)
+            self._storages[storage_address(storage)] = weakref.ref(storage)
 
 
 def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
     """Run an operation: for real where it is one on small integers, and otherwise as the mode below does."""
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
-    if is_fake and func.overloadpacket is _aten._grouped_mm:
+    if is_fake and func.overloadpacket is grouped_mm:
         return _grouped_output(*args, **kwargs)
     # These return no tensors, but values.
-    if inputs and not is_fake and not any(isinstance(r.type, torch.TensorType) for r in func._schema.returns):
+    if inputs and not is_fake and not any(isinstance(r.type, torch.TensorType) for r in operation_schema(func).returns):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
     result = func(*args, **kwargs)

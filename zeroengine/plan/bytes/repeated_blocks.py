@@ -20,6 +20,7 @@ from torch import nn
 
 from zeroengine.plan.bytes.operation_trace import OperationTrace
 from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.torch_internals import CHILDREN, buffers_of, parameters_of
 
 # Shorter runs are traced as a whole.
 MIN_BLOCKS = 5
@@ -60,7 +61,7 @@ def omit_equal_blocks(model: nn.Module) -> list[BlockRun]:
             continue
         inside.update(module for block in blocks for module in block.modules())
         kept = [*blocks[: start + 2], *blocks[stop - 1 :]]
-        container._modules = {str(index): block for index, block in enumerate(kept)}
+        setattr(container, CHILDREN, {str(index): block for index, block in enumerate(kept)})
         runs.append(BlockRun(container, run[1], run[-1], tuple(run[2:-1])))
     return runs
 
@@ -96,7 +97,7 @@ def _signatures(blocks: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
 
 
 def _module_signature(name: str, module: nn.Module) -> tuple[Any, ...]:
-    tensors = (*module._parameters.items(), *module._buffers.items())
+    tensors = (*parameters_of(module).items(), *buffers_of(module).items())
     facts = [(key, t.shape, t.dtype, t.requires_grad) for key, t in tensors if t is not None]
     return name, type(module), facts
 

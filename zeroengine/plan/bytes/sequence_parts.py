@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.config.tiling import Tiling
@@ -30,6 +29,7 @@ from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.sequence import tiled_loss, tiled_mlp, tiled_models, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup
+from zeroengine.utils.torch_internals import unset_fake_temporarily
 from zeroengine.utils.work import Completed
 
 
