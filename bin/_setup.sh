@@ -7,6 +7,8 @@
 #                    prints the help or the version and exits, if the first argument asks for it
 #   prepare [test]   makes .venv where there is none, installs this checkout in it, then as above;
 #                    with $ZEROENGINE_PYTHON set it installs nothing, and it changes no other checkout's environment
+#   prepare_torch VERSION
+#                    the same for tests with another release of torch: it makes .venv-torch-VERSION beside .venv
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -45,6 +47,32 @@ prepare() {
             install_checkout "${1:-}"
             echo "$sources $wanted" >"$venv/zeroengine-stamp"
         fi
+    fi
+    find_python
+}
+
+# An environment with this release of torch and what the tests need. The kernels are those of .venv: one build serves
+# every release.
+prepare_torch() {
+    [[ "$1" =~ ^[0-9]+(\.[0-9]+){1,2}$ ]] || die "--torch is '$1'; write a release, as in --torch 2.15.0"
+    [[ -z "${ZEROENGINE_PYTHON:-}" ]] || die "--torch makes an environment of its own: unset ZEROENGINE_PYTHON"
+    prepare test
+    local packages; packages="$("$python" - <<'PYTHON'
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+found = [r for r in map(Requirement, requires("zeroengine")) if not r.marker or r.marker.evaluate({"extra": "test"})]
+print(*(f"{r.name}{r.specifier}" for r in found if r.name != "torch"))
+PYTHON
+)"
+    torch_version="$1" venv="$root/.venv-torch-$1"
+    # The release that is asked for is installed whatever this machine prefers.
+    export PIP_CONSTRAINT=/dev/null
+    if [[ "$(cat "$venv/zeroengine-stamp" 2>/dev/null || true)" != "$packages" ]]; then
+        say "making ${venv##*/} with torch $1 (minutes, and gigabytes where that release comes with CUDA; once)"
+        rm -rf "$venv"
+        "$(base_python)" -m venv "$venv"
+        pip_install "torch==$1" ninja setuptools $packages
+        echo "$packages" >"$venv/zeroengine-stamp"
     fi
     find_python
 }

@@ -20,6 +20,11 @@ from zeroengine.config import load
 from zeroengine.integrations.fsdp import config_of_policies
 
 LOW = torch.bfloat16
+# As of torch 2.15, where a policy may choose a dtype for each parameter.
+OVERRIDING = MixedPrecisionPolicy(LOW)
+object.__setattr__(OVERRIDING, "param_dtype_override_fn", lambda param: torch.float32)
+# Without reduce_dtype, FSDP2 reduces in the dtype of the parameters since torch 2.15, and before in param_dtype.
+REDUCED_UNLESS_TOLD = "fp32" if torch.__version__ >= "2.15" else None
 
 
 @pytest.mark.parametrize(
@@ -29,7 +34,11 @@ LOW = torch.bfloat16
         ({"reshard_after_forward": True}, {"zero_optimization": {"stage": 3}}),
         ({"reshard_after_forward": False}, {"zero_optimization": {"stage": 2}}),
         ({"reshard_after_forward": 1}, {"zero_optimization": {"stage": 2}}),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=LOW)}, {"bf16": {"enabled": True}}),
+        (
+            {"mp_policy": MixedPrecisionPolicy(param_dtype=LOW)},
+            {"bf16": {"enabled": True}, "communication_data_type": REDUCED_UNLESS_TOLD},
+        ),
+        ({"mp_policy": MixedPrecisionPolicy(LOW, reduce_dtype=LOW)}, {"communication_data_type": None}),
         ({"mp_policy": BF16}, {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
         ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=LOW)}, {"communication_data_type": "bf16"}),
         (
@@ -81,6 +90,7 @@ def mixed_model() -> nn.Module:
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)}, "found param_dtype=torch.float64; write"),
         ({"mp_policy": MixedPrecisionPolicy(LOW, output_dtype=torch.float32)}, r"engine\(batch\).to\(torch.float32\)"),
         ({"mp_policy": MixedPrecisionPolicy(LOW, cast_forward_inputs=False)}, "leave cast_forward_inputs out"),
+        ({"mp_policy": OVERRIDING}, "found param_dtype_override_fn. Leave it out"),
         ({"mp_policy": LOW}, "mp_policy: found dtype; write a MixedPrecisionPolicy of torch.distributed.fsdp"),
         ({"offload_policy": "cpu"}, "offload_policy: found str, which is neither OffloadPolicy nor CPUOffloadPolicy"),
         (
@@ -136,10 +146,6 @@ def test_torch_has_what_is_read() -> None:
     own = list(inspect.signature(config_of_policies).parameters)
     # Another argument of fully_shard needs a counterpart or an error.
     assert parameters == ["module", *own[1:-1]]
-    assert set(inspect.signature(MixedPrecisionPolicy).parameters) == {
-        "param_dtype",
-        "reduce_dtype",
-        "output_dtype",
-        "cast_forward_inputs",
-    }
+    fields = set(inspect.signature(MixedPrecisionPolicy).parameters) - {"param_dtype_override_fn"}
+    assert fields == {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
     assert set(inspect.signature(CPUOffloadPolicy).parameters) == {"pin_memory"}

@@ -184,6 +184,11 @@ def _precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype) -> d
             "as they are: leave output_dtype out, and cast them in the loop, such as "
             f"engine(batch).to({policy.output_dtype})"
         )
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise ZeroEngineError(
+            "MixedPrecisionPolicy: found param_dtype_override_fn. Leave it out, and name the modules that compute in "
+            'fp32: {"keep_fp32_modules": ["*norm*"]}'
+        )
     is_mixed = compute_dtype != model_dtype
     if is_mixed and not policy.cast_forward_inputs:
         raise ZeroEngineError(
@@ -202,10 +207,12 @@ def _precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype) -> d
     if is_mixed:
         section = {"enabled": True} | (GRAD_SCALER if compute_dtype is torch.float16 else {})
         keys[NAMES[compute_dtype]] = section
-    if policy.reduce_dtype not in (None, compute_dtype):
-        keys["communication_data_type"] = NAMES[policy.reduce_dtype]
+    # Unless it is told, FSDP2 reduces in the dtype of the parameters since torch 2.15, and before in the compute dtype.
+    reduce_dtype = policy.reduce_dtype or (model_dtype if torch.__version__ >= "2.15" else compute_dtype)
+    if reduce_dtype is not compute_dtype:
+        keys["communication_data_type"] = NAMES[reduce_dtype]
     # FSDP2 keeps the reduced gradient in the dtype of the parameters, without rounding it to the compute dtype.
-    if is_mixed and policy.reduce_dtype is torch.float32:
+    if is_mixed and reduce_dtype is torch.float32:
         keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys
 
