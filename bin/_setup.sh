@@ -71,7 +71,8 @@ PYTHON
         say "making ${venv##*/} with torch $1 (minutes, and gigabytes where that release comes with CUDA; once)"
         rm -rf "$venv"
         "$(base_python)" -m venv "$venv"
-        pip_install "torch==$1" ninja setuptools $packages
+        # Most of the modules are never imported, so none is compiled in advance.
+        pip_install --no-compile "torch==$1" ninja setuptools $packages
         echo "$packages" >"$venv/zeroengine-stamp"
     fi
     find_python

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.emulated import wanted
 
@@ -39,6 +40,7 @@ SHORT = (
 
 @pytest.mark.skipif(wanted() != "cpu", reason="every test runs on a GPU")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the GPU cannot be compiled")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA has the place of the played GPU taken")
 def test_engines_train_on_a_gpu_that_the_cpu_plays() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *SHORT]
     settings = os.environ | {"ZEROENGINE_TEST_DEVICE": "emulated"}

@@ -27,7 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
-ENVIRONMENTS = ROOT / ".venv-integrations"
+# Each release of torch that `bin/test --torch` runs has its own.
+_RELEASE = Path(sys.prefix).name.partition("-torch-")[2]
+ENVIRONMENTS = ROOT / (f".venv-integrations-torch-{_RELEASE}" if _RELEASE else ".venv-integrations")
 TIMEOUT_SECONDS = 240.0
 # What takes long to import, once for all ranks of all scripts. torch's optimizers import its compiler. Lightning is not
 # here, because its import notes the rank.
