@@ -43,24 +43,40 @@ def test_the_method_gram_computes_the_same_polynomial() -> None:
             assert torch.equal(found, orthogonalize(batch.clone(), group)) is not is_long
 
 
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+def torchs_own(params: list[torch.nn.Parameter], lr: float, adjust: str | None, nesterov: bool) -> torch.optim.Muon:
+    """Torch's optimizer. Before 2.15 it has no "spectral_unclamped", and each matrix has a rate that amounts to it."""
+    try:
+        return torch.optim.Muon(params, lr=lr, adjust_lr_fn=adjust, nesterov=nesterov)
+    except ValueError:
+        assert adjust == "spectral_unclamped"
+    ratios = [param.shape[0] / param.shape[1] for param in params]
+    factors = [(ratio / max(1, ratio)) ** 0.5 for ratio in ratios]
+    groups = [
+        {"params": [param], "lr": lr * factor, "weight_decay": 0.1 / factor}
+        for param, factor in zip(params, factors, strict=True)
+    ]
+    return torch.optim.Muon(groups, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_it_takes_the_steps_of_torchs_own(adjust: str | None, nesterov: bool) -> None:
     torch.manual_seed(0)
     start = [torch.randn(24, 16), torch.randn(16, 24)]
     gradients = [[torch.randn_like(value) for value in start] for _ in range(3)]
     found = []
-    for cls in (Muon, torch.optim.Muon):
+    for make in (lambda *given: Muon(given[0], given[1], adjust_lr_fn=given[2], nesterov=given[3]), torchs_own):
         params = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = cls(params, lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust)
+        optimizer = make(params, 0.02, adjust, nesterov)
         for step in gradients:
             for param, gradient in zip(params, step, strict=True):
                 param.grad = gradient.clone()
             optimizer.step()
         found.append(params)
     # Both iterate in bf16, from directions that may be rounded to neighbors.
+    scale = 24**0.5 if adjust == "match_rms_adamw" else 1
     for own, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(own, theirs, rtol=0, atol=3 * 0.02 * 0.02 * (24**0.5 if adjust else 1))
+        torch.testing.assert_close(own, theirs, rtol=0, atol=3 * 0.02 * 0.02 * scale)
 
 
 def divided(model: torch.nn.Module, **settings: object) -> dict[str, list[str]]:

@@ -192,9 +192,10 @@ class MuonParams(Section):
     ns_method: Literal["standard", "gram"] = "standard"
     """How the iteration is computed: "gram" is the same polynomial in fewer products, where a matrix is longer than
     1.5 times its width. It rounds otherwise. DeepSpeed's default is "gram"."""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None
     """How the rate depends on a matrix's rows A and columns B. null or "original": sqrt(max(1, A / B));
-    "match_rms_adamw": 0.2 sqrt(max(A, B)), with which AdamW's rates and decay serve (arXiv 2502.16982)."""
+    "match_rms_adamw": 0.2 sqrt(max(A, B)), with which AdamW's rates and decay serve (arXiv 2502.16982);
+    "spectral_unclamped": sqrt(A / B)."""
     muon_params: list[str] | None = None
     """Patterns of names (fnmatch) of the parameters that Muon updates. null: parameters of two or more dimensions
     that are no embedding and no head. An attribute use_muon (True or False) of a parameter decides before both."""

@@ -21,8 +21,11 @@ from zeroengine.optim.caller_optimizer import add_param_group, loss_of
 from zeroengine.partition.owners import matrix_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-CHOICES = {"adjust_lr_fn": (None, "original", "match_rms_adamw"), "ns_dtype": ("bf16", "fp32")}
-CHOICES |= {"ns_method": ("standard", "gram")}
+CHOICES = {
+    "adjust_lr_fn": (None, "original", "match_rms_adamw", "spectral_unclamped"),
+    "ns_dtype": ("bf16", "fp32"),
+    "ns_method": ("standard", "gram"),
+}
 # Products of "gram" lose digits with each iteration, so it starts afresh from the matrix after so many of them.
 GRAM_ITERATIONS = 3
 
@@ -44,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: The number of iterations.
         adjust_lr_fn: How the rate depends on the rows A and columns B of a matrix: "original" or None for
             sqrt(max(1, A / B)); "match_rms_adamw" for 0.2 sqrt(max(A, B)), with which AdamW's rates and weight decay
-            serve (arXiv 2502.16982).
+            serve (arXiv 2502.16982); "spectral_unclamped" for sqrt(A / B) (jeremybernste.in/writing/deriving-muon).
         ns_dtype: What the iteration computes in: "bf16" as in torch, or "fp32", which is float64 for such parameters.
         ns_method: "standard", or "gram" for the same polynomial in fewer products: see ``_orthogonal_factor``.
         num_matrices: The number of matrices in each parameter, which are equal blocks of its rows: such as 3 for a
@@ -195,12 +198,18 @@ def apply_direction(
         group: The hyperparameters.
         shape: Rows and columns of the matrix.
     """
-    rows, columns = shape
-    lr, kind = float(group["lr"]), group["adjust_lr_fn"]
-    scale = 0.2 * math.sqrt(max(shape)) if kind == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    lr, scale = float(group["lr"]), rate_factor(group["adjust_lr_fn"], *shape)
     # Masters that are offloaded from a GPU are updated on the host.
     step = torch.empty_like(master).copy_(update).mul_(-lr * scale)
     master.mul_(1 - lr * group["weight_decay"]).add_(step)
+
+
+def rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """Return the factor of the learning rate for a matrix of this shape. See ``Muon``."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    ratio = rows / columns
+    return math.sqrt(ratio if adjust_lr_fn == "spectral_unclamped" else max(1, ratio))
 
 
 def update_cost(rows: int, columns: int) -> int:
