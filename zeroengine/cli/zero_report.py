@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from zeroengine.launch.cluster.versions import installed_versions, version_of
 from zeroengine.launch.local.core_binding import numa_nodes
 from zeroengine.launch.local.job import count_cores
 from zeroengine.launch.local.network import address_of
+from zeroengine.utils.formats import counted
 
 REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
 Row = tuple[str, str]
@@ -85,7 +87,7 @@ def software() -> Iterator[Row]:
 def machine() -> Iterator[Row]:
     """Yield cores and memory."""
     num_nodes = len(numa_nodes())
-    nodes = f"{num_nodes or 1} NUMA node{'s' * (num_nodes > 1)}"
+    nodes = counted(num_nodes or 1, "NUMA node")
     yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{pages * size / 2**30:.1f} GiB"
@@ -123,11 +125,17 @@ def _read(path: Path) -> str | None:
 
 
 def compiled() -> Iterator[Row]:
-    """Yield whether the compiled kernels are in use, and the compilers that could build them."""
+    """Yield which kernels are in use on each device, and the compilers that could build zeroengine's."""
+    import torch
+
     from zeroengine import ops
 
-    in_use = ops.library() is not None
-    yield "CPU kernels", "in use" if in_use else "not there: torch's own serve. See the notice of pip install"
+    for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        # The warning says why they are not there.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kernels = ops.kernels_in_use(torch.device(name))
+        yield f"kernels on {name}", ". ".join([kernels, *(str(warning.message) for warning in caught)])
     yield "compiler", next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none")
     yield "nvcc", shutil.which("nvcc") or "none"
 

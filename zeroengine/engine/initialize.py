@@ -45,6 +45,7 @@ from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
+from zeroengine.utils.formats import counted
 from zeroengine.utils.torch_internals import check_torch
 
 log = logging.getLogger("zeroengine")
@@ -164,14 +165,14 @@ def make_engine(
         if notice is not None and group.rank == 0:
             log.warning("%s", notice)
         # The prediction looks at the caller's optimizer, which the engine empties.
-        start = describe_start(model, planner, replica_ranks, num_replicas)
+        start = describe_start(model, planner, replica_ranks, num_replicas, group.device)
         setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
         try:
             engine = Engine(partial(build_parts, setup, group, replicas, transport))
         except RuntimeError as error:
             if is_out_of_memory(error):
                 count = sum(plan.numel for plan in plans)
-                holds = f"initialize() was partitioning {count:,} parameters over {group.world_size} ranks."
+                holds = f"initialize() was partitioning {count:,} parameters over {counted(group.world_size, 'rank')}."
                 add_advice(error, planner, group.device, holds)
             raise
         if group.rank == 0:

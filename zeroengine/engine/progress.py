@@ -13,10 +13,11 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
+from zeroengine.ops import kernels_in_use
 from zeroengine.optim.mixed_optimizer import describe_algorithms
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.formats import format_count, format_loss
+from zeroengine.utils.formats import counted, format_count, format_loss
 from zeroengine.utils.small_transfers import HostCopy
 
 log = logging.getLogger("zeroengine")
@@ -34,11 +35,13 @@ def announce(line: str) -> None:
         log.info("%s", line)
 
 
-def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int) -> str:
-    """Return one line: the model, how it is partitioned, and the bytes of a rank as the planner predicts them."""
+def describe_start(
+    model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int, device: torch.device
+) -> str:
+    """Return one line: the model, how it is partitioned, the bytes of a rank as planned, and the kernels."""
     version = sys.modules["zeroengine"].__version__
     zero, requirement = planner.config.zero_optimization, planner.requirement(planner.current())
-    ranks = _counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
+    ranks = counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
     how = f"stage {zero.stage} over {ranks}"
     if zero.degrees is not None:
         how = f"{', '.join(f'{state} over {getattr(zero.degrees, state)}' for state in DEGREE_STATES)} of {ranks}"
@@ -51,13 +54,9 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     algorithms = f"; {text}" if (text := describe_algorithms(planner.optimizer)) else ""
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
-        f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
-        f"{of_states}{more}{algorithms}"
+        f"{counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
+        f"{of_states}{more}{algorithms}; kernels: {kernels_in_use(device)}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 class ProgressPrinter:
