@@ -18,6 +18,11 @@ METHODS: dict[type, dict[str, str]] = {
         "_build_accelerator_args": "self, kwargs",
         "create_accelerator_and_postprocess": "self",
         "_move_model_to_device": "self, model, device",
+        "set_initial_training_values": "self, args, dataloader",
+        "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
+        "resume_from_checkpoint, trial",
+        "_run_epoch": "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
+        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch",
         "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
         "create_optimizer": "self, model",
         "get_optimizer_cls_and_kwargs": "args, model",
@@ -62,7 +67,7 @@ METHODS: dict[type, dict[str, str]] = {
 USES: dict[Any, list[str]] = {
     Trainer._prepare_for_training: ["create_optimizer()", "self.accelerator.prepare(self.model, self.optimizer)"],
     Trainer._run_epoch: ["_set_sync_gradients(do_sync_step)", "self.accelerator.no_sync", "optimizer_step_was_skipped"],
-    Trainer._inner_training_loop: ["self._prepare_for_training("],
+    Trainer._inner_training_loop: ["self._prepare_for_training(", "steps_in_epoch=steps_in_epoch"],
     Trainer.train: ["self._load_from_checkpoint(resume_from_checkpoint)"],
     Trainer.evaluation_loop: ["len(self.accelerator._models) == 0"],
     Trainer._save_checkpoint: ["self.save_model(output_dir, _internal_call=True)", "_save_optimizer_and_scheduler"],

@@ -53,6 +53,28 @@ def test_evaluation_resumption_and_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_resumes_on_other_numbers_of_ranks_trains_each_sample_once(tmp_path: Path) -> None:
+    """transformers by itself skips as many batches as were trained, whatever their samples."""
+
+    def train(kind: str, ranks: int, last: int, first: int = 0) -> list[Any]:
+        arguments = [kind, tmp_path / kind, last, first]
+        return run_script("transformers", HERE / "resume_data.py", arguments, ranks=ranks)
+
+    # Two samples a rank: the checkpoints are after 20 and 26 of 32 samples.
+    runs = {
+        kind: [*train(kind, 2, 5), *train(kind, 3, 6, 5), *train(kind, 1, 0, 6)]
+        if kind == "zero"
+        else [*train(kind, 2, 5), *train(kind, 3, 0, 5)]
+        for kind in ("zero", "plain")
+    }
+    seen = {kind: [sample for rank in ranks for sample in rank["seen"]] for kind, ranks in runs.items()}
+    assert sorted(seen["zero"]) == list(range(32))
+    assert len(set(seen["plain"])) < 32
+    end = runs["zero"][-1]
+    assert end["step"] == 5 + 1 + 3 and end["rate"] == 0, "the schedule ends with the data"
+
+
+@pytest.mark.slow
 def test_the_docs_page_runs(tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     assert run_script("transformers", HERE / "run_docs_page.py", [tmp_path])[0] == 5

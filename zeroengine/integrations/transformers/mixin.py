@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import patch_environment
 from torch import nn
+from transformers import TrainerState
 from transformers.utils import is_peft_available
 
 from zeroengine.checkpoint.inspect import find_checkpoint
@@ -31,6 +33,7 @@ from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule
 from zeroengine.integrations.transformers.accelerator import TrainerAccelerator
 from zeroengine.integrations.transformers.online import StreamedModel
+from zeroengine.integrations.transformers.resume import POSITION, EpochStart, resume_data
 from zeroengine.integrations.transformers.settings import (
     load_settings,
     own_optimizer,
@@ -40,8 +43,8 @@ from zeroengine.integrations.transformers.settings import (
 from zeroengine.optim.factory import build_configured
 from zeroengine.sequence.batches import shard_sequence
 
-# The names that the trainer gives to the files of its schedule and its optimizer.
-SCHEDULER_NAME, OPTIMIZER_NAME = "scheduler.pt", "optimizer.pt"
+# The names that the trainer gives to the files of its schedule, its optimizer and its state.
+SCHEDULER_NAME, OPTIMIZER_NAME, TRAINER_STATE_NAME = "scheduler.pt", "optimizer.pt", "trainer_state.json"
 # The folder of the engine's checkpoint within a checkpoint of the trainer.
 FOLDER = "zeroengine"
 
@@ -78,6 +81,10 @@ class ZeroTrainerMixin(Trainer):
     ) -> None:
         self._given_config = zero_config
         self._created_optimizer: torch.optim.Optimizer | None = None
+        # The checkpoint that a run resumes from, where it begins in its data, and how far it has come since.
+        self._resumed_from: Path | None = None
+        self._epoch_start: EpochStart | None = None
+        self._epoch = self._num_samples_of_epoch = 0
         super().__init__(*args, **kwargs)
         if self._settings.sequence_parallel_size > 1 and (self.label_smoother or self.compute_loss_func):
             raise ZeroEngineError("label_smoothing_factor and compute_loss_func need sequence_parallel_size of 1")
@@ -131,6 +138,38 @@ class ZeroTrainerMixin(Trainer):
 
     # -- training -------------------------------------------------------------------------------------
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the trainer does. A run may resume on any number of ranks, after the samples that it has seen."""
+        self._resumed_from = self._epoch_start = None
+        return super().train(*args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return the numbers of epochs and updates, which for a resumed run depend on the samples that it has seen."""
+        values = super().set_initial_training_values(args, dataloader)
+        if self._resumed_from is not None:
+            state = TrainerState.load_from_json(str(self._resumed_from / TRAINER_STATE_NAME))
+            self._epoch_start, values = resume_data(state, args, dataloader, self._samples_per_batch, values)
+        return values
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epoch_and_batches: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        start = self._epoch_start
+        return epoch_and_batches if start is None else (start.epoch, start.num_skipped)
+
+    def _run_epoch(self, **values: Any) -> None:
+        self._epoch, self._num_samples_of_epoch, start = values["epoch"], 0, self._epoch_start
+        if start is not None and self._epoch == start.epoch:
+            self._num_samples_of_epoch, values["steps_in_epoch"] = start.num_samples, start.num_batches
+            updates = math.ceil(start.num_batches / self.args.gradient_accumulation_steps)
+            values["num_update_steps_per_epoch"] = updates
+        super()._run_epoch(**values)
+
+    @property
+    def _samples_per_batch(self) -> int:
+        """The number of samples of a batch on all ranks together."""
+        accelerator: TrainerAccelerator = self.accelerator
+        return int(self._train_batch_size) * (1 if accelerator.split_batches else accelerator.num_groups)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         # The optimizer is built over parameters that are trainable and ordinary.
         self.accelerator.end_evaluation()
@@ -144,7 +183,9 @@ class ZeroTrainerMixin(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the part of this rank of each batch of a step, and the number of labels."""
         parts = map(functools.partial(shard_sequence, engine=self.engine), epoch_iterator)
-        return super().get_batch_samples(parts, num_batches, device)
+        batches, num_items = super().get_batch_samples(parts, num_batches, device)
+        self._num_samples_of_epoch += len(batches) * self._samples_per_batch
+        return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         count, degree = super()._get_num_items_in_batch(batch_samples, device), self.get_tp_size()
@@ -254,6 +295,7 @@ class ZeroTrainerMixin(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # A replay counts its steps from zero, and would replace or remove checkpoints of the run.
         if ReplayTarget.of_process() is None:
+            self.state.stateful_callbacks[POSITION] = {"epoch": self._epoch, "samples": self._num_samples_of_epoch}
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -280,6 +322,7 @@ class ZeroTrainerMixin(Trainer):
                 "partitioned. Start from its weights: load the model with from_pretrained() from there, and leave "
                 "resume_from_checkpoint out."
             )
+        self._resumed_from = folder
         # Without the engine's checkpoint (save_only_model) there are weights alone.
         if not (folder / FOLDER).is_dir() and is_peft_model(self.model) and self.engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
