@@ -210,15 +210,8 @@ class ConvertedState:
         return client_state or None
 
     def _schedule(self) -> Any:
-        state = self._model.get("lr_scheduler")
-        if isinstance(state, dict) and state.keys() == {"last_batch_iteration"}:
-            # DeepSpeed's own schedules count from -1. Those of the same names here are torch's.
-            steps, groups = int(state["last_batch_iteration"]) + 1, self._groups()
-            rates = [group["lr"] for group in groups if "lr" in group]
-            counts = {"last_epoch": steps, "_step_count": steps + 1}
-            return counts | {"_last_lr": rates, "lr_lambdas": [None] * len(groups)}
         try:
-            return storable("the LR schedule", state)
+            return storable("the LR schedule", self._model.get("lr_scheduler"))
         except CheckpointError:
             self.notes.append("the LR schedule: its state holds objects that no checkpoint may")
             return None
