@@ -96,6 +96,11 @@ def test_every_option_has_a_value_to_try() -> None:
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
+def test_empty_filters_of_deepspeeds_command_lines_ask_for_nothing(request_: str, ask: Ask) -> None:
+    assert ask(request_, "--include", "", "--exclude=", "--master-addr", "") == ask(request_)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
 def test_every_option_is_honored_or_refused(request_: str, ask: Ask) -> None:
     launcher = request_.partition(",")[0]
     code, plain = ask(request_)

@@ -58,6 +58,21 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        ("AdamW", {}, 0.01),
+        ("Adam", {"weight_decay": "auto"}, 0.01),
+        ("Adam", {"adam_w_mode": False}, 0.0),
+        ("AdamW", {"weight_decay": 0.0}, 0.0),
+    ],
+)
+def test_torch_adam_decays_as_torchs_own_class(kind: str, params: dict[str, Any], decay: float) -> None:
+    config = load({"optimizer": {"type": kind, "params": {"torch_adam": True, **params}}})
+    assert load(config.to_dict()).optimizer.params["weight_decay"] == decay  # type: ignore[union-attr]
+    assert not any("is 0.0, as in DeepSpeed" in notice for notice in config.notices)
+
+
+@pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* by its import path'),

@@ -10,7 +10,7 @@ import torch
 import zeroengine
 from zeroengine.config import load
 from zeroengine.integrations.deepspeed.lr_schedules import SCHEDULES
-from zeroengine.optim.lr_schedules import make_scheduler
+from zeroengine.optim.lr_schedules import load_schedule_state, make_scheduler
 
 
 def groups_over_steps(kind: str, steps: int, params: dict[str, Any], lr: float = 1e-2) -> list[dict[str, Any]]:
@@ -197,3 +197,30 @@ def test_an_object_that_is_no_scheduler_of_this_optimizer_is_refused() -> None:
     for message, scheduler in wrong.items():
         with pytest.raises(zeroengine.ZeroEngineError, match=message):
             make_scheduler(scheduler, optimizer, load({}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [("WarmupLR", {"warmup_num_steps": 10}), ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2})],
+)
+@pytest.mark.parametrize("saved_by_deepspeeds_class", [True, False])
+def test_a_state_loads_into_deepspeeds_class_and_into_the_configurations_schedule(
+    kind: str, params: dict[str, Any], saved_by_deepspeeds_class: bool
+) -> None:
+    def make(is_deepspeeds: bool) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+        config = load({"scheduler": {"type": kind, "params": params}})
+        return optimizer, SCHEDULES[kind](optimizer, **params) if is_deepspeeds else make_scheduler(
+            None, optimizer, config
+        )
+
+    (optimizer, schedule), (other, loaded) = make(saved_by_deepspeeds_class), make(not saved_by_deepspeeds_class)
+    for number in range(7):
+        if number == 3:
+            load_schedule_state(loaded, schedule.state_dict())
+        for taking_steps in (optimizer, other)[: 1 if number < 3 else 2]:
+            taking_steps.step()
+        schedule.step()
+        if number >= 3:
+            loaded.step()
+            assert other.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])

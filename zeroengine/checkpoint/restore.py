@@ -33,6 +33,7 @@ from zeroengine.checkpoint.param_groups import apply_param_groups
 from zeroengine.checkpoint.unused_states import UnusedStates
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.optim.lr_schedules import load_schedule_state
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
@@ -248,7 +249,7 @@ def _apply_objects(engine: EngineState, manifest: Manifest | None, plan: LoadPla
     schedule, random = f"{ZEROENGINE_PREFIX}lr_scheduler", f"{ZEROENGINE_PREFIX}rank.{group.rank}"
     if engine.schedule is not None and schedule in objects:
         # The schedule comes after the groups, because some schedules write learning rates when they are loaded.
-        engine.schedule.load_state_dict(objects[schedule])
+        load_schedule_state(engine.schedule, objects[schedule])
     if random in objects:
         set_random_states(objects[random], group.device)
 

@@ -76,11 +76,11 @@ def parser() -> CommandParser:
     add = parser.add_argument_group("the nodes").add_argument
     add("--launcher", choices=LAUNCHERS, help="how to get there (default: ssh with a hostfile, else local)")
     add("--hostfile", metavar="FILE", help="a line for each host: name slots=N")
-    add("--include", metavar="HOSTS", help="only these hosts and slots, as in host1:0,2@host2")
-    add("--exclude", metavar="HOSTS", help="not these")
+    add("--include", metavar="HOSTS", type=_or_none, help="only these hosts and slots, as in host1:0,2@host2")
+    add("--exclude", metavar="HOSTS", type=_or_none, help="not these")
     add("--nnodes", metavar="N|MIN:MAX", help="nodes; with a range the run goes on while MIN of them are there")
     address = "where the other nodes reach the first one (default: its address for ssh)"
-    add("--master-addr", metavar="ADDR", help=address)
+    add("--master-addr", metavar="ADDR", type=_or_none, help=address)
     add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
     add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
     for name, default_s, purpose in (
@@ -103,6 +103,11 @@ def parser() -> CommandParser:
     # The script and its arguments are one positional argument: between two of them argparse would drop a "--".
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _or_none(text: str) -> str | None:
+    """Return the value of an option whose default DeepSpeed's command lines write as an empty string."""
+    return text or None
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -187,7 +187,6 @@ _ROWS = {
             "ranks share a machine"),
     ],
     "optimizer.params.": [
-        _no_effect("torch_adam", "the fused update computes the same as torch's"),
         _fixed("set_grad_none", "gradients are dropped as they are reduced"),
         _no_effect("foreach fused", "there is one fused update"),
         _no_effect("capturable", "no CUDA graphs are captured"),

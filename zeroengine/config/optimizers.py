@@ -21,6 +21,10 @@ IMPORTED_TAG = "import path"
 EIGHT_BIT_TYPES = {"Adam8bit": "Adam", "AdamW8bit": "AdamW", "Lion8bit": "Lion"}
 
 
+# DeepSpeed makes torch's class of it. The key has done its work when a section is checked.
+TorchAdam = Annotated[bool, AUTO, Field(exclude=True)]
+
+
 class AdamWParams(Section):
     """Parameters that AdamW and Adam share."""
 
@@ -31,7 +35,15 @@ class AdamWParams(Section):
     eps: Annotated[NonNegative, AUTO] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[NonNegative, AUTO] = 0.0
-    """Weight decay. The default is DeepSpeed's, 0; that of torch.optim.AdamW is 0.01."""
+    """Weight decay. The default is DeepSpeed's, 0; with torch_adam, where it is decoupled, torch.optim.AdamW's 0.01."""
+    torch_adam: TorchAdam = False
+    """Take torch's default of weight_decay. The update is the same."""
+
+    @model_validator(mode="after")
+    def _take_default_of_torch(self) -> AdamWParams:
+        if self.torch_adam and "weight_decay" not in self.model_fields_set and getattr(self, "adam_w_mode", True):
+            return self.model_copy(update={"weight_decay": 0.01})
+        return self
 
 
 class AdamParams(AdamWParams):
@@ -212,6 +224,8 @@ class MuonParams(Section):
     """Added to the root of AdamW's second moment. The default is DeepSpeed's for Muon."""
     adam_w_mode: bool = True
     """false: Adam with L2 decay in the place of AdamW."""
+    torch_adam: TorchAdam = False
+    """Take torch's AdamW or Adam, which changes nothing."""
 
 
 class MuonConfig(Section):

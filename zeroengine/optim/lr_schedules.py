@@ -113,6 +113,22 @@ def _check(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def load_schedule_state(schedule: Any, state: Any) -> None:
+    """Load a state of this schedule, or of one that counts as torch's or as DeepSpeed's schedules do.
+
+    DeepSpeed's schedules keep the number of the last step, from 0, and torch's the number of steps. So a checkpoint
+    loads whether DeepSpeed's class or the configuration makes the schedule.
+    """
+    count, iteration = "last_epoch", "last_batch_iteration"
+    own = schedule.state_dict() if isinstance(state, Mapping) and {count, iteration} & state.keys() else {}
+    if iteration in own and iteration not in state:
+        state = {iteration: state[count] - 1}
+    elif count in own and count not in state:
+        steps, rates = state[iteration] + 1, [group["lr"] for group in schedule.optimizer.param_groups]
+        state = own | {count: steps, "_step_count": steps + 1, "_last_lr": rates}
+    schedule.load_state_dict(state)
+
+
 class LRSchedule:
     """Steps the LR schedule of an engine, and refuses calls of ``schedule.step()``, which would step it twice.
 

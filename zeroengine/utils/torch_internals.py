@@ -206,9 +206,8 @@ BatchNorm: type[nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
 # The attributes of an optimizer that hold the hooks of its step().
 STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 STEP_POST_HOOKS = "_optimizer_step_post_hooks"
-# By this attribute of their optimizer schedules learn that it has stepped, and in this one they count their steps.
+# By this attribute of their optimizer schedules learn that it has stepped.
 OPTIMIZER_STEPPED = "_opt_called"
-SCHEDULE_STEPS = "_step_count"
 # The function of torch.distributed.checkpoint.state_dict that steps an optimizer to make its state.
 INIT_OPTIMIZER_STATE = "_init_optim_state"
 

@@ -28,7 +28,6 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.cut import plain_name
-from zeroengine.utils.torch_internals import SCHEDULE_STEPS
 
 # DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
 DEEPSPEED_KEYS = frozenset(
@@ -211,15 +210,8 @@ class ConvertedState:
         return client_state or None
 
     def _schedule(self) -> Any:
-        state = self._model.get("lr_scheduler")
-        if isinstance(state, dict) and state.keys() == {"last_batch_iteration"}:
-            # DeepSpeed's own schedules count from -1. Those of the same names here are torch's.
-            steps, groups = int(state["last_batch_iteration"]) + 1, self._groups()
-            rates = [group["lr"] for group in groups if "lr" in group]
-            counts = {"last_epoch": steps, SCHEDULE_STEPS: steps + 1}
-            return counts | {"_last_lr": rates, "lr_lambdas": [None] * len(groups)}
         try:
-            return storable("the LR schedule", state)
+            return storable("the LR schedule", self._model.get("lr_scheduler"))
         except CheckpointError:
             self.notes.append("the LR schedule: its state holds objects that no checkpoint may")
             return None

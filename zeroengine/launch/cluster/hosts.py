@@ -145,8 +145,6 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tu
             if slot not in _slots(host):
                 raise LaunchError(f"{option} {text}: {name} has no slot {slot}, its {host.slots} slots count from 0")
         slots_of[host.name] = slots
-    if not slots_of:
-        raise LaunchError(f"{option}: no host is named. {example}")
     return slots_of
 
 
