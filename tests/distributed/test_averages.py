@@ -154,7 +154,7 @@ def evaluate(stage: int, more: dict[str, Any], disk: str) -> None:
                 engine.module.norm.weight.fill_(7.0)
         raise KeyError
     if stage == 0:
-        with pytest.raises(ZeroEngineError, match="1 parameters were written inside"), torch.no_grad():
+        with pytest.raises(ZeroEngineError, match="1 parameter changed inside"), torch.no_grad():
             with engine.average_weights():
                 engine.module.norm.weight.add_(1.0)
     assert_equal(weights, values(engine, ema=False))

@@ -523,5 +523,5 @@ def test_the_degree_of_a_node_needs_even_nodes() -> None:
 
 
 def test_degrees_of_the_engine_are_checked_against_its_ranks() -> None:
-    with pytest.raises(ZeroEngineError, match="must divide the 1 ranks; write 1"):
+    with pytest.raises(ZeroEngineError, match="must divide the 1 rank; write 1"):
         zeroengine.initialize(build(TinyLM), config=degree_config((2, 2, 2)))

@@ -94,7 +94,7 @@ def test_initialize_says_what_would_take_less(monkeypatch: pytest.MonkeyPatch) -
     model = build(Exhausting)
     with monkeypatch.context() as patch:
         patch.setattr("zeroengine.runtime.full_buffer.FullBuffer._set_tensor", allocate)
-        with pytest.raises(torch.OutOfMemoryError, match=r"\S+ parameters over 1 ranks\. What takes less: .bf16"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"\S+ parameters over 1 rank\. What takes less: .bf16"):
             zeroengine.initialize(model, config=config(0))
     engine = zeroengine.initialize(model, config=config(0))
     engine.backward(engine(torch.ones(2, 64)))

@@ -9,6 +9,7 @@ from pydantic import PlainValidator, model_validator
 
 from zeroengine.config.fields import NULL, Positive, Section
 from zeroengine.config.source import describe
+from zeroengine.utils.formats import counted
 
 # The states of ``Degrees`` in the order in which their degrees divide one another.
 STATES = ("parameters", "gradients", "optimizer")
@@ -119,24 +120,24 @@ class DegreesSection(Section):
             "secondary": int(secondary or 0),
         }
 
-    def over(self, world_size: int, ranks_per_node: int | None, ranks_name: str = "ranks") -> DegreesSection:
+    def over(self, world_size: int, ranks_per_node: int | None, of_what: str = "") -> DegreesSection:
         """Return the degrees as numbers.
 
         Args:
             world_size: The number of ranks, or of those of a replica.
             ranks_per_node: The number of ranks of each machine. None: unknown, and "node" stays. 0: they differ.
-            ranks_name: What messages call these ranks.
+            of_what: What messages add to "ranks", such as " of a replica".
 
         Raises:
             ValueError: They do not divide one another or the number of ranks. The message says which would do.
         """
         key = "zero_optimization.degrees"
-        own = _as_numbers(self, key, world_size, ranks_per_node, ranks_name)
+        own = _as_numbers(self, key, world_size, ranks_per_node, of_what)
         resolved = self.model_copy(update=own)
         entries, levels = [], {own[name]: f"{key}.{name}" for name in reversed(STATES)}
         for index, (pattern, degrees) in enumerate(resolved.by_pattern()):
             where = f"{key}.per_unit.{index}"
-            numbers = _as_numbers(degrees, where, world_size, ranks_per_node, ranks_name)
+            numbers = _as_numbers(degrees, where, world_size, ranks_per_node, of_what)
             _check_one_chain(levels, numbers, where, world_size)
             levels |= {numbers[name]: f"{where}.{name}" for name in STATES if numbers[name] not in levels}
             entries.append(UnitDegreesSection(units=pattern, **numbers))
@@ -172,7 +173,7 @@ class DegreesSection(Section):
 
 
 def _as_numbers(
-    part: DegreesSection, where: str, world_size: int, ranks_per_node: int | None, ranks_name: str
+    part: DegreesSection, where: str, world_size: int, ranks_per_node: int | None, of_what: str
 ) -> dict[str, Any]:
     """Return the degrees of some units as numbers, by the names of their keys. See ``DegreesSection.over``."""
     written = {name: getattr(part, name) for name in (*STATES, "secondary_parameters")}
@@ -192,7 +193,7 @@ def _as_numbers(
             fitting = [d for d in range(below, world_size + 1, below) if world_size % d == 0]
             over = f" and be a multiple of {below_name}, {below}" if below > 1 else ""
             raise ValueError(
-                f"{where}.{name} is {number}, and must divide the {world_size} {ranks_name}{over}; write "
+                f"{where}.{name} is {number}, and must divide the {counted(world_size, 'rank')}{of_what}{over}; write "
                 f"{' or '.join(map(str, fitting)) or world_size}"
             )
         below, below_name = number, name

@@ -317,13 +317,13 @@ class Config(Section):
             else section
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
-        zero, local_steps, ranks_name = self.zero_optimization, self.local_steps, "ranks"
+        zero, local_steps, of_what = self.zero_optimization, self.local_steps, ""
         try:
             if local_steps is not None:
                 local_steps = local_steps.over(world_size, ranks_per_node, zero.degrees, shard_ranks)
                 if isinstance(local_steps.replica_ranks, int):
-                    world_size, ranks_name = local_steps.replica_ranks, "ranks of a replica (local_steps)"
-            degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node, ranks_name)
+                    world_size, of_what = local_steps.replica_ranks, " of a replica (local_steps)"
+            degrees = zero.degrees and zero.degrees.over(world_size, ranks_per_node, of_what)
             if shard_ranks is not None:
                 degrees = DegreesSection.of_mesh(degrees, zero.stage, shard_ranks)
         except ValueError as error:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward, check_outside_of_gathered
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.formats import counted
 from zeroengine.utils.torch_internals import version_of
 
 
@@ -60,6 +61,6 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
             group.all_gather_object(None, f"at the end of {call}")
     if written:
         raise ZeroEngineError(
-            f"{call}: {len(written)} parameters were written inside, such as by load_state_dict(), which is lost: "
-            "averages follow the weights. Write into the weights, before it or after it."
+            f"{call}: {counted(len(written), 'parameter')} changed inside, such as by load_state_dict(). This is lost, "
+            "since averages follow the weights. Write into the weights, before it or after it."
         )
