@@ -182,6 +182,8 @@ class NinjaBuild(build_ext):
         """Build all libraries, and remove those of an earlier build that are not built any more."""
         for name in LIBRARIES.keys() - {ext.name for ext in self.extensions}:
             Path(self.get_ext_fullpath(name)).unlink(missing_ok=True)
+        # The libraries are built at the same time: each has a file that takes longer than all of its others.
+        self.parallel = self.parallel or len(self.extensions)
         super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
