@@ -64,7 +64,7 @@ def test_one_element_that_differs_is_found_with_its_size(
     (row,) = report["tensors"]
     assert code == 1 and (row["name"], row["differing"], row["ulps"]) == (NAME, 1, 1)
     assert 0 < row["absolute"] < row["relative"] < 2**-22
-    assert f"1 of {report['coverage'][0].split()[1]} tensors differ, in 1 elements." in text and NAME in text
+    assert f"1 of {report['coverage'][0].split()[1]} tensors differ, in 1 element." in text and NAME in text
 
 
 def test_one_checkpoint_saved_at_two_stages_is_equal(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

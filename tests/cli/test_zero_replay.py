@@ -58,7 +58,7 @@ def test_a_replay_differs_from_where_a_bit_was_flipped(
     assert main([str(run), "--step", "6", "--once"]) == 1
     out = " ".join(capfd.readouterr().out.split())
     # The checkpoint of step 3 is found, and the run gave the model the same data.
-    assert "steps 4 to 6 on 1 ranks, from" in out and "step-3" in out and "The inputs" not in out
+    assert "steps 4 to 6 on 1 rank, from" in out and "step-3" in out and "The inputs" not in out
     assert "the replay differ first at step 6, in" in out and "Settings" not in out
 
 

@@ -381,7 +381,7 @@ MISUSES: list[tuple[Callable[..., None], Any, str]] = [
     (engine_after_optimizer, "manual", "engine.step() after optimizer.step(), with no backward in between"),
     (optimizer_after_engine, 1, "optimizer.step() after engine.step(), with no backward in between"),
     (optimizer_after_engine, 3, "optimizer.step() after engine.step(), with no backward in between"),
-    (optimizer_within_engine, 3, "optimizer.step() in a step of which engine.step() has ended 1 micro-steps"),
+    (optimizer_within_engine, 3, "optimizer.step() in a step of which engine.step() has ended 1 micro-step"),
     (too_early, 3, "optimizer.step() after 1 of 3 backwards: gradient_accumulation_steps is 3"),
     (without_backward, 1, "optimizer.step() without backward()"),
     (with_closure, 1, "optimizer.step() was given a closure"),

@@ -164,7 +164,7 @@ def wrong() -> None:
     engine = make_engine(Task(), 0)
     with pytest.raises(zeroengine.ZeroEngineError, match=r"Stream has none\. For a stream use torchdata"):
         engine.dataloader(Stream())
-    with pytest.raises(zeroengine.ZeroEngineError, match="3 samples are too few for one micro-batch of 2 on each of 2"):
+    with pytest.raises(zeroengine.ZeroEngineError, match="3 samples cannot fill one micro-batch of 2 on 2 ranks"):
         engine.dataloader(Numbers(3))
     with pytest.raises(zeroengine.ZeroEngineError, match="chooses batch_size itself"):
         engine.dataloader(Numbers(30), batch_size=4)

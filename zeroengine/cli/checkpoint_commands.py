@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
+from zeroengine.utils.formats import counted
 from zeroengine.weights.output_folder import DTYPES, OutputFolder, parse_dtype
 
 if TYPE_CHECKING:
@@ -87,14 +88,14 @@ def export(argv: list[str] | None = None) -> int:
     )
     print(
         f"{options.out}: {_count_tensors(done.tensors, done.tied)} of {done.source.name} in "
-        f"{_count(done.files, 'file')}, {format_byte_size(done.nbytes)}"
+        f"{counted(done.files, 'file')}, {format_byte_size(done.nbytes)}"
     )
     return 0
 
 
 def _count_tensors(num_tensors: int, num_tied: int) -> str:
-    also = f" and {_count(num_tied, 'tied name')}" if num_tied else ""
-    return f"{_count(num_tensors, 'tensor')}{also}"
+    also = f" and {counted(num_tied, 'tied name')}" if num_tied else ""
+    return f"{counted(num_tensors, 'tensor')}{also}"
 
 
 @command("zero-import")
@@ -124,7 +125,7 @@ def import_deepspeed(argv: list[str] | None = None) -> int:
     print(
         f"{done.path}: {_count_tensors(done.tensors, done.tied)} and the state of {manifest.optimizer} at step "
         f"{manifest.step}, {format_byte_size(manifest.nbytes)}, of {done.source} (stage {manifest.stage}, "
-        f"{_count(manifest.world_size, 'rank')}, DeepSpeed {manifest.versions['deepspeed']})"
+        f"{counted(manifest.world_size, 'rank')}, DeepSpeed {manifest.versions['deepspeed']})"
     )
     return 0
 
@@ -207,7 +208,7 @@ def _tensors(listed: list[TensorInfo]) -> Table:
         size = f"is {tensor.tied_to}" if tensor.tied_to is not None else format_byte_size(tensor.nbytes)
         table.add_row(Text(tensor.name), shape, tensor.dtype, Text(size))
     total_bytes = sum(tensor.nbytes for tensor in listed if tensor.tied_to is None)
-    table.add_row(_count(len(listed), "tensor"), "", "", format_byte_size(total_bytes))
+    table.add_row(counted(len(listed), "tensor"), "", "", format_byte_size(total_bytes))
     return table
 
 
@@ -226,7 +227,3 @@ def _print(table: Table) -> None:
     console = Console()
     # A program that reads the output expects one line for each row, so nothing may be wrapped.
     (console if console.is_terminal else Console(width=10_000)).print(table)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -9,7 +9,7 @@ from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest
 from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.formats import MISSING
+from zeroengine.utils.formats import MISSING, counted
 from zeroengine.utils.paths import path_argument
 from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
 from zeroengine.view.diff_report import DiffReport, Side, compare_runs, different_settings, read_side, rounding
@@ -101,14 +101,14 @@ def _compare_checkpoints(paths: list[Path]) -> DiffReport:
         most = max(rows, key=lambda tensor: tensor.absolute)
         count = sum(tensor.differing for tensor in rows)
         sentences = [
-            f"{len(rows):,} of {len(tensors):,} tensors differ, in {count:,} elements.",
+            f"{len(rows):,} of {len(tensors):,} tensors differ, in {counted(count, 'element')}.",
             f"The largest difference is {most.absolute:.3g}, in {most.name}, and the largest relative one "
             f"{rows[0].relative:.3g}, in {rows[0].name}.",
             *sentences,
             *rounding(sides, settings, [side.facts.get("world_size", 0) for side in sides]),
         ]
     names, elements = [side.name for side in sides], sum(tensor.elements for tensor in tensors)
-    coverage = [f"Compared: {len(tensors):,} tensors with {elements:,} elements."]
+    coverage = [f"Compared: {counted(len(tensors), 'tensor')} with {counted(elements, 'element')}."]
     return DiffReport(names, sentences, coverage, settings, tensors=[vars(tensor) for tensor in rows])
 
 

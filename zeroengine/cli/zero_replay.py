@@ -14,6 +14,7 @@ from typing import Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.cli.zero_diff import show
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.formats import counted
 from zeroengine.utils.paths import path_argument
 from zeroengine.view.diff_report import compare_runs, read_side
 from zeroengine.view.digest_comparison import DigestComparison, span_of
@@ -114,7 +115,7 @@ def _run(run: dict[str, Any], options: Any, start: tuple[int, Path | None], fold
         raise ZeroEngineError(f"{options.run}/run.json does not say how the run was started: an older version wrote it")
     origin = None if checkpoint is None else str(checkpoint)
     print(
-        f"zero-replay: steps {first + 1:,} to {options.step:,} on {world_size} ranks, from "
+        f"zero-replay: steps {first + 1:,} to {options.step:,} on {counted(world_size, 'rank')}, from "
         f"{origin or 'the start of the script'}",
         flush=True,
     )

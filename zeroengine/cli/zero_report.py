@@ -17,6 +17,7 @@ from zeroengine.launch.cluster.versions import installed_versions, version_of
 from zeroengine.launch.local.core_binding import numa_nodes
 from zeroengine.launch.local.job import count_cores
 from zeroengine.launch.local.network import address_of
+from zeroengine.utils.formats import counted
 
 REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
 Row = tuple[str, str]
@@ -85,7 +86,7 @@ def software() -> Iterator[Row]:
 def machine() -> Iterator[Row]:
     """Yield cores and memory."""
     num_nodes = len(numa_nodes())
-    nodes = f"{num_nodes or 1} NUMA node{'s' * (num_nodes > 1)}"
+    nodes = counted(num_nodes or 1, "NUMA node")
     yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{pages * size / 2**30:.1f} GiB"

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from zeroengine.errors import ConfigError
+from zeroengine.utils.formats import counted
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # The value of STEPS with which the training loop ends each step itself.
@@ -134,5 +135,5 @@ def _divisors(number: int) -> list[int]:
 
 def _ranks(world_size: int, group_size: int) -> str:
     if group_size > 1:
-        return f"{world_size} group{'s' if world_size > 1 else ''} of {group_size} ranks"
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+        return f"{counted(world_size, 'group')} of {group_size} ranks"
+    return counted(world_size, "rank")

@@ -20,6 +20,7 @@ import logging
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.utils.formats import counted
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
 MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
@@ -277,8 +278,9 @@ class Accumulation:
             )
         if self.ended_micro_steps:
             raise ZeroEngineError(
-                f"optimizer.step() in a step of which engine.step() has ended {self.ended_micro_steps} micro-steps. "
-                "Keep one of the two calls: engine.step() after each backward, or optimizer.step() once a step."
+                f"optimizer.step() in a step of which engine.step() has ended "
+                f"{counted(self.ended_micro_steps, 'micro-step')}. Keep one of the two calls: engine.step() after each "
+                "backward, or optimizer.step() once a step."
             )
         if self._per_step is None:
             if self._boundary is False:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.formats import counted
 
 
 class ResumableLoader:
@@ -62,8 +63,8 @@ class ResumableLoader:
         # With drop_last a loader of too few samples would yield nothing, and training would end without an error.
         if len(dataset) < world_size * batch_size:
             raise ZeroEngineError(
-                f"dataloader(): {len(dataset)} samples are too few for one micro-batch of {batch_size} on each of "
-                f"{world_size} ranks"
+                f"dataloader(): {counted(len(dataset), 'sample')} cannot fill one micro-batch of {batch_size} on "
+                f"{counted(world_size, 'rank')}"
             )
         # The position counts samples of this sampler in whole steps, so these options would break it.
         conflicts = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()

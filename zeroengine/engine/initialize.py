@@ -45,6 +45,7 @@ from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
+from zeroengine.utils.formats import counted
 
 log = logging.getLogger("zeroengine")
 
@@ -169,7 +170,7 @@ def make_engine(
         except RuntimeError as error:
             if is_out_of_memory(error):
                 count = sum(plan.numel for plan in plans)
-                holds = f"initialize() was partitioning {count:,} parameters over {group.world_size} ranks."
+                holds = f"initialize() was partitioning {count:,} parameters over {counted(group.world_size, 'rank')}."
                 add_advice(error, planner, group.device, holds)
             raise
         if group.rank == 0:

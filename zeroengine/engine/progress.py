@@ -16,7 +16,7 @@ from zeroengine.engine.run_description import planned_steps
 from zeroengine.optim.mixed_optimizer import describe_algorithms
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.formats import format_count, format_loss
+from zeroengine.utils.formats import counted, format_count, format_loss
 from zeroengine.utils.small_transfers import HostCopy
 
 log = logging.getLogger("zeroengine")
@@ -38,7 +38,7 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     """Return one line: the model, how it is partitioned, and the bytes of a rank as the planner predicts them."""
     version = sys.modules["zeroengine"].__version__
     zero, requirement = planner.config.zero_optimization, planner.requirement(planner.current())
-    ranks = _counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
+    ranks = counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
     how = f"stage {zero.stage} over {ranks}"
     if zero.degrees is not None:
         how = f"{', '.join(f'{state} over {getattr(zero.degrees, state)}' for state in DEGREE_STATES)} of {ranks}"
@@ -51,13 +51,9 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     algorithms = f"; {text}" if (text := describe_algorithms(planner.optimizer)) else ""
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
-        f"{_counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
+        f"{counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
         f"{of_states}{more}{algorithms}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 class ProgressPrinter:

@@ -35,6 +35,7 @@ from zeroengine.offload.placement import Placement
 from zeroengine.optim.step_result import IssuedStep
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.formats import counted
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.small_transfers import HostCopy
 
@@ -140,7 +141,7 @@ def start_monitor(setup: EngineSetup, group: Group) -> EngineMonitor | None:
     monitor = EngineMonitor(setup, group, sinks, folder)
     setup.undo.callback(monitor.close)
     stage = config.zero_optimization.stage
-    monitor.event("start", 0, f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}")
+    monitor.event("start", 0, f"{type(model).__name__} starts on {counted(group.world_size, 'rank')} at stage {stage}")
     return monitor
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroengine.config.sinks import FlopsProfile
-from zeroengine.utils.formats import format_count
+from zeroengine.utils.formats import counted, format_count
 from zeroengine.utils.text_table import aligned
 
 HEADS = ("parameters", "share", "FLOPs", "share", "time", "share", "FLOP/s", "MFU")
@@ -72,7 +72,8 @@ def profile_table(profiles: Sequence[ModuleProfile], section: FlopsProfile, rank
         else "no operations are counted, as in a model with compiled parts"
     )
     lines = [
-        f"forward after {step} steps, on rank 0 of {rank.world_size}, {rank.micro_batch} samples in a micro-batch:",
+        f"forward after {counted(step, 'step')}, on rank 0 of {rank.world_size}, "
+        f"{counted(rank.micro_batch, 'sample')} in a micro-batch:",
         f"  {format_count(model.flops)} FLOP and {model.seconds * 1000:.2f} ms in the forward; {operations}",
     ]
     rows: list[tuple[str, ...]] = [("depth", "class", *HEADS)]

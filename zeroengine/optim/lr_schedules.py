@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.optim.mixed_optimizer import members_of
+from zeroengine.utils.formats import counted
 
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
@@ -75,7 +76,7 @@ def params_of_groups(params: Mapping[str, Any], num_groups: int) -> list[dict[st
     """
     for name, value in params.items():
         if isinstance(value, list) and len(value) != num_groups:
-            groups = "1 param group" if num_groups == 1 else f"{num_groups} param groups"
+            groups = counted(num_groups, "param group")
             raise ConfigError(
                 f"scheduler.params.{name}: found {len(value)} values, and the optimizer has {groups}; write a list of "
                 f"{num_groups}, in the order of optimizer.param_groups, or one number for all of them"

@@ -35,6 +35,7 @@ from zeroengine.offload.host_memory import available_memory
 from zeroengine.plan.seconds.compute_rates import measure_compute
 from zeroengine.plan.seconds.machine import Machine, Rates, read_machine, save_machine
 from zeroengine.plan.seconds.timing import median_seconds
+from zeroengine.utils.formats import counted
 
 MIB = 1 << 20
 # The bytes of each trial on a CPU and on a GPU. They exceed the caches.
@@ -153,8 +154,9 @@ def measure_on_ranks(folder: str | Path) -> Machine:
 
 
 def _source(group: Group, ranks_per_node: int) -> str:
-    ranks = f"{group.world_size} ranks, {ranks_per_node} a node, {torch.get_num_threads()} threads each"
-    return f"measured {time.strftime('%Y-%m-%d')}: {ranks}, torch {torch.__version__}"
+    ranks = f"{counted(group.world_size, 'rank')}, {ranks_per_node} a node"
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"measured {time.strftime('%Y-%m-%d')}: {ranks}, {threads} each, torch {torch.__version__}"
 
 
 def _slowest(rates: Sequence[dict[K, float]]) -> dict[K, float]:

@@ -12,6 +12,7 @@ from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
 from zeroengine.recovery.generations import FoundSnapshot, SnapshotSearch
+from zeroengine.utils.formats import counted
 
 
 def newest_on_disk(path: Path) -> tuple[bool, Manifest | None, str]:
@@ -70,7 +71,7 @@ class NewestStates:
         assert self.search is not None
         facts, found, folder = self.facts(step), self.search.found, self.folder
         if self.snapshot is not None:
-            source = f"the snapshot of step {step} in the memory of {facts['hosts']} host{'s' * (facts['hosts'] > 1)}"
+            source = f"the snapshot of step {step} in the memory of {counted(facts['hosts'], 'host')}"
             newest = f"is of step {self.manifest.step}" if self.manifest else f"cannot be loaded ({self.problem})"
             other = f"the newest checkpoint in {folder} {newest}" if self.has_checkpoint else "there is no checkpoint"
         else:

@@ -9,6 +9,11 @@ from zeroengine.utils.byte_size import format_byte_size
 MISSING = "-"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: `1 rank`, `1,024 ranks`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_count(number: float | None) -> str:
     """Return a count with three digits and a unit: `950`, `12.3 k`, `1.23 G`."""
     if number is None or not math.isfinite(number):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.utils.flat_items import flat_items
+from zeroengine.utils.formats import counted
 from zeroengine.utils.listed import listed
 from zeroengine.utils.masking import masked_tree
 from zeroengine.utils.run_files import STEPS
@@ -120,7 +121,7 @@ def _place(comparison: DigestComparison, first: FirstDifference, names: Sequence
         where = f"all {of} units" if len(units) == of else f"{len(units)} of {of} units"
         parts.append(f"{kind} differ in {where}" if units else f"{kind} are equal")
     later, different = int((comparison.steps > first.step).sum()), len(comparison.different_steps) - 1
-    after = f" Of {later:,} compared steps after it, {different:,} differ." if later else ""
+    after = f" Of {counted(later, 'compared step')} after it, {different:,} differ." if later else ""
     yield f"At that step {', '.join(parts)}.{after}"
 
 
@@ -161,7 +162,7 @@ def _numbers(sides: Sequence[Side]) -> Iterator[str]:
         if steps:
             values = " and ".join(str(numbers[steps[0]][key]).strip("[]") for numbers in (a, b))
             always = steps == common[common.index(steps[0]) :]
-            until = "on" if always else f"to {steps[-1]:,}, in {len(steps):,} steps"
+            until = "on" if always else f"to {steps[-1]:,}, in {counted(len(steps), 'step')}"
             yield f"The {name} differs from step {steps[0]:,} {until}: {values} at first."
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.formats import counted
 from zeroengine.utils.listed import listed
 from zeroengine.utils.run_files import GIVEN
 from zeroengine.view.digest_table import HOW_TO_WRITE, KINDS, DigestTable
@@ -118,12 +119,16 @@ class DigestComparison:
 
     def coverage(self) -> list[str]:
         """Return sentences about what is compared, and what is not because one of the two lacks it."""
-        sentences = [f"Compared: {', '.join(self.kinds)} of {len(self.units):,} units at {span_of(self.steps)}."]
+        sentences = [
+            f"Compared: {', '.join(self.kinds)} of {counted(len(self.units), 'unit')} at {span_of(self.steps)}."
+        ]
         alone = [(name, [unit for unit in table.units if unit not in self.units]) for name, table in self._named]
         sentences += [f"Only {name} has the units {listed(own, MAX_NAMES)}." for name, own in alone if own]
         for name, table in self._named:
             if len(table.steps) > len(self.steps):
-                sentences.append(f"{name} alone has digests of {len(table.steps) - len(self.steps):,} other steps.")
+                sentences.append(
+                    f"{name} alone has digests of {counted(len(table.steps) - len(self.steps), 'other step')}."
+                )
             sentences += table.notices
         return sentences
 

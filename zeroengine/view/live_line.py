@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zeroengine.utils.durations import format_duration
-from zeroengine.utils.formats import format_count, format_loss, format_memory, format_share
+from zeroengine.utils.formats import counted, format_count, format_loss, format_memory, format_share
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import memory_of, progress, speed
 
@@ -82,7 +82,7 @@ def live_parts(reader: RunReader, now: float | None = None, since: float = 0.0) 
         parts.append((slow, "yellow", 3))
     restarts = reader.num_events.get("restart", 0)
     if restarts:
-        parts.append((f"{restarts} restart{'s' * (restarts > 1)}", "red", 3))
+        parts.append((f"{counted(restarts, 'restart')}", "red", 3))
     if facts["remaining_seconds"]:
         parts.append((f"{format_duration(facts['remaining_seconds'])} to go", "", 2))
     return parts

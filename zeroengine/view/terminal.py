@@ -15,6 +15,7 @@ from rich.text import Text
 from zeroengine.utils.durations import format_duration
 from zeroengine.utils.formats import (
     MISSING,
+    counted,
     format_count,
     format_loss,
     format_memory,
@@ -83,7 +84,7 @@ def render_head(summary: dict[str, Any]) -> Text:
     facts = [
         str(model.get("class", "")),
         f"{format_count(model['parameters'])} parameters" if "parameters" in model else "",
-        f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "",
+        counted(ranks, "rank") if ranks else "",
         str(summary["device"] or ""),
     ]
     head = Text.assemble((summary["folder"], "bold"), "  ", (summary["state"], STATE_COLORS[summary["state"]]))
@@ -111,7 +112,7 @@ def render_figures(reader: RunReader, summary: dict[str, Any], width: int) -> Ta
         notes.append(f"{progress['repeated']} taken again after a restart ({lost})")
     if notes:
         add_cells(table, "", ", ".join(notes))
-    add_cells(table, "time", f"{format_duration(progress['seconds'])} in {progress['records']:,} steps")
+    add_cells(table, "time", f"{format_duration(progress['seconds'])} in {counted(progress['records'], 'step')}")
     if loss["last"] is not None:
         values = [group.mean("loss") for group in reader.groups]
         text = f"{format_loss(loss['last'])}  least {format_loss(loss['least'])}"
@@ -156,7 +157,8 @@ def render_split(summary: dict[str, Any], width: int, colors: bool) -> Group:
     per_row = max(1, width // 31)
     for start in range(0, len(cells), per_row):
         legend.add_row(*cells[start : start + per_row])
-    return Group(Text(f"Where a step's time goes (newest {summary['recent']['steps']} steps)", "bold"), bar, legend)
+    newest = counted(summary["recent"]["steps"], "step")
+    return Group(Text(f"Where a step's time goes (newest {newest})", "bold"), bar, legend)
 
 
 def letter_of(name: str) -> str:

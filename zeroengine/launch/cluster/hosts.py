@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local.job import MAX_PROCESSES, parse_nproc, suggest
+from zeroengine.utils.formats import counted
 
 EXAMPLE = f"Write a host and its processes, from 1 to {MAX_PROCESSES}, such as: node-a slots=4"
 # A host's name, perhaps after that of a user, and its slots.
@@ -192,7 +193,7 @@ def processes_on(host: Host, nproc: str) -> int | None:
         return limit
     if limit is not None and count > limit:
         raise LaunchError(
-            f"--nproc {nproc}: {host} has {limit} slot{'s' * (limit > 1)}. "
+            f"--nproc {nproc}: {host} has {counted(limit, 'slot')}. "
             f"Write --nproc {limit}, or more slots in the hostfile"
         )
     return count

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.node_connection import NodeConnection
+from zeroengine.utils.formats import counted
 
 
 def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[str]:
@@ -33,16 +34,16 @@ def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list
     problems += node.facts["missing"]
     gpus, slots = node.facts["gpus"], node.host.slots
     if gpus and slots is not None and slots > gpus:
-        problems.append(f"{slots} slots in the hostfile, but {gpus} GPUs")
+        problems.append(f"{counted(slots, 'slot')} in the hostfile, but {counted(gpus, 'GPU')}")
     elif gpus and nproc != "auto" and int(nproc) > gpus:
-        problems.append(f"--nproc {nproc}, but {gpus} GPUs; --cpu uses none")
+        problems.append(f"--nproc {nproc}, but {counted(gpus, 'GPU')}; --cpu uses none")
     return problems
 
 
 def problem_table(problems: Mapping[str, Sequence[str]], num_nodes: int) -> LaunchError:
     """Return an error with the problems of each host, by its label, in one table, one line each."""
     width = max(map(len, problems))
-    lines = [f"{len(problems)} of {num_nodes} node{'s' * (num_nodes > 1)} cannot take part:"]
+    lines = [f"{len(problems)} of {counted(num_nodes, 'node')} cannot take part:"]
     for label, texts in problems.items():
         lines += [f"  {name:<{width}}  {text}" for name, text in zip_longest([label], texts, fillvalue="")]
     return LaunchError("\n".join(lines))

@@ -6,6 +6,7 @@ import signal
 
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.rank import RunOutcome
+from zeroengine.utils.formats import counted
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 
 # So many failures are named besides the first one.
@@ -38,7 +39,7 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     reasons = [other.summary.partition("\n")[0] or describe_exit_code(other.code) for other in named]
     lines = [f"zero-launch: {o.label} failed as well: {reason}" for o, reason in zip(named, reasons, strict=True)]
     if len(others) > len(named):
-        lines.append(f"zero-launch: and {len(others) - len(named)} more ranks")
+        lines.append(f"zero-launch: and {counted(len(others) - len(named), 'more rank')}")
     failed = f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})"
     text = first.text.rstrip("\n") or console.tail(first.rank)
     output = [console.prefix(first.rank) + line for line in text.split("\n") if text]

@@ -8,6 +8,7 @@ from typing import TextIO
 from zeroengine.config.model import Config
 from zeroengine.monitor.record import SPLIT, RunEvent, StepRecord
 from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import counted
 
 # The steps between two prints where steps_per_print is not given.
 STEPS_PER_PRINT = 10
@@ -75,7 +76,7 @@ class StepPrinter:
     def _split(self) -> Iterator[str]:
         records, last = self._records, self._records[-1]
         total = sum(record.seconds for record in records) / len(records)
-        yield f"step {last.step}: {total * 1000:,.1f} ms per step, mean over {len(records)} steps"
+        yield f"step {last.step}: {total * 1000:,.1f} ms per step, mean over {counted(len(records), 'step')}"
         for kind in SPLIT:
             seconds = sum(record.split.get(kind, 0.0) for record in records) / len(records)
             share = seconds / total if total > 0 else 0.0

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from zeroengine.plan.search.degree_choices import DEFAULT
 from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import counted
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.
 WIDE = 135
@@ -74,7 +75,7 @@ def _machine_text(plan: Json) -> str:
     disk = f", {format_byte_size(machine['disk_bytes'])} disk" if machine["disk_bytes"] else ""
     memory = format_byte_size(machine["device_bytes"])
     host = format_byte_size(machine["host_bytes"])
-    devices = f"{ranks} {kind}{'s' * (ranks > 1)}{where}, {memory} each"
+    devices = f"{counted(ranks, kind)}{where}, {memory} each"
     return f"{machine['name']}: {devices}; a node has {host} CPU memory{disk}"
 
 
@@ -125,7 +126,7 @@ def _report(plan: Json, width: int, everything: bool) -> RenderableType:
     notes = list(plan["notes"])
     if folded and not everything:
         notes.append(
-            f"{folded} more candidate{'s' * (folded > 1)}: slower ones that hold no larger micro-batch, other "
+            f"{counted(folded, 'more candidate')}: slower ones that hold no larger micro-batch, other "
             "micro-batches, and those that do not fit. --all lists all."
         )
     parts += [Text(f"- {note}") for note in notes]
