@@ -18,6 +18,7 @@ import zeroengine
 from tests.distributed.models import ADAMW, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
+from zeroengine import ops
 from zeroengine.utils.byte_size import format_byte_size
 
 
@@ -150,6 +151,8 @@ def test_the_memory_prints_as_a_table_and_rank_0_says_it_at_the_start() -> None:
     assert states in start_lines[0]
     lines = table.splitlines()
     assert lines[0] in ("on cpu", "on cuda:0")
+    kernels = ops.kernels_in_use(torch.device(lines[0].removeprefix("on ")))
+    assert start_lines[0].endswith(f"; kernels: {kernels}")
     assert [line.split()[0] for line in lines[1:]] == [
         "parameters", "gradients", "master", "optimizer", "buckets", "gathered", "total"
     ]  # fmt: skip

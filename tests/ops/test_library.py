@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from zeroengine import ops
+from zeroengine.cli.zero_report import compiled
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _library
 
@@ -38,7 +39,19 @@ def test_a_missing_library_is_reported_once(fresh: None, monkeypatch: pytest.Mon
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ops.cpu_isa() == "torch"
+        assert ops.kernels_in_use(torch.device("cpu")) == "torch's own, which are slower"
         assert ops.squared_norm(torch.ones(3)).item() == 3
+
+
+def test_the_report_says_which_kernels_are_in_use_and_why_ours_are_not(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = dict(compiled())
+    assert rows["kernels on cpu"] == ops.kernels_in_use(torch.device("cpu"))
+    monkeypatch.setattr(_library, "PATH", Path("/nowhere/_cpu.so"))
+    ops.library.cache_clear()
+    missing = dict(compiled())["kernels on cpu"]
+    assert missing.startswith("torch's own, which are slower") and "/nowhere/_cpu.so was not built" in missing
 
 
 def test_a_broken_library_counts_as_missing(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,11 +125,17 @@ def _read(path: Path) -> str | None:
 
 
 def compiled() -> Iterator[Row]:
-    """Yield whether the compiled kernels are in use, and the compilers that could build them."""
+    """Yield which kernels are in use on each device, and the compilers that could build zeroengine's."""
+    import torch
+
     from zeroengine import ops
 
-    in_use = ops.library() is not None
-    yield "CPU kernels", "in use" if in_use else "not there: torch's own serve. See the notice of pip install"
+    for name in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        # The warning says why they are not there.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kernels = ops.kernels_in_use(torch.device(name))
+        yield f"kernels on {name}", ". ".join([kernels, *(str(warning.message) for warning in caught)])
     yield "compiler", next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none")
     yield "nvcc", shutil.which("nvcc") or "none"
 

@@ -163,7 +163,7 @@ def make_engine(
         if notice is not None and group.rank == 0:
             log.warning("%s", notice)
         # The prediction looks at the caller's optimizer, which the engine empties.
-        start = describe_start(model, planner, replica_ranks, num_replicas)
+        start = describe_start(model, planner, replica_ranks, num_replicas, group.device)
         setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
         try:
             engine = Engine(partial(build_parts, setup, group, replicas, transport))

@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
+from zeroengine.ops import kernels_in_use
 from zeroengine.optim.mixed_optimizer import describe_algorithms
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
@@ -34,8 +35,10 @@ def announce(line: str) -> None:
         log.info("%s", line)
 
 
-def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int) -> str:
-    """Return one line: the model, how it is partitioned, and the bytes of a rank as the planner predicts them."""
+def describe_start(
+    model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int, device: torch.device
+) -> str:
+    """Return one line: the model, how it is partitioned, the bytes of a rank as planned, and the kernels."""
     version = sys.modules["zeroengine"].__version__
     zero, requirement = planner.config.zero_optimization, planner.requirement(planner.current())
     ranks = counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
@@ -52,7 +55,7 @@ def describe_start(model: nn.Module, planner: StatePlanner, replica_ranks: int, 
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
         f"{counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
-        f"{of_states}{more}{algorithms}"
+        f"{of_states}{more}{algorithms}; kernels: {kernels_in_use(device)}"
     )
 
 

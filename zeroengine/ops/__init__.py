@@ -12,7 +12,7 @@ _library         the CPU library, and loading with ctypes; `_cuda_library` and `
 _fallback        the same operations on torch's kernels, and `reload_written`
 """
 
-from zeroengine.ops._cuda_library import cuda_architectures, cuda_library
+from zeroengine.ops._cuda_library import cuda_architectures, cuda_library, kernels_in_use
 from zeroengine.ops._fallback import reload_written
 from zeroengine.ops._library import DTYPE_CODES, MOMENT_BLOCK, advise_huge_pages, cpu_isa, library, set_cpu_isa
 from zeroengine.ops._packets_fallback import packet_bytes
@@ -44,6 +44,7 @@ __all__ = [
     "digests",
     "encode_moment",
     "gradient_factor",
+    "kernels_in_use",
     "library",
     "packet_bytes",
     "quantize",

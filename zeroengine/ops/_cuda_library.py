@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, ArrayPointers, Signatures, UpdateArgs, open_library
+from zeroengine.ops._library import (
+    DEQUANTIZE,
+    QUANTIZE,
+    ArrayPointers,
+    Signatures,
+    UpdateArgs,
+    cpu_isa,
+    open_library,
+)
 
 ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cuda.so")
@@ -110,6 +118,13 @@ def cuda_library(device: torch.device) -> ctypes.CDLL | None:
     if device.type != "cuda":
         return None
     return _usable(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def kernels_in_use(device: torch.device) -> str:
+    """Say whose kernels update on a device: `C++ (avx512)`, `CUDA`, or `torch's own, which are slower`."""
+    if device.type == "cpu" and (isa := cpu_isa()) != "torch":
+        return f"C++ ({isa})"
+    return "torch's own, which are slower" if cuda_library(device) is None else "CUDA"
 
 
 def cuda_architectures() -> tuple[str, ...]:
