@@ -33,6 +33,8 @@ TEXT_LIMIT = 8 << 20
 HELD_OUT = 20
 # The steps that give the estimate of the run's duration. Earlier ones are slower.
 TIMED_STEPS = range(3, 9)
+# --minutes chooses at least so many steps, among them the timed ones and a warm-up.
+LEAST_STEPS = 20
 
 
 class Block(nn.Module):
@@ -157,19 +159,25 @@ def used_memory(device: torch.device) -> str:
 
 
 def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Namespace) -> None:
-    """Train until step `options.steps`. Rank 0 shows a progress bar on a terminal, and lines elsewhere."""
-    steps, rank, world_size = options.steps, dist.get_rank(), dist.get_world_size()
+    """Train until step `options.steps`, or for `options.minutes`.
+
+    Rank 0 shows a progress bar on a terminal, and lines elsewhere.
+    """
+    step, rank, world_size = engine.global_steps, dist.get_rank(), dist.get_world_size()
+    steps = options.steps if options.minutes is None else step + LEAST_STEPS
     batch, context = engine.config.train_micro_batch_size_per_gpu, engine.module.context
     console = Console()
     show_bar = console.is_terminal and rank == 0
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn()
     micro_steps = engine.config.micro_steps_in_mean
-    report_every = 10 if show_bar else max(1, steps // 20)
+    # The first lines come when the number of steps is known.
+    report_every = 10 if show_bar else max(1, steps // 20) if options.minutes is None else steps
     total, done, tokens, start = torch.zeros((), device=engine.device), 0, 0, time.perf_counter()
-    timed_since, first = 0.0, engine.global_steps
+    began, timed_since, first = start, start, step
     with Progress(*columns, console=console, disable=not show_bar) as progress:
-        task = progress.add_task("training", total=steps, completed=engine.global_steps)
-        for step in range(engine.global_steps + 1, steps + 1):
+        task = progress.add_task("training", total=steps if options.minutes is None else None, completed=step)
+        while step < steps:
+            step += 1
             for _ in range(micro_steps):
                 seed = (options.seed * 10**9 + engine.micro_steps) * world_size + rank
                 ids, targets = draw(text, batch, context, seed)
@@ -182,9 +190,19 @@ def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Names
             progress.advance(task)
             if step - first == TIMED_STEPS.start:
                 timed_since = time.perf_counter()
-            elif step - first == TIMED_STEPS.stop and rank == 0:
-                seconds = (time.perf_counter() - timed_since) / len(TIMED_STEPS) * (steps - step)
-                print(f"{steps - step:,} steps left, about {duration(seconds)}", flush=True)
+            elif step - first == TIMED_STEPS.stop:
+                now = time.perf_counter()
+                seconds = (now - timed_since) / len(TIMED_STEPS)
+                if options.minutes is not None:
+                    # The clocks of ranks differ, so that of rank 0 chooses.
+                    fitting = step + int((60 * options.minutes - (now - began)) / seconds)
+                    chosen = torch.tensor(max(steps, fitting), device=engine.device)
+                    dist.broadcast(chosen, 0)
+                    steps = int(chosen)
+                    report_every = 10 if show_bar else max(1, (steps - first) // 20)
+                    progress.update(task, total=steps)
+                if rank == 0:
+                    print(f"{steps - step:,} steps left, about {duration(seconds * (steps - step))}", flush=True)
             if step % report_every == 0 or step == steps:
                 mean = total.item() / done
                 speed = tokens / (time.perf_counter() - start)
@@ -217,7 +235,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", metavar="FILE", help="the configuration (default: the one that zero-launch names)")
     add("--text", metavar="FILE", type=Path, help="the text to learn (default: Python's standard library)")
-    add("--steps", type=int, default=1000, help="steps to take (default: %(default)s)")
+    add("--steps", type=int, default=1000, help="the step to train until (default: %(default)s)")
+    add("--minutes", type=float, help="train so long instead, by as many steps as fit at the speed of the first ones")
     add("--layers", type=int, default=4, help="transformer blocks (default: %(default)s)")
     add("--width", type=int, default=192, help="features of a token, a multiple of --heads (default: %(default)s)")
     add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
@@ -257,9 +276,12 @@ def main() -> None:
         return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"
 
     stage = engine.config.zero_optimization.stage
-    say(f"{size:,} parameters at stage {stage} on {world_size} ranks ({engine.device.type})")
+    say(f"{size:,} parameters at stage {stage} on {world_size} rank{'s' * (world_size > 1)} ({engine.device.type})")
     say(f"{len(text):,} bytes to learn, {len(held_out):,} held out")
-    say(f"training for {options.steps:,} steps; --steps N changes that")
+    if options.minutes is None:
+        say(f"training until step {options.steps:,}; --steps N changes that")
+    else:
+        say(f"training for {options.minutes:g} minutes; --steps N names a number of steps instead")
     say(f"byte unigram entropy  {nats(unigram_entropy(text))}")
     say(f"held-out loss before  {nats(evaluate(engine, held_out, options.eval_batches))}")
     if engine.resume(options.checkpoint):

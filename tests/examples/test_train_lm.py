@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,32 @@ def test_a_run_continues_from_a_checkpoint_at_another_stage(tmp_path: Path) -> N
     assert "continues after step 7\n" in run.stdout, run.stderr
     assert losses(run.stdout) == losses(whole.stdout)
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["latest", "step-14", "step-7"]
+
+
+@pytest.mark.slow
+def test_quickstart_fits_its_time_and_the_commands_that_it_names_work() -> None:
+    environment = os.environ | {"ZEROENGINE_PYTHON": sys.executable}
+    before = set(ROOT.glob("runs/quickstart-*"))
+
+    def run(command: str) -> str:
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        output = run(f"bin/quickstart {' '.join(TINY[2:])} --minutes 0.05")
+        steps = int(re.findall(r"step +\d+/(\d+)  loss", output)[-1])
+        assert steps >= 20 and f"step {steps}/{steps}" in output
+        picture = ROOT / re.search(r"open (\S+) in a browser", output)[1]
+        assert picture.read_text().startswith("<!doctype html>")
+        commands = re.findall(r"^ +(bin/(?:.*\\\n)*.*)$", output, re.MULTILINE)
+        view, stage, resume = commands
+        assert f"{steps:,}" in run(view)
+        assert losses(run(stage))["held-out loss after"] == losses(output)["held-out loss after"]
+        assert f"continues after step {steps}\n" in run(f"{resume} --minutes 0.05")
+    finally:
+        for folder in set(ROOT.glob("runs/quickstart-*")) - before:
+            shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
