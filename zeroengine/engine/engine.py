@@ -503,10 +503,11 @@ class Engine:
         return self._parts.partition.units
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Add numbers of your own to the record of the step in progress: ``engine.log(accuracy=0.9)``.
+        """Add numbers of your own to the record of a step: ``engine.log(accuracy=0.9)``.
 
-        Rank 0's values count, and the last value of a name. Those after the last step are part of the event that ends
-        the run. Without a monitor this does nothing: see the section ``monitor`` of the configuration.
+        From the first forward of training or backward of a step until that of the next one they belong to this step, so
+        also after ``step()``. Rank 0's values count, and the last value of a name. Without a monitor this does nothing:
+        see the section ``monitor`` of the configuration.
 
         Args:
             values: Numbers, or tensors of one element, which are read once the device has computed them.

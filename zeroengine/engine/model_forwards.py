@@ -95,7 +95,7 @@ class ModelForwards:
                 observe(args, kwargs)
         self._counts = True
         if parts.reports.monitor is not None:
-            parts.reports.monitor.forwards.begin((args, kwargs))
+            parts.reports.monitor.begin_forward((args, kwargs))
 
     def end_by_hook(self) -> None:
         """End the outermost forward."""

@@ -66,6 +66,8 @@ class Reports:
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add what a backward was given to the loss of the step."""
+        if self.monitor is not None:
+            self.monitor.begin_step()
         if self.monitor is not None or self.progress is not None:
             # The copy is made now, because the user may change the tensor afterwards.
             value = loss.detach().to(torch.float64, copy=True).view(())
@@ -185,13 +187,21 @@ class EngineMonitor:
         self._traced_steps = range(steps[0], steps[-1] + 1) if steps else range(0)
         self._handles: list[Any] = []
         self.timer.trace(1 in self._traced_steps)
-        self._user = self._collector.unrecorded = {}
 
     # -- within a step ----------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Record the step that has ended, at the first work of the next one."""
+        self._collector.begin_step()
+
+    def begin_forward(self, inputs: Any) -> None:
+        """Count a forward of training that begins."""
+        self.begin_step()
+        self.forwards.begin(inputs)
+
     def log(self, values: Mapping[str, Any]) -> None:
-        """Add the user's numbers to the step."""
-        self._user.update({name: _later(value) for name, value in values.items()})
+        """Add the user's numbers to the step in progress, or to the one that has ended."""
+        self._collector.user.update({name: _later(value) for name, value in values.items()})
 
     def event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the sinks of an event. Rank 0's count."""
@@ -213,6 +223,8 @@ class EngineMonitor:
             placement: Knows the disks.
             units: The units.
         """
+        # A step of assigned gradients begins without a forward.
+        self._collector.begin_step()
         disk_traffic = placement.disk_traffic
         times = self.timer.end_step()
         if issued.number % MEMORY_INTERVAL == 1 or not self._memory:
@@ -243,10 +255,9 @@ class EngineMonitor:
                 issued.loss_scale,
                 lambda: issued.result.grad_norm,
                 issued.skips,
-                self._user,
+                self._collector.user,
             )
         )
-        self._user = self._collector.unrecorded = {}
         # The timeline begins before the first traced step, and ends after the last one.
         is_tracing = issued.number + 1 in self._traced_steps
         if is_tracing != self.timer.tracing:

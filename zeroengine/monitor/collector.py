@@ -103,7 +103,8 @@ class Collector:
         sinks: Take the records and the events, on rank 0.
 
     Attributes:
-        unrecorded: The user's numbers by name that belong to no step yet. If none follows, they belong to the end.
+        user: The user's numbers by name: of the step that has ended, until ``begin_step``, and then of the next one. If
+            none follows, they belong to the end.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class Collector:
     ) -> None:
         self._group, self._rank, self._sinks = group, rank, sinks
         self._layout, self._slot_names, self._peak_flops = RankRow(units), slot_names, peak_flops
-        self.unrecorded: Mapping[str, float | LaterValue] = {}
+        self.user: dict[str, float | LaterValue] = {}
+        # The step that has ended, to which the user may add numbers.
+        self._ended: RankStep | None = None
         self._timeline: list[Interval] = []
         self._failed = False
         self._last_step = 0
@@ -129,8 +132,18 @@ class Collector:
     def put(self, item: RankStep | RunEvent | TraceRequest) -> None:
         """Hand over a step, an event or the end of a trace. Return at once."""
         if isinstance(item, RankStep):
-            self._last_step = item.step
+            self._last_step, self._ended = item.step, item
+            return
+        if isinstance(item, TraceRequest):
+            # The timeline is that of the steps before it.
+            self.begin_step()
         self._queue.put(item)
+
+    def begin_step(self) -> None:
+        """Record the step that has ended. From now on the user's numbers are those of the next step."""
+        if self._ended is not None:
+            self._queue.put(self._ended)
+            self._ended, self.user = None, {}
 
     def close_at_exit(self) -> None:
         """Do as ``close``, where the process exits without having ended the engine."""
@@ -152,11 +165,12 @@ class Collector:
         Returns:
             Whether everything was finished in time. If not, the thread still uses the process group, which stays.
         """
+        self.begin_step()
         if self._rank == 0:
             kind: EventKind = "end" if error is None else "error"
             reason = f"after step {self._last_step}" if error is None else f"with {type(error).__name__}: {error}"
             # After an error the device may never compute them.
-            user = {name: _number(value) for name, value in self.unrecorded.items()} if error is None else {}
+            user = {name: _number(value) for name, value in self.user.items()} if error is None else {}
             numbers = "".join(f", {name} {value:g}" for name, value in user.items())
             facts = {"user": user} if user else {}
             self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts))

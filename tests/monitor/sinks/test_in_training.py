@@ -45,8 +45,10 @@ def train(settings: dict[str, Any], failing: bool = False) -> tuple[list[float],
         for step in range(STEPS):
             loss = engine(*batch(step, rank))
             engine.backward(loss)
-            engine.log(rank=rank, twice=2 * torch.tensor(step))
+            engine.log(before=step, rank=rank)
             engine.step()
+            # A metric of an evaluation after the step belongs to the step, too.
+            engine.log(twice=2 * torch.tensor(step))
             losses.append(loss.item())
         engine.close()
     return losses, out.getvalue(), warnings
@@ -74,8 +76,9 @@ def test_csv_files_and_tables_have_every_step_and_the_losses_stay(tmp_path: Path
     # A step of two ranks has two samples on each.
     assert [int(row[0]) for row in rows] == [4 * step for step in range(1, STEPS + 1)]
     assert [float(row[1]) for row in rows] == pytest.approx(mean)
-    with (tmp_path / "a" / "twice.csv").open() as file:
-        assert [float(row[1]) for row in list(csv.reader(file))[1:]] == [2.0 * step for step in range(STEPS)]
+    for name, factor in (("before", 1), ("twice", 2)):
+        with (tmp_path / "a" / f"{name}.csv").open() as file:
+            assert [float(row[1]) for row in list(csv.reader(file))[1:]] == [factor * step for step in range(STEPS)]
     (_, printed, _), (_, printed_by_other, _) = answers
     assert printed_by_other == ""
     heads = [line for line in printed.splitlines() if line.startswith("step ")]
