@@ -106,7 +106,11 @@ def render_figures(reader: RunReader, summary: dict[str, Any], width: int) -> Ta
         if progress["remaining_seconds"] and summary["state"] == "running":
             text += f"  {format_duration(progress['remaining_seconds'])} to go"
         add_cells(table, "step", text)
-    notes = [f"{progress['skipped']} skipped"] if progress["skipped"] else []
+    notes = (
+        [f"{progress['skipped']} skipped (global_steps and tags of checkpoints leave them out)"]
+        if progress["skipped"]
+        else []
+    )
     if progress["repeated"]:
         lost = format_duration(progress["repeated_seconds"])
         notes.append(f"{progress['repeated']} taken again after a restart ({lost})")
