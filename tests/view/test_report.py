@@ -133,7 +133,7 @@ def test_two_runs_fit_a_phone(tmp_path: Path, browser: Any, dark: bool) -> None:
         assert page.locator(".legend", has_text="a: held_out_loss").count() == 1
         lines = page.locator("svg[aria-label^='Loss'] .line")
         before = lines.count()
-        page.get_by_role("button", name="Mean of 10").click()
+        page.get_by_role("button", name="Mean of 11").click()
         assert lines.count() == before + 2, "the points stay behind their means"
 
 

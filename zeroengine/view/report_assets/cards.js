@@ -95,12 +95,12 @@ function ratesCard() {
     "Learning rate",
     null,
     false,
-    new Chart({ title: "Learning rate", format: formatNumber, zero: true, lines }).element,
+    new Chart({ title: "Learning rate", format: formatNumber, zero: true, exact: true, lines }).element,
   );
 }
 
 function smoothingChoice() {
-  const sizes = { 1: "Points", 10: "Mean of 10", 50: "Mean of 50" };
+  const sizes = { 1: "Points", 11: "Mean of 11", 51: "Mean of 51" };
   return choice("Smoothing of lines", sizes, "1", (points) => {
     view.smoothing = Number(points);
     view.changed();

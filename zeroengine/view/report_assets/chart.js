@@ -164,11 +164,12 @@ class Chart {
     this.stack();
   }
 
-  // The mean of each point and those before it. The points themselves stay in `raw`.
+  // The mean of each point and as many on both sides, fewer near the ends. The points themselves stay in `raw`.
   smoothed(line) {
-    if (view.smoothing === 1 || this.spec.stacked || line.sparse) return line;
+    if (view.smoothing === 1 || this.spec.stacked || this.spec.exact || line.sparse) return line;
     const values = line.values.map((value, i) => {
-      const near = line.values.slice(Math.max(0, i + 1 - view.smoothing), i + 1).filter((v) => v != null);
+      const reach = Math.min(Math.floor(view.smoothing / 2), i, line.values.length - 1 - i);
+      const near = line.values.slice(i - reach, i + reach + 1).filter((v) => v != null);
       return value == null ? null : near.reduce((sum, v) => sum + v, 0) / near.length;
     });
     return { ...line, values, raw: line.values, low: null, high: null };
