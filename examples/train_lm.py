@@ -287,7 +287,9 @@ def main() -> None:
     if engine.resume(options.checkpoint):
         say(f"continues after step {engine.global_steps}")
     train(engine, text, options)
-    say(f"held-out loss after   {nats(evaluate(engine, held_out, options.eval_batches))}")
+    held_out_loss = evaluate(engine, held_out, options.eval_batches)
+    engine.log(held_out_loss=held_out_loss)
+    say(f"held-out loss after   {nats(held_out_loss)}")
 
     states = f"{engine.memory().states / 2**20:.1f} MiB of parameters, gradients and optimizer state"
     memory: list[str] = [""] * world_size

@@ -16,6 +16,7 @@ from zeroengine.cli.zero_diff import main as diff
 from zeroengine.cli.zero_view import main
 from zeroengine.view.report import report_page
 from zeroengine.view.run_reader import RunReader
+from zeroengine.view.summary import summarize
 
 __all__ = ["browser"]
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>@@title@@"
@@ -113,6 +114,10 @@ def test_two_runs_fit_a_phone(tmp_path: Path, browser: Any, dark: bool) -> None:
         write_run(tmp_path / "a", ranks=2, steps=80),
         write_run(tmp_path / "b", ranks=64, steps=120, layers=40),
     )
+    rows = [json.loads(line) for line in (first / "steps.jsonl").read_text().splitlines()]
+    rows[39]["user"] |= {"held_out_loss": 3.0}
+    (first / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summarize(RunReader(first))["user"] == rows[-1]["user"] | {"held_out_loss": 3.0}
     with open_page(browser, write_page(first, second), width=390, dark=dark, touch=True) as tab:
         page = tab.page
         assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -121,6 +126,15 @@ def test_two_runs_fit_a_phone(tmp_path: Path, browser: Any, dark: bool) -> None:
         assert "a: step" in tip and "b: step" in tip
         assert page.get_by_role("heading", name=re.compile("Slow ranks: b")).count() == 1
         assert page.locator("tr.changed", has_text="world_size").inner_text().split() == ["world_size", "2", "64"]
+        # Charts of one kind have one scale; what the user logged as a loss is in the chart of losses.
+        ticks = "e => [...e.querySelectorAll('.tick[text-anchor=end]')].map((t) => t.textContent)"
+        scales = [chart.evaluate(ticks) for chart in page.locator("svg[aria-label^='Where a step']").all()]
+        assert len(scales) == 2 and scales[0] == scales[1]
+        assert page.locator(".legend", has_text="a: held_out_loss").count() == 1
+        lines = page.locator("svg[aria-label^='Loss'] .line")
+        before = lines.count()
+        page.get_by_role("button", name="Mean of 11").click()
+        assert lines.count() == before + 2, "the points stay behind their means"
 
 
 def test_text_of_a_run_stays_text(tmp_path: Path, browser: Any) -> None:
@@ -163,6 +177,7 @@ def test_the_page_of_a_comparison_shows_what_differs_where(tmp_path: Path, brows
     assert diff([str(a), str(b), "--html", str(page_file)]) == 1
     with open_page(browser, page_file, width=390 if dark else 1280, dark=dark) as tab:
         page = tab.page
+        assert page.locator("svg[aria-label^='Loss'] .line").count() == 2
         assert page.locator("img").count() == 0 and "differ first at step 37" in page.locator("main").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") <= (390 if dark else 1280)
         assert HOSTILE in page.locator("[aria-label=Settings]").inner_text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zeroengine.checkpoint.inspect import find_checkpoint
@@ -12,10 +14,25 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.formats import MISSING, counted
 from zeroengine.utils.paths import path_argument
 from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
-from zeroengine.view.diff_report import DiffReport, Side, compare_runs, different_settings, read_side, rounding
+from zeroengine.view.diff_report import (
+    DiffReport,
+    Side,
+    compare_records,
+    compare_runs,
+    different_settings,
+    read_side,
+    rounding,
+)
 from zeroengine.view.digest_comparison import DigestComparison
-from zeroengine.view.digest_table import HOW_TO_WRITE, DigestTable, read_digests, table_of_checkpoint
+from zeroengine.view.digest_table import (
+    HOW_TO_WRITE,
+    DigestTable,
+    MissingDigestsError,
+    read_digests,
+    table_of_checkpoint,
+)
 from zeroengine.view.report import diff_page
+from zeroengine.view.run_reader import RunReader
 from zeroengine.view.terminal import add_cells, make_console, make_table
 
 EXAMPLES = """\
@@ -47,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         # As in diff, 1 means that the two differ.
         raise ZeroEngineError(f"{error.filename}: {error.strerror}") from None
     if options.html:
-        write_output(options.html, diff_page(report), "--html")
+        readers = [RunReader(path) for path in (options.a, options.b) if _is_run(path)]
+        write_output(options.html, diff_page(report, readers), "--html")
     show(report)
     return int(bool(report.differences))
 
@@ -58,14 +76,26 @@ def compare(paths: list[Path]) -> DiffReport:
     Raises:
         ZeroEngineError: One of them is neither, or they cannot be compared.
     """
-    is_run = [any((path / name).exists() for name in (RUN, STEPS, EVENTS, DIGESTS)) for path in paths]
-    if not any(is_run):
+    if not any(map(_is_run, paths)):
         return _compare_checkpoints(paths)
-    sides, tables = [], []
-    for path, reads_run in zip(paths, is_run, strict=True):
-        sides.append(read_side(path, str(path)) if reads_run else _side_of(path, *find_checkpoint(path, None)))
-        tables.append(read_digests(path) if reads_run else _digests_of_checkpoint(*find_checkpoint(path, None)))
-    return compare_runs(DigestComparison(tables, [side.name for side in sides]), sides)
+    sides, tables = zip(*map(_read, paths), strict=True)
+    try:
+        return compare_runs(DigestComparison([read() for read in tables], [side.name for side in sides]), sides)
+    except MissingDigestsError as error:
+        if (report := compare_records(sides, str(error))) is None:
+            raise
+        return report
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in (RUN, STEPS, EVENTS, DIGESTS))
+
+
+def _read(path: Path) -> tuple[Side, Callable[[], DigestTable]]:
+    if _is_run(path):
+        return read_side(path, str(path)), partial(read_digests, path)
+    found = find_checkpoint(path, None)
+    return _side_of(path, *found), partial(_digests_of_checkpoint, *found)
 
 
 def _digests_of_checkpoint(path: Path, manifest: Manifest | None) -> DigestTable:

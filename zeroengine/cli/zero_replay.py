@@ -93,7 +93,7 @@ def _find_start(reader: RunReader, step: int) -> tuple[int, Path | None]:
             continue
         path = Path(base, str(event.get("path")))
         # A run that goes on from a checkpoint records the folder of checkpoints alone.
-        for place in (path, path / f"step-{event.get('step')}"):
+        for place in (path, path / f"step-{event.get('updates', event.get('step'))}"):
             # The run may have removed it since, or moved on to another folder.
             with contextlib.suppress(CheckpointError):
                 checkpoint, manifest = find_checkpoint(place, None)
@@ -114,9 +114,12 @@ def _run(run: dict[str, Any], options: Any, start: tuple[int, Path | None], fold
     if not how:
         raise ZeroEngineError(f"{options.run}/run.json does not say how the run was started: an older version wrote it")
     origin = None if checkpoint is None else str(checkpoint)
+    name = Path(origin or "").name
+    differs = name.startswith("step-") and name != f"step-{first}"
+    note = f", which is of step {first:,}: its tag leaves skipped steps out" if differs else ""
     print(
         f"zero-replay: steps {first + 1:,} to {options.step:,} on {counted(world_size, 'rank')}, from "
-        f"{origin or 'the start of the script'}",
+        f"{origin or 'the start of the script'}{note}",
         flush=True,
     )
     target = ReplayTarget(options.step, str(options.run.absolute()), origin)

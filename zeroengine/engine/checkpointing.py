@@ -311,7 +311,9 @@ class EngineCheckpoints:
         if parts.setup.config.zero_optimization.zeropp_loco_param is not None and parts.ranks.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.loop.step_runner.num_updates + parts.loop.step_runner.num_skipped
-        subject, facts = "weights are" if options.weights_only else "the run is", {"path": os.fspath(directory or "")}
+        subject = "weights are" if options.weights_only else "the run is"
+        # The tag of a checkpoint counts updates alone.
+        facts: dict[str, Any] = {"path": os.fspath(directory or ""), "updates": parts.loop.step_runner.num_updates}
         text = f"{subject} loaded from {facts['path']}, at step {step}"
         if newest is not None and newest.search is not None:
             text, facts = newest.describe(step), facts | newest.facts(step)

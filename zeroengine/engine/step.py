@@ -154,10 +154,10 @@ class StepRunner:
         if not updates and revert_schedule is not None:
             revert_schedule()
         if not finite and is_collective:
-            self._report(self.num_updates + 1, skipped=not updates)
+            self._report(self.next_number, skipped=not updates)
         elif not finite:
             # The other ranks may not come here, so await_and_report runs the collective search for the name.
-            self._overflow = (self.num_updates + 1, not updates)
+            self._overflow = (self.next_number, not updates)
         self._count(updates, finite, scheduled=revert_schedule is not None)
 
     def await_and_report(self) -> None:

@@ -15,15 +15,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import (
-    DEQUANTIZE,
-    QUANTIZE,
-    ArrayPointers,
-    Signatures,
-    UpdateArgs,
-    cpu_isa,
-    open_library,
-)
+from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, ArrayPointers, Signatures, UpdateArgs, cpu_isa, open_library
 
 ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cuda.so")

@@ -98,9 +98,27 @@ def compare_runs(comparison: DigestComparison, sides: Sequence[Side]) -> DiffRep
     first, settings, names = comparison.first(), different_settings(sides), [side.name for side in sides]
     report = DiffReport(names, [], comparison.coverage(), settings, heat=comparison.heat())
     if first is not None:
-        report.differences += [*_place(comparison, first, names), *rounding(sides, settings, first.world_sizes)]
-        report.differences += [*comparison.given(first.step), *_reading(comparison, first, sides), *_numbers(sides)]
+        given = list(comparison.given(first.step))
+        report.differences += [*_place(comparison, first, names), *given]
+        report.differences += [*rounding(sides, settings, first.world_sizes)]
+        report.differences += [*_reading(comparison, first, sides, bool(given)), *_numbers(sides)]
     return report
+
+
+def compare_records(sides: Sequence[Side], reason: str) -> DiffReport | None:
+    """Return the report of two runs without common digests, from their losses and settings; None without a common step.
+
+    Args:
+        sides: The two.
+        reason: Why there are no digests to compare.
+    """
+    settings, differences = different_settings(sides), list(_numbers(sides))
+    if not (num_steps := len(sides[0].numbers.keys() & sides[1].numbers.keys())):
+        return None
+    if differences:
+        differences += rounding(sides, settings, [side.facts.get("world_size", 0) for side in sides])
+    compared = f"Compared: losses and learning rates of {counted(num_steps, 'step')}, and settings."
+    return DiffReport([side.name for side in sides], differences, [compared, f"No states: {reason}."], settings)
 
 
 def different_settings(sides: Sequence[Side]) -> Settings:
@@ -125,12 +143,16 @@ def _place(comparison: DigestComparison, first: FirstDifference, names: Sequence
     yield f"At that step {', '.join(parts)}.{after}"
 
 
-def _reading(comparison: DigestComparison, first: FirstDifference, sides: Sequence[Side]) -> Iterator[str]:
+def _reading(
+    comparison: DigestComparison, first: FirstDifference, sides: Sequence[Side], is_given_other: bool
+) -> Iterator[str]:
     """Yield what the place of the first difference says about its cause."""
     (kind, names), units, step = next(iter(first.units.items())), comparison.units, first.step
     equal = comparison.kinds[: comparison.kinds.index(kind)]
     is_backward = kind == "gradients"
-    if step == 0:
+    if is_backward and is_given_other:
+        yield "That changes gradients, whatever computes them: look at the data loader, and at the seeds of the ranks."
+    elif step == 0:
         yield "They differ before the first step: in the seed, the initial weights, or the checkpoint that was loaded."
     elif not equal and (first.before or 0) < step - 1:
         # A difference in any earlier step changes the gradients of all later ones.
@@ -144,8 +166,8 @@ def _reading(comparison: DigestComparison, first: FirstDifference, sides: Sequen
         yield f"{since} {start}{CAUSES[kind]}."
         a, b = (side.numbers.get(step, {}).get("loss") for side in sides)
         if is_backward and None not in (a, b):
-            where = "backward or the reduction" if a == b else "forward or before it"
-            yield f"The losses of step {step:,} are {a} and {b}, so the difference begins in {where}."
+            how, where = ("equal", "backward or the reduction") if a == b else ("different", "forward or before it")
+            yield f"The losses of step {step:,} are {how}, so the difference begins in {where}."
         # Backward comes to the last unit first, and each unit passes a difference on to those before it.
         if is_backward and names == units[: len(names)] != units:
             yield f"The units after {names[-1]}, to which backward comes earlier, are equal: look at {names[-1]} first."

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.formats import counted
 from zeroengine.utils.listed import listed
 from zeroengine.utils.run_files import GIVEN
-from zeroengine.view.digest_table import HOW_TO_WRITE, KINDS, DigestTable
+from zeroengine.view.digest_table import HOW_TO_WRITE, KINDS, DigestTable, MissingDigestsError
 
 # The most columns and rows of the heat map, and names in a sentence.
 MAX_COLUMNS, MAX_ROWS, MAX_NAMES = 400, 400, 3
@@ -51,7 +50,7 @@ class DigestComparison:
         different_steps: The steps at which anything differs, rising.
 
     Raises:
-        ZeroEngineError: The two have no step or no unit in common.
+        MissingDigestsError: The two have no step or no unit in common.
     """
 
     def __init__(self, tables: Sequence[DigestTable], names: Sequence[str]) -> None:
@@ -62,10 +61,10 @@ class DigestComparison:
         if not len(self.steps):
             have = " and ".join(f"{name} has {span_of(table.steps)}" for name, table in self._named)
             advice = f"{HOW_TO_WRITE}, with one number for both, and save at a step with digests"
-            raise ZeroEngineError(f"no step has digests in both: {have}. So {advice}")
+            raise MissingDigestsError(f"no step has digests in both: {have}. So {advice}")
         if not self.units:
             have = " and ".join(f"{name} has {listed(table.units, MAX_NAMES)}" for name, table in self._named)
-            raise ZeroEngineError(f'no unit is in both: {have}. Write the same "units" in both configurations')
+            raise MissingDigestsError(f'no unit is in both: {have}. Write the same "units" in both configurations')
         self._world_sizes = [table.world_sizes[own] for table, own in zip(tables, rows, strict=True)]
         left, right = (self._select(table, own) for table, own in zip(tables, rows, strict=True))
         self.differs: npt.NDArray[np.bool_] = left != right

@@ -25,6 +25,10 @@ KINDS = ("gradients", "moments", "parameters")
 HOW_TO_WRITE = 'write "digests": {"every": 100} in the configurations of both runs'
 
 
+class MissingDigestsError(ZeroEngineError):
+    """The two have no digests to compare; what else they have recorded may still be compared."""
+
+
 @dataclass(frozen=True)
 class DigestTable:
     """The digests of a run, or of one checkpoint.
@@ -52,12 +56,13 @@ def read_digests(folder: Path) -> DigestTable:
     """Return the digests of a run folder. Its units are those that every engine of the run had.
 
     Raises:
-        ZeroEngineError: It has none, or they are of another format.
+        MissingDigestsError: It has none.
+        ZeroEngineError: They are of another format.
     """
     path = folder / DIGESTS
     if not path.exists():
         advice = "For a checkpoint, write its own folder, as in runs/a/step-100"
-        raise ZeroEngineError(f"{folder} has no {DIGESTS}, so its states are not known: {HOW_TO_WRITE}. {advice}")
+        raise MissingDigestsError(f"{folder} has no {DIGESTS}, so its states are not known: {HOW_TO_WRITE}. {advice}")
     size, lines = path.stat().st_size, GrowingLines(path)
     # Of the engine that wrote a line: the places of its units, and its number of ranks.
     places: dict[str, int] = {}
@@ -84,7 +89,7 @@ def read_digests(folder: Path) -> DigestTable:
             except (LookupError, TypeError, ValueError, OverflowError):
                 lines.note_damaged()
     if not rows:
-        raise ZeroEngineError(f"{path} has no digests of a step yet: wait for the first, or lower digests.every")
+        raise MissingDigestsError(f"{path} has no digests of a step yet: wait for the first, or lower digests.every")
     steps = sorted(rows)
     units = [name for name in rows[steps[-1]][0] if all(name in rows[step][0] for step in steps)]
     values = np.stack([row[:, [own[name] for name in units]] for own, _, row in map(rows.__getitem__, steps)])

@@ -15,7 +15,7 @@ from zeroengine.view.run_reader import RunReader
 
 # The scripts in the order in which they need each other. They share one scope of the page.
 SCRIPTS = ("format.js", "elements.js", "chart.js", "panels.js", "cards.js", "page.js")
-DIFF_SCRIPTS = ("format.js", "elements.js", "diff.js")
+DIFF_SCRIPTS = (*SCRIPTS[:-1], "diff.js")
 STYLES = ("theme.css", "charts.css", "lists.css", "layout.css")
 
 
@@ -30,9 +30,15 @@ def report_page(readers: Sequence[RunReader]) -> str:
     return page_of(" and ".join(names), SCRIPTS, data)
 
 
-def diff_page(report: DiffReport) -> str:
-    """Return the page of a comparison, which needs no network and no other file."""
-    return page_of(" and ".join(report.names), DIFF_SCRIPTS, finite(vars(report)))
+def diff_page(report: DiffReport, readers: Sequence[RunReader]) -> str:
+    """Return the page of a comparison of runs or checkpoints, which needs no network and no other file.
+
+    Args:
+        report: The comparison.
+        readers: The runs, whose losses and configurations the page shows, too.
+    """
+    data = finite(vars(report)) | {"runs": [run_data(reader, str(reader.folder)) for reader in readers]}
+    return page_of(" and ".join(report.names), DIFF_SCRIPTS, data)
 
 
 def page_of(title: str, scripts: Sequence[str], data: Any) -> str:

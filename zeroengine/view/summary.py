@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,8 @@ def summarize(reader: RunReader, now: float | None = None) -> dict[str, Any]:
         "peak_memory": total.maxima.get("memory.peak") if total else None,
         "slowest": list(slowest_ranks(reader, total)),
         "units": list(waiting_units(reader, total)),
-        "user": reader.last.section("user") if reader.last else {},
+        # Only some steps have such numbers as a held-out loss, so the newest of each counts.
+        "user": dict(ChainMap(*(group.section("user") for group in reversed(reader.groups)))),
         "num_events": reader.num_events,
         "events": list(reader.events)[-SHOWN_EVENTS:],
         "notices": reader.notices(),

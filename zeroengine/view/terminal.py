@@ -106,7 +106,7 @@ def render_figures(reader: RunReader, summary: dict[str, Any], width: int) -> Ta
         if progress["remaining_seconds"] and summary["state"] == "running":
             text += f"  {format_duration(progress['remaining_seconds'])} to go"
         add_cells(table, "step", text)
-    notes = [f"{progress['skipped']} skipped"] if progress["skipped"] else []
+    notes = [f"{progress['skipped']} skipped (not in global_steps)"] if progress["skipped"] else []
     if progress["repeated"]:
         lost = format_duration(progress["repeated_seconds"])
         notes.append(f"{progress['repeated']} taken again after a restart ({lost})")
@@ -117,6 +117,8 @@ def render_figures(reader: RunReader, summary: dict[str, Any], width: int) -> Ta
         values = [group.mean("loss") for group in reader.groups]
         text = f"{format_loss(loss['last'])}  least {format_loss(loss['least'])}"
         add_cells(table, "loss", f"{text}  {sparkline(values, max(10, min(60, width - 45)))}")
+    for name, value in summary["user"].items():
+        add_cells(table, name, format_loss(value))
     if recent["steps"]:
         add_cells(table, "a step", both(recent["seconds_per_step"], run["seconds_per_step"], format_duration))
         for label, key in (("tokens/s", "tokens_per_second"), ("samples/s", "samples_per_second")):
@@ -258,6 +260,8 @@ def render_comparison(readers: Sequence[RunReader], now: float | None = None) ->
         ("tokens/s", [s["run"].get("tokens_per_second") for s in summaries], format_count),
         ("MFU", [s["run"].get("mfu") for s in summaries], format_share),
     ]
+    names = dict.fromkeys(name for s in summaries for name in s["user"])
+    rows += [(name, [s["user"].get(name) for s in summaries], format_loss) for name in names]
     names = dict.fromkeys(name for s in summaries for name in s["run"]["split"])
     rows += [(f"  {name}", [s["run"]["split"].get(name) for s in summaries], format_duration) for name in names]
     rows.append(("peak memory", [s["peak_memory"] for s in summaries], format_memory))

@@ -48,6 +48,11 @@ function has(name) {
   return RUNS.some((run) => (series(run, name) || []).some((v) => v != null));
 }
 
+// Losses that the user has logged, such as of held-out data, which only some steps have.
+function loggedLosses() {
+  return withPrefix("user").filter((name) => /loss/i.test(name));
+}
+
 function lineCard(title, note, name, format, more = {}) {
   const { band, controls, ...spec } = more;
   const chart = new Chart({ title, format, ...spec, lines: () => linesOf(name, title, band) });
@@ -61,12 +66,19 @@ function lossCard() {
     log = on;
     view.changed();
   };
-  return lineCard("Loss", "mean over ranks and micro-steps", "loss", formatNumber, {
-    band,
-    log: () => log,
-    controls: checkbox("log scale", redraw),
-    height: 240,
-  });
+  const lines = () => [
+    ...linesOf("loss", "Loss", band),
+    ...loggedLosses().flatMap((name, position) =>
+      linesOf(`user.${name}`, name).map((line) => ({
+        ...line,
+        name: RUNS.length > 1 ? `${line.name}: ${name}` : name,
+        color: RUNS.length > 1 ? line.color : `var(--extra-${position % 4})`,
+        sparse: true,
+      })),
+    ),
+  ];
+  const chart = new Chart({ title: "Loss", format: formatNumber, log: () => log, height: 240, lines });
+  return card("Loss", "mean over ranks and micro-steps", false, checkbox("log scale", redraw), chart.element);
 }
 
 function ratesCard() {
@@ -83,8 +95,16 @@ function ratesCard() {
     "Learning rate",
     null,
     false,
-    new Chart({ title: "Learning rate", format: formatNumber, zero: true, lines }).element,
+    new Chart({ title: "Learning rate", format: formatNumber, zero: true, exact: true, lines }).element,
   );
+}
+
+function smoothingChoice() {
+  const sizes = { 1: "Points", 11: "Mean of 11", 51: "Mean of 51" };
+  return choice("Smoothing of lines", sizes, "1", (points) => {
+    view.smoothing = Number(points);
+    view.changed();
+  });
 }
 
 function splitCards() {
@@ -97,6 +117,7 @@ function splitCards() {
       new Chart({
         title: `Where a step's time goes, ${run.name}`,
         run,
+        scale: "split",
         stacked: true,
         legend: true,
         cut: true,
@@ -152,6 +173,7 @@ function memoryCards() {
         ? new Chart({
             title: `${title}, ${run.name}`,
             run,
+            scale: place,
             stacked: true,
             legend: true,
             unit: "bytes",

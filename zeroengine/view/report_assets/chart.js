@@ -4,6 +4,7 @@ const RUNS = JSON.parse(document.getElementById("data").textContent).runs;
 
 const view = {
   axis: "step",
+  smoothing: 1, // the points over which lines are averaged
   range: null, // [low, high] in the axis' units, or null for everything
   cursor: null, // a value of the axis, or null
   selecting: null, // [from, to] while a range is being chosen
@@ -142,10 +143,11 @@ class Chart {
     this.width = Math.max(240, this.element.clientWidth || 600);
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("height", this.height);
-    this.lines = this.spec.lines();
-    this.indices = new Map(RUNS.map((run) => [run, indicesIn(run.points, view.domain())]));
-    this.stack();
-    const [low, high] = this.extentY();
+    this.measure();
+    // Charts of one kind, one for each run, have one scale.
+    const group = view.charts.filter((chart) => chart !== this && this.spec.scale && chart.spec.scale === this.spec.scale);
+    for (const chart of group) chart.measure();
+    const [low, high] = this.extentY([this, ...group].flatMap((chart) => chart.lines));
     const log = this.spec.log && this.spec.log() && low > 0;
     const place = log
       ? (v) => (Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low))
@@ -154,6 +156,23 @@ class Chart {
     this.plot.replaceChildren(...this.axes(low, high, log), ...this.shapes(low), ...this.marks());
     this.legend.replaceChildren(...(this.lines.length > 1 || this.spec.legend ? this.legendItems() : []));
     this.drawCursor();
+  }
+
+  measure() {
+    this.lines = this.spec.lines().map((line) => this.smoothed(line));
+    this.indices = new Map(RUNS.map((run) => [run, indicesIn(run.points, view.domain())]));
+    this.stack();
+  }
+
+  // The mean of each point and as many on both sides, fewer near the ends. The points themselves stay in `raw`.
+  smoothed(line) {
+    if (view.smoothing === 1 || this.spec.stacked || this.spec.exact || line.sparse) return line;
+    const values = line.values.map((value, i) => {
+      const reach = Math.min(Math.floor(view.smoothing / 2), i, line.values.length - 1 - i);
+      const near = line.values.slice(i - reach, i + reach + 1).filter((v) => v != null);
+      return value == null ? null : near.reduce((sum, v) => sum + v, 0) / near.length;
+    });
+    return { ...line, values, raw: line.values, low: null, high: null };
   }
 
   // Turn the values of stacked lines into areas between their sums.
@@ -166,16 +185,16 @@ class Chart {
     }
   }
 
-  extentY() {
+  extentY(lines) {
     let low = Infinity,
       high = -Infinity;
-    for (const line of this.lines)
+    for (const line of lines)
       for (const i of this.indices.get(line.run))
         for (const v of [line.values[i], line.high && line.high[i], !this.spec.stacked && line.low && line.low[i]])
           if (typeof v === "number") [low, high] = [Math.min(low, v), Math.max(high, v)];
     if (low > high) return [0, 1];
     if (this.spec.zero || this.spec.stacked) low = Math.min(0, low);
-    this.cutAt = this.spec.cut ? this.peakCut(high) : null;
+    this.cutAt = this.spec.cut ? this.peakCut(high, lines) : null;
     if (this.cutAt) high = this.cutAt;
     const pad = (high - low || Math.abs(high) || 1) * 0.05;
     if (this.spec.log && this.spec.log() && low > 0) return [low * 0.97, high * 1.03];
@@ -183,9 +202,9 @@ class Chart {
   }
 
   // Where to cut off the few steps that are so long that the others would be flat; null where none are.
-  peakCut(most) {
+  peakCut(most, lines) {
     const sums = RUNS.flatMap((run) => {
-      const own = this.lines.filter((line) => line.run === run).at(-1);
+      const own = lines.filter((line) => line.run === run).at(-1);
       return own ? this.indices.get(run).map((i) => own.high[i]) : [];
     }).sort((a, b) => a - b);
     const usual = sums[Math.floor(sums.length * 0.9)];
@@ -252,6 +271,7 @@ class Chart {
             }),
           );
       }
+      if (line.raw) group.append(...this.line({ ...line, values: line.raw, isFaint: true }, all));
       if (!this.spec.stacked) group.append(...this.line(line, all));
     }
     return [frame, group];
@@ -263,8 +283,8 @@ class Chart {
     const shown = indices.filter((i) => line.values[i] != null);
     for (const i of indices) {
       const v = line.values[i];
-      // A value that is missing interrupts the line.
-      if (v == null) begun = false;
+      // A value that is missing interrupts the line, unless only some steps have the number.
+      if (v == null) begun = begun && line.sparse;
       else {
         path += `${begun ? "L" : "M"}${this.x(middleOf(line.run.points, i)).toFixed(1)} ${this.y(v).toFixed(1)}`;
         begun = true;
@@ -272,7 +292,7 @@ class Chart {
     }
     const style = `stroke:${line.color}`;
     const dots =
-      shown.length <= 24
+      shown.length <= 24 && !line.isFaint
         ? shown.map((i) =>
             svg("circle", {
               style: `fill:${line.color}`,
@@ -282,7 +302,7 @@ class Chart {
             }),
           )
         : [];
-    return [svg("path", { class: line.dashed ? "line dashed" : "line", style, d: path || "M0 0" }), ...dots];
+    return [svg("path", { class: `line${line.dashed ? " dashed" : ""}${line.isFaint ? " faint" : ""}`, style, d: path || "M0 0" }), ...dots];
   }
 
   marks() {

@@ -73,9 +73,21 @@ class DiffHeat {
       if (unit % every === 0) context.fillText(this.fit(context, name), this.left - 6, (unit + 0.5) * row + 4);
     });
     context.textAlign = "left";
-    context.fillText(`step ${formatStep(first[0])}`, this.left, height + 16);
-    context.textAlign = "right";
-    if (first.length > 1) context.fillText(formatStep(last.at(-1)), width, height + 16);
+    context.fillText("step", 0, height + 16);
+    // A round step is marked in the middle of the column that has it; the first and the last are always marked.
+    const round = ticks(first[0], last.at(-1), Math.max(2, (width - this.left) / 90), "steps");
+    let free = this.left;
+    for (const step of [first[0], ...round.filter((step) => step > first[0] && step < last.at(-1)), last.at(-1)]) {
+      const at = this.left + (last.findIndex((end) => end >= step) + 0.5) * this.column,
+        half = context.measureText(formatStep(step)).width / 2,
+        middle = Math.max(this.left + half, Math.min(width - half, at));
+      const isLast = step === last.at(-1);
+      if (middle - half < free || (!isLast && middle + half > width - 60)) continue;
+      context.textAlign = "center";
+      context.fillText(formatStep(step), middle, height + 16);
+      context.fillRect(at, height, 1, 4);
+      free = middle + half + 12;
+    }
   }
 
   // The ends of names tell units apart.
@@ -105,7 +117,10 @@ function settingText(value) {
 function main() {
   setTheme(storedTheme());
   const heat = DIFF.heat && DIFF.heat.units.length ? new DiffHeat() : null,
-    draw = () => heat && heat.draw();
+    draw = () => {
+      if (heat) heat.draw();
+      view.changed();
+    };
   const theme = choice("Colors", THEMES, storedTheme(), (chosen) => {
     setTheme(chosen);
     draw();
@@ -128,6 +143,9 @@ function main() {
   document.getElementById("main").append(
     ...[
       sentences.length && card("What differs", null, true, sentences),
+      has("loss") && lossCard(),
+      has("lr.0") && ratesCard(),
+      has("grad_norm") && lineCard("Gradient norm", "before clipping", "grad_norm", formatNumber),
       heat && heat.element,
       DIFF.settings.length &&
         card(
@@ -158,8 +176,12 @@ function main() {
             { label: "Tensors" },
           ),
         ),
+      RUNS.length && factsCard("Configuration", (facts) => facts.config),
     ].filter(Boolean),
   );
+  // A card beside a hole takes the whole row.
+  const half = document.querySelectorAll(".card:not(.wide)");
+  if (half.length % 2) half[half.length - 1].classList.add("wide");
   draw();
   addEventListener("resize", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

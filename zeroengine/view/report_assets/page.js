@@ -115,6 +115,7 @@ function tools() {
   view.listeners.push(update);
   document.getElementById("tools").append(
     choice("Axis", { step: "Steps", time: "Time" }, "step", (axis) => view.setAxis(axis)),
+    smoothingChoice(),
     h("span", { class: "range" }, unit, inputs[0], "to", inputs[1]),
     all,
     note,
@@ -145,7 +146,9 @@ function main() {
         number("MFU", "share of the peak rate", "mfu", formatShare, { zero: true }),
         RUNS.some((run) => new Set(series(run, "loss_scale")).size > 1) &&
           number("Loss scale", null, "loss_scale", formatCount),
-        withPrefix("user").map((name) => number(name, "engine.log", `user.${name}`, formatNumber)),
+        withPrefix("user")
+          .filter((name) => !loggedLosses().includes(name))
+          .map((name) => number(name, "engine.log", `user.${name}`, formatNumber)),
       ]
         .flat()
         .filter(Boolean),

@@ -225,14 +225,9 @@ class HeatMap extends Chart {
       width: `${width}px`,
       height: `${height}px`,
     });
-    // A few late columns, such as the first step, must not make all others pale.
-    const tops = inside.map((i) => Math.max(0, ...(values[i] || []))).sort((first, second) => first - second);
-    const usual = tops[Math.floor(tops.length * 0.9)] || 0;
-    const isCut = tops.length >= 10 && tops.at(-1) > 3 * usual && usual > 0;
-    const most = isCut ? 1.5 * usual : tops.at(-1) || 0;
-    // Noise must not look like a straggler: the darkest color means at least a twentieth of a step.
-    const mean = this.run.summary.run.seconds_per_step || 0;
-    this.most = Math.max(most, 0.05 * mean) || 1;
+    this.most = Math.max(...view.charts.filter((chart) => chart.kind === this.kind).map((chart) => chart.darkest()));
+    const mean = this.run.summary.run.seconds_per_step || 0,
+      isCut = inside.some((i) => (values[i] || []).some((v) => v > this.most));
     const context = this.canvas.getContext("2d"),
       color = getComputedStyle(document.documentElement).getPropertyValue("--heat");
     context.scale(scale, scale);
@@ -271,6 +266,19 @@ class HeatMap extends Chart {
       ),
     );
     this.drawDelays(inside);
+  }
+
+  // The seconds of the darkest color, which all runs share.
+  darkest() {
+    const values = this.run.columns.ranks[this.kind] || [],
+      inside = indicesIn(this.run.columns, view.domain());
+    // A few late columns, such as the first step, must not make all others pale.
+    const tops = inside.map((i) => Math.max(0, ...(values[i] || []))).sort((first, second) => first - second);
+    const usual = tops[Math.floor(tops.length * 0.9)] || 0;
+    const isCut = tops.length >= 10 && tops.at(-1) > 3 * usual && usual > 0;
+    const most = isCut ? 1.5 * usual : tops.at(-1) || 0;
+    // Noise must not look like a straggler: the darkest color means at least a twentieth of a step.
+    return Math.max(most, 0.05 * (this.run.summary.run.seconds_per_step || 0)) || 1;
   }
 
   axes(low, high, log) {
