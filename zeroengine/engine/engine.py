@@ -672,7 +672,14 @@ class Engine:
     # -- data -------------------------------------------------------------------------------------
 
     def dataloader(
-        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, **options: Any
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        **options: Any,
     ) -> ResumableLoader:
         """Return a loader of this rank's share of ``dataset``, whose position is part of every checkpoint.
 
@@ -680,16 +687,20 @@ class Engine:
 
         Args:
             dataset: A data set with ``__len__`` and ``__getitem__``, the same on every rank.
+            batch_size: The samples of a micro-batch on one rank. None: ``train_micro_batch_size_per_gpu``.
             shuffle: Whether each epoch has another order.
             seed: The seed of these orders.
+            drop_last: Whether the samples that do not fill a micro-batch on every rank are left out of an epoch. False:
+                they are a smaller one, and some are repeated so that all ranks have as many, as in DistributedSampler.
             options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
         Raises:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
         """
-        micro_batch = self.config.train_micro_batch_size_per_gpu
+        micro_batch = self.config.train_micro_batch_size_per_gpu if batch_size is None else batch_size
         group = self.sequence_group
-        loader = ResumableLoader(dataset, group.number, group.num_groups, micro_batch, shuffle, seed, options)
+        sharing = group.number, group.num_groups
+        loader = ResumableLoader(dataset, *sharing, micro_batch, shuffle, seed, options, drop_last)
         loader.cut = partial(shard_sequence, engine=self)
         # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
