@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from zeroengine.weights.live_loads import LoadResult, Weights
     from zeroengine.weights.stream import WeightStream
     from zeroengine.weights.vllm_source import VllmWeightSource
+
+log = logging.getLogger("zeroengine")
 
 
 class Engine:
@@ -296,6 +299,28 @@ class Engine:
         """
         self._parts.passes.backward.end_if_over()
         self._parts.loop.accumulation.set_boundary(is_boundary, override)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Let each step have ``steps`` micro-steps from now on, as while the batch grows. Call it on every rank.
+
+        Gradients accumulate in the dtype that ``initialize`` chose, and a warning says where that is too coarse.
+
+        Args:
+            steps: The number of micro-steps, the same on every rank.
+
+        Raises:
+            ZeroEngineError: ``steps`` is not positive, or a step is in progress, or accumulation is manual.
+        """
+        if steps < 1:
+            raise ZeroEngineError(f"set_gradient_accumulation_steps() takes a positive number, found {steps}")
+        self._parts.passes.backward.end_if_over()
+        self._parts.loop.accumulation.set_micro_steps_per_step(steps)
+        self._parts.passes.reducer.micro_steps_in_mean = steps
+        if self.rank == 0 and (notice := self._parts.setup.config.coarse_sums_notice(steps)):
+            log.warning("%s", notice)
+        samples = steps * self.config.train_micro_batch_size_per_gpu * self.num_sample_groups
+        sizes = {"gradient_accumulation_steps": steps, "train_batch_size": samples}
+        self.config = self.config.model_copy(update=sizes)
 
     @property
     def gradient_clipping(self) -> float:
