@@ -114,8 +114,8 @@ def _check(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 def load_schedule_state(schedule: Any, state: Any) -> None:
     """Load a state of this schedule, or of one that counts as torch's or as DeepSpeed's schedules do.
 
-    DeepSpeed's schedules keep the number of the last step, from 0, and torch's the number of steps. So a checkpoint loads
-    whether DeepSpeed's class or the configuration makes the schedule.
+    DeepSpeed's schedules keep the number of the last step, from 0, and torch's the number of steps. So a checkpoint
+    loads whether DeepSpeed's class or the configuration makes the schedule.
     """
     count, iteration = "last_epoch", "last_batch_iteration"
     own = schedule.state_dict() if isinstance(state, Mapping) and {count, iteration} & state.keys() else {}
