@@ -17,7 +17,7 @@ from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from tests.integrations.fsdp.scripts import BF16, sharded, untied
 from zeroengine.config import load
-from zeroengine.integrations.fsdp import config_of_policies
+from zeroengine.integrations.fsdp import config_of_policies, policies
 
 LOW = torch.bfloat16
 
@@ -29,7 +29,7 @@ LOW = torch.bfloat16
         ({"reshard_after_forward": True}, {"zero_optimization": {"stage": 3}}),
         ({"reshard_after_forward": False}, {"zero_optimization": {"stage": 2}}),
         ({"reshard_after_forward": 1}, {"zero_optimization": {"stage": 2}}),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=LOW)}, {"bf16": {"enabled": True}}),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=LOW)}, {"bf16": {"enabled": True}}),
         ({"mp_policy": BF16}, {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
         ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=LOW)}, {"communication_data_type": "bf16"}),
         (
@@ -54,6 +54,20 @@ def test_policies_become_keys(arguments: dict[str, Any], expected: dict[str, Any
     config = config_of_policies(**arguments)
     load(config).resolve(world_size=2)
     assert {key: config.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("in_own_dtype", [False, True])
+@pytest.mark.parametrize("dtype", [LOW, torch.float16])
+def test_without_a_reduce_dtype_gradients_are_reduced_as_this_torch_does(
+    in_own_dtype: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert policies.REDUCES_IN_OWN_DTYPE == ("versionchanged:: 2.15" in (MixedPrecisionPolicy.__doc__ or ""))
+    monkeypatch.setattr(policies, "REDUCES_IN_OWN_DTYPE", in_own_dtype)
+    config = config_of_policies(mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    assert config.get("communication_data_type") == ("fp32" if in_own_dtype else None)
+    assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if in_own_dtype else None)
+    told = config_of_policies(mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype))
+    assert not {"communication_data_type", "data_types"} & told.keys()
 
 
 def test_a_number_of_ranks_to_reshard_over_is_the_degree_of_a_second_copy() -> None:

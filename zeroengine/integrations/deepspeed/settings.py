@@ -24,12 +24,6 @@ from zeroengine.integrations.deepspeed.script_utils import log_dist
 GRADIENT_CLIPPING_DEFAULT = 1.0
 # What save_checkpoint does if the ranks pass different tags.
 TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
-OWN_KEYS = (
-    "dataloader_drop_last",
-    "managed_gradient_accumulation",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-)
 
 
 # Where a state lives, the states that ``offload_states`` moves, and the stages.
@@ -104,8 +98,9 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
     """
     tree = read_settings(config)
     # The engine under DeepSpeed's names reads these keys itself.
-    for name in OWN_KEYS:
+    for name in ("managed_gradient_accumulation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         tree.pop(name, None)
+    tree.pop("dataloader_drop_last", None)
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
     if isinstance(tree.get("optimizer"), dict):

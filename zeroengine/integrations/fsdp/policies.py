@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,8 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # The loss scale of torch.amp.GradScaler, which FSDP2 scripts use in fp16: it starts at 65536, each overflow halves it,
 # and 2000 steps without one double it.
 GRAD_SCALER = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+# Where no reduce_dtype is given, FSDP2 reduces in the parameters' own dtype, and before torch 2.15 in param_dtype.
+REDUCES_IN_OWN_DTYPE = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 15)
 
 # The arguments of fully_shard that no key stands for.
 WITHOUT_COUNTERPART = {
@@ -202,10 +205,11 @@ def _precision_keys(policy: MixedPrecisionPolicy, model_dtype: torch.dtype) -> d
     if is_mixed:
         section = {"enabled": True} | (GRAD_SCALER if compute_dtype is torch.float16 else {})
         keys[NAMES[compute_dtype]] = section
-    if policy.reduce_dtype not in (None, compute_dtype):
-        keys["communication_data_type"] = NAMES[policy.reduce_dtype]
+    reduce_dtype = policy.reduce_dtype or (model_dtype if is_mixed and REDUCES_IN_OWN_DTYPE else compute_dtype)
+    if reduce_dtype is not compute_dtype:
+        keys["communication_data_type"] = NAMES[reduce_dtype]
     # FSDP2 keeps the reduced gradient in the dtype of the parameters, without rounding it to the compute dtype.
-    if is_mixed and policy.reduce_dtype is torch.float32:
+    if is_mixed and reduce_dtype is torch.float32:
         keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys
 
