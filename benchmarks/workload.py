@@ -177,6 +177,7 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        # torch 2.15's default, which is written out because earlier versions reduce in param_dtype.
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
         options: dict[str, Any] = dict(
             mesh=init_device_mesh("cpu", (dist.get_world_size(),)),

@@ -207,6 +207,7 @@ def test_every_field_has_a_docstring() -> None:
 
 def test_sizes_that_auto_becomes_are_listed() -> None:
     sizes = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "units": ["a"]}
+    sizes |= {"bf16": {"enabled": "auto"}}
     resolved = load(sizes).resolve(world_size=2)
-    expected = '"auto" stands for train_batch_size = 2, train_micro_batch_size_per_gpu = 1.'
+    expected = '"auto" stands for train_micro_batch_size_per_gpu = 1, train_batch_size = 2, bf16.enabled = false.'
     assert resolved.notices == resolved.resolve(world_size=2).notices == (expected,)

@@ -30,7 +30,8 @@ class Numbers(Dataset[int]):
 
 
 def loaders(numel: int, world_size: int, batch_size: int, **more: Any) -> list[ResumableLoader]:
-    settings = {"shuffle": more.pop("shuffle", True), "seed": 3, "options": more}
+    chosen = {"shuffle": more.pop("shuffle", True), "drop_last": more.pop("drop_last", True)}
+    settings = {**chosen, "seed": 3, "options": more}
     return [ResumableLoader(Numbers(numel), rank, world_size, batch_size, **settings) for rank in range(world_size)]
 
 
@@ -54,6 +55,21 @@ def test_an_epoch_is_every_sample_once_in_another_order_each_time(workers: int) 
     assert first == taken(loaders(50, 2, 5)[0]), "the same seed, the same order"
     assert taken(loaders(50, 2, 5, shuffle=False)[1])[:3] == [1, 3, 5]
     assert [len(loader) for loader in loaders(57, 2, 5)] == [5, 5], "as many batches on every rank"
+
+
+@pytest.mark.parametrize(("numel", "sizes"), [(57, [5] * 5 + [4]), (51, [5] * 5 + [1]), (50, [5] * 5), (1, [1])])
+def test_the_last_small_batch_is_kept_where_asked_and_has_one_size_on_all_ranks(numel: int, sizes: list[int]) -> None:
+    ranks = loaders(numel, 2, 5, drop_last=False)
+    epochs = [[[batch.tolist() for batch in loader] for loader in ranks] for _ in range(2)]
+    assert all([len(batch) for batch in own] == sizes for epoch in epochs for own in epoch)
+    assert [len(loader) for loader in ranks] == [len(sizes)] * 2
+    seen = sorted(x for own in epochs[1] for batch in own for x in batch)
+    assert set(seen) == set(range(numel)) and len(seen) == numel + numel % 2
+    # A run that goes on with another number of ranks takes the rest.
+    first = [taken(loader, 1) for loader in ranks]
+    (alone,) = loaders(numel, 1, 5, drop_last=False)
+    alone.load_state_dict(ranks[0].state_dict())
+    assert set(taken(alone)) == set(range(numel)).difference(*first)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])
@@ -166,8 +182,8 @@ def wrong() -> None:
         engine.dataloader(Stream())
     with pytest.raises(zeroengine.ZeroEngineError, match="3 samples cannot fill one micro-batch of 2 on 2 ranks"):
         engine.dataloader(Numbers(3))
-    with pytest.raises(zeroengine.ZeroEngineError, match="chooses batch_size itself"):
-        engine.dataloader(Numbers(30), batch_size=4)
+    with pytest.raises(zeroengine.ZeroEngineError, match="chooses sampler itself: write shuffle"):
+        engine.dataloader(Numbers(30), sampler=range(30))
     with pytest.raises(zeroengine.ZeroEngineError, match=r"an object with state_dict\(\) and load_state_dict"):
         engine.register_stateful("y", 3)  # type: ignore[arg-type]
     engine.register_stateful("x", PerRank())

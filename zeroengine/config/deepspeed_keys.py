@@ -83,7 +83,7 @@ _ROWS = {
         _no_effect("comms_logger.debug", "units are always named, and nothing else calls collectives"),
         _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
         _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
-        _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
+        _no_effect("dataloader_drop_last", "it is an argument of your data loader, and of engine.dataloader()"),
         _no_effect("disable_allgather", "updated parameters are always gathered"),
         _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
         _no_effect("zero_allow_untested_optimizer", "every optimizer that looks at one parameter at a time is allowed"),

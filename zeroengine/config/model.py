@@ -338,16 +338,37 @@ class Config(Section):
         # The model may be fp16 on purpose, so this is a notice and no error. It is given once.
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)
-        if notice := self._auto_sizes_notice(sizes):
-            resolved._notices = (*resolved._notices, notice)
+        steps = resolved.gradient_accumulation_steps
+        notices = (self._resolved_autos_notice(resolved), resolved.coarse_sums_notice(steps))
+        resolved._notices = (*resolved._notices, *(text for text in notices if text and text not in self._notices))
         return resolved
 
-    def _auto_sizes_notice(self, sizes: Mapping[str, Any]) -> str | None:
-        """Return what stands for the batch sizes that are "auto" and that nothing has filled in."""
-        written = {} if self._written is None else self._written.tree
-        open_sizes = {name: size for name, size in sizes.items() if getattr(self, name) is None and size is not None}
-        autos = [f"{name} = {size}" for name, size in open_sizes.items() if written.get(name) == "auto"]
+    def _resolved_autos_notice(self, resolved: Config) -> str | None:
+        """Return what stands for the batch sizes and precisions that are "auto" and that nothing has filled in."""
+        written = {} if self._written is None else dict(walk(self._written.tree))
+        values, before = dict(walk(resolved.to_dict())), dict(walk(self.to_dict()))
+        autos = [
+            f"{'.'.join(path)} = {json.dumps(values[path])}"
+            for path, value in written.items()
+            if value == "auto" and before.get(path, 0) is None and values[path] is not None
+        ]
         return f'"auto" stands for {", ".join(autos)}.' if autos else None
+
+    def coarse_sums_notice(self, micro_steps: int | str) -> str | None:
+        """Return what is lost where the gradients of so many micro-steps add up in 16 bits; None where they do not."""
+        dtype = self.accumulation_dtype(self.low_precision or torch.float32)
+        if dtype is torch.float32 or micro_steps == 1:
+            return None
+        # Each addition rounds to this part of the sum, so that many equal gradients are the most that a sum can have.
+        parts = round(2 / torch.finfo(dtype).eps)
+        name = next(name for name, low in FLOATS.items() if low is dtype)
+        lost = f"each addition may lose 1/{parts} of the sum"
+        if not isinstance(micro_steps, str):
+            lost += f", {micro_steps} of them up to {min(1, (micro_steps - 1) / parts):.1%}"
+        return (
+            f"the gradients of micro-steps add up in {name}, and {lost}. "
+            'Write "data_types": {"grad_accum_dtype": "fp32"} to add in fp32.'
+        )
 
     def replica_ranks(self, world_size: int) -> int:
         """Return the number of ranks that hold every state once: those of a replica, or all. Needs `resolve`."""

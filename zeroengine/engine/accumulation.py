@@ -234,6 +234,17 @@ class Accumulation:
             )
         self._boundary = None if boundary is None else bool(boundary)
 
+    def set_micro_steps_per_step(self, steps: int) -> None:
+        """Count to another number of micro-steps. See the method of ``Engine``.
+
+        Raises:
+            ZeroEngineError: A step is in progress, or micro-steps are not counted.
+        """
+        if self._per_step is None or self.has_gradients:
+            found = f"with {MANUAL_MODE}" if self._per_step is None else "within a step, whose gradients are counted"
+            raise ZeroEngineError(f"set_gradient_accumulation_steps() {found}: call it between steps that are counted")
+        self._per_step = steps
+
     def check_boundary(self, call: str) -> None:
         """Check that the step in progress ends here, on behalf of ``call``.
 

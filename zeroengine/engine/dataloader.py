@@ -33,6 +33,7 @@ class ResumableLoader:
         shuffle: Whether each epoch has another order.
         seed: The seed of these orders.
         options: Further arguments of ``torch.utils.data.DataLoader``.
+        drop_last: Whether an epoch leaves out what does not fill a batch on every rank.
 
     Attributes:
         epoch: The number of the current epoch from 0, or between epochs of the next one.
@@ -54,24 +55,25 @@ class ResumableLoader:
         shuffle: bool,
         seed: int,
         options: Mapping[str, Any],
+        drop_last: bool = True,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise ZeroEngineError(
                 f"dataloader() takes a data set with a length and an index; {type(dataset).__name__} has none. For a "
                 "stream use torchdata's StatefulDataLoader and engine.register_stateful(name, loader)."
             )
-        # With drop_last a loader of too few samples would yield nothing, and training would end without an error.
-        if len(dataset) < world_size * batch_size:
+        # A loader of too few samples would yield nothing, and training would end without an error.
+        if len(dataset) < (world_size * batch_size if drop_last else 1):
             raise ZeroEngineError(
                 f"dataloader(): {counted(len(dataset), 'sample')} cannot fill one micro-batch of {batch_size} on "
                 f"{counted(world_size, 'rank')}"
             )
         # The position counts samples of this sampler in whole steps, so these options would break it.
-        conflicts = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
+        conflicts = {"sampler", "batch_sampler"} & options.keys()
         if conflicts:
             raise ZeroEngineError(
-                f"dataloader() chooses {', '.join(sorted(conflicts))} itself; the batch size is the configuration's "
-                "train_micro_batch_size_per_gpu"
+                f"dataloader() chooses {', '.join(sorted(conflicts))} itself: write shuffle, seed, batch_size and "
+                "drop_last, or make a loader of your own"
             )
         self.epoch = 0
         self.cut: Callable[[Any], Any] = lambda batch: batch
@@ -86,10 +88,10 @@ class ResumableLoader:
             dataset,
             batch_size=batch_size,
             sampler=self._indices,
-            drop_last=True,
+            drop_last=drop_last,
             **{"generator": self._worker_seeds, **options},
         )
-        self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
+        self._num_samples, self._samples_per_step, self._drop_last = len(dataset), batch_size * world_size, drop_last
         # Whether the next epoch starts at the position that load_state_dict set.
         self._resumes = False
         # The number of samples of this epoch in the batches that all ranks have yielded, without prefetched batches.
@@ -97,7 +99,8 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""
-        return self._num_samples // self._samples_per_step
+        rounded = self._num_samples if self._drop_last else self._num_samples + self._samples_per_step - 1
+        return rounded // self._samples_per_step
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch, or the remaining batches of the epoch whose position was loaded."""
@@ -122,10 +125,13 @@ class ResumableLoader:
             # A separate generator leaves the global random state alone, and every rank computes the same order.
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
-        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
-        # in a collective.
-        num_dropped = max(self._num_samples - self._consumed, 0) % self._world_size
-        return list(order[self._consumed + self._rank : self._num_samples - num_dropped : self._world_size])
+        # The remainder is dropped, or the first samples are repeated, so that every rank has the same number of
+        # batches. A rank with one more would wait in a collective.
+        surplus = max(self._num_samples - self._consumed, 0) % self._world_size
+        stop = self._num_samples - surplus if self._drop_last else self._num_samples + -surplus % self._world_size
+        places = range(self._consumed + self._rank, stop, self._world_size)
+        own = order[places.start : stop : self._world_size]
+        return [*own, *(order[place % self._num_samples] for place in places[len(own) :])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch and the number of its samples that are consumed."""

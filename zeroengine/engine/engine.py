@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from zeroengine.weights.live_loads import LoadResult, Weights
     from zeroengine.weights.stream import WeightStream
     from zeroengine.weights.vllm_source import VllmWeightSource
+
+log = logging.getLogger("zeroengine")
 
 
 class Engine:
@@ -296,6 +299,28 @@ class Engine:
         """
         self._parts.passes.backward.end_if_over()
         self._parts.loop.accumulation.set_boundary(is_boundary, override)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Let each step have ``steps`` micro-steps from now on, as while the batch grows. Call it on every rank.
+
+        Gradients accumulate in the dtype that ``initialize`` chose, and a warning says where that is too coarse.
+
+        Args:
+            steps: The number of micro-steps, the same on every rank.
+
+        Raises:
+            ZeroEngineError: ``steps`` is not positive, or a step is in progress, or accumulation is manual.
+        """
+        if steps < 1:
+            raise ZeroEngineError(f"set_gradient_accumulation_steps() takes a positive number, found {steps}")
+        self._parts.passes.backward.end_if_over()
+        self._parts.loop.accumulation.set_micro_steps_per_step(steps)
+        self._parts.passes.reducer.micro_steps_in_mean = steps
+        if self.rank == 0 and (notice := self._parts.setup.config.coarse_sums_notice(steps)):
+            log.warning("%s", notice)
+        samples = steps * self.config.train_micro_batch_size_per_gpu * self.num_sample_groups
+        sizes = {"gradient_accumulation_steps": steps, "train_batch_size": samples}
+        self.config = self.config.model_copy(update=sizes)
 
     @property
     def gradient_clipping(self) -> float:
@@ -673,7 +698,14 @@ class Engine:
     # -- data -------------------------------------------------------------------------------------
 
     def dataloader(
-        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, **options: Any
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        **options: Any,
     ) -> ResumableLoader:
         """Return a loader of this rank's share of ``dataset``, whose position is part of every checkpoint.
 
@@ -681,16 +713,20 @@ class Engine:
 
         Args:
             dataset: A data set with ``__len__`` and ``__getitem__``, the same on every rank.
+            batch_size: The samples of a micro-batch on one rank. None: ``train_micro_batch_size_per_gpu``.
             shuffle: Whether each epoch has another order.
             seed: The seed of these orders.
+            drop_last: Whether the samples that do not fill a micro-batch on every rank are left out of an epoch. False:
+                they are a smaller one, and some are repeated so that all ranks have as many, as in DistributedSampler.
             options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
         Raises:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
         """
-        micro_batch = self.config.train_micro_batch_size_per_gpu
+        micro_batch = self.config.train_micro_batch_size_per_gpu if batch_size is None else batch_size
         group = self.sequence_group
-        loader = ResumableLoader(dataset, group.number, group.num_groups, micro_batch, shuffle, seed, options)
+        sharing = group.number, group.num_groups
+        loader = ResumableLoader(dataset, *sharing, micro_batch, shuffle, seed, options, drop_last)
         loader.cut = partial(shard_sequence, engine=self)
         # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)

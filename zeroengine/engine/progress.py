@@ -73,13 +73,17 @@ class ProgressPrinter:
     def __init__(self, config: Config, world_size: int) -> None:
         assert config.steps_per_print is not None
         self._interval, self._total = config.steps_per_print, planned_steps(config)
-        self._divisor = config.micro_steps_in_mean
         self._loss_name = "loss" if world_size == 1 else "loss of rank 0"
         # The time since which updates are counted, and the number of updates at that time.
         self._since: tuple[float, int] | None = None
 
     def count_update(
-        self, number: int, rates: Sequence[float | torch.Tensor], grad_norm: float | None, loss: HostCopy | None
+        self,
+        number: int,
+        rates: Sequence[float | torch.Tensor],
+        grad_norm: float | None,
+        loss: HostCopy | None,
+        micro_steps: int,
     ) -> None:
         """Print a line if it is time to. The result of the issued step is known now.
 
@@ -88,6 +92,7 @@ class ProgressPrinter:
             rates: The learning rate of each param group.
             grad_norm: The norm of the gradient.
             loss: The sum of the losses of the step.
+            micro_steps: The number of them in the mean.
         """
         now = time.monotonic()
         # A load changes the number. The first interval has no start of its first step.
@@ -97,7 +102,7 @@ class ProgressPrinter:
             return
         parts = []
         if loss is not None:
-            parts.append(f"{self._loss_name} {format_loss(loss.read()[0] / self._divisor)}")
+            parts.append(f"{self._loss_name} {format_loss(loss.read()[0] / micro_steps)}")
         parts.append(f"lr {', '.join(f'{rate:.3g}' for rate in rates)}")
         parts.append(f"grad norm {grad_norm:.4g}")
         seconds, updates = now - self._since[0], number - self._since[1]

@@ -178,7 +178,6 @@ class EngineMonitor:
         # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
         self._finalizer = finalize(self, self._collector.close_at_exit)
         outputs.before_exit = self._finalizer
-        self._divisor = config.micro_steps_in_mean
         self._last_step = 0
         self.forwards = ForwardCounts(setup)
         self._memory: dict[str, float] = {}
@@ -250,7 +249,7 @@ class EngineMonitor:
                 times,
                 numbers,
                 issued.loss,
-                self._divisor,
+                issued.micro_steps,
                 [_later(rate) for rate in issued.rates],
                 issued.loss_scale,
                 lambda: issued.result.grad_norm,

@@ -119,7 +119,8 @@ class StepRunner:
             reducer.end_step()
             raise
         self._passes.gatherer.end_update()
-        self.issued_step = IssuedStep(number, rates, loss_scale, self._reports.take_loss(), result, self._skips)
+        loss, micro_steps = self._reports.take_loss(), reducer.micro_steps_in_mean
+        self.issued_step = IssuedStep(number, rates, loss_scale, loss, micro_steps, result, self._skips)
         schedule = self._states.lr_schedule
         # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
         is_async = optimizer.backend.is_async and not self._config.scales_loss and schedule.is_reversible
@@ -200,7 +201,8 @@ class StepRunner:
                 self._states.lr_schedule.step()
             if self._reports.progress is not None and self.issued_step is not None:
                 rates = [group["lr"] for group in self._states.optimizer.param_groups]
-                self._reports.progress.count_update(self.num_updates, rates, self.grad_norm, self.issued_step.loss)
+                loss, micro_steps = self.issued_step.loss, self.issued_step.micro_steps
+                self._reports.progress.count_update(self.num_updates, rates, self.grad_norm, loss, micro_steps)
         else:
             self.num_skipped += 1
         report_step(self.num_updates + self.num_skipped)

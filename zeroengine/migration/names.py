@@ -53,7 +53,7 @@ _ENGINE = {
         "train_micro_batch_size_per_gpu": "`engine.config.train_micro_batch_size_per_gpu`",
         "gradient_accumulation_steps": "`engine.config.gradient_accumulation_steps`",
         "get_batch_info": "`engine.config.train_batch_size`; and its two factors, beside it in engine.config",
-        "set_train_batch_size": '`"gradient_accumulation_steps": "manual"` in the configuration; step() ends a step',
+        "set_train_batch_size": "`engine.set_gradient_accumulation_steps(steps)`",
         "set_train_micro_batch_size": "Leave it out: a micro-batch may have any size",
         "zero_optimization": "`engine.config.zero_optimization.stage > 0`",
         "zero_optimization_stage": "`engine.config.zero_optimization.stage`",

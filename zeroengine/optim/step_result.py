@@ -101,6 +101,7 @@ class IssuedStep:
         rates: The learning rate of each param group, a number or a tensor.
         loss_scale: The factor of the loss.
         loss: The sum of what the backwards of the step were given, of one element; None if nothing reports it.
+        micro_steps: The number of micro-steps that the gradient is the mean of.
         result: Knows the norm, perhaps after a wait.
         skips: Whether a step whose norm is not finite is skipped.
     """
@@ -109,5 +110,6 @@ class IssuedStep:
     rates: Sequence[Any]
     loss_scale: float
     loss: HostCopy | None
+    micro_steps: int
     result: StepResult
     skips: bool

@@ -72,6 +72,7 @@ class Reducer:
     Attributes:
         reduces: Copies gradients to where they are reduced, and reduces them.
         gradients: The gradients of each trainable unit, in the order of the units.
+        micro_steps_in_mean: The number of micro-steps that the mean gradient is taken over.
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         user_gradients: Finds what user code assigns to ``param.grad``.
         assigned_digests: By parameter, the digest of what user code assigned after the unit was reduced in this step,
@@ -93,7 +94,7 @@ class Reducer:
     ) -> None:
         units = list(units)
         self._transport = transport
-        self._micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
+        self.micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = [
             UnitGradients(
                 unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store
@@ -116,7 +117,7 @@ class Reducer:
 
         With another ``gradient_factor`` the result is that multiple of the mean.
         """
-        copies = self._transport.world_size * self._micro_steps_in_mean
+        copies = self._transport.world_size * self.micro_steps_in_mean
         return copies * self._loss_scale() / (self.reduces.predivide * self.gradient_factor)
 
     # -- backward ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def norms_of_groups() -> None:
     norms = optimizer._get_norm_groups()
     assert len(norms) == 2 and norms[0] != norms[1]
     engine.step()
-    assert float(torch.stack(norms).norm()) == pytest.approx(engine.get_global_grad_norm(), rel=1e-6)
+    assert float(torch.stack(norms).norm()) == pytest.approx(engine.get_global_grad_norm().item(), rel=1e-6)
     engine.destroy()
 
 

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine.integrations.deepspeed as deepspeed
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import STAGES
 from tests.integrations.environments import ROOT, run_program
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import parameters
 
 WIDTH, STEPS, WINDOW = 8, 4, 2
+PLAIN = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def build() -> nn.Sequential:
@@ -127,6 +129,67 @@ def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
         "client_state": client_state,
         "has_state": state is not None,
     }
+
+
+def habits(stage: int) -> None:
+    """What scripts of DeepSpeed do, beside what DeepSpeed 0.19.8 does with it."""
+    deepspeed.init_distributed()
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        training_data=[(torch.full((WIDTH,), float(i)), torch.tensor(i)) for i in range(21)],
+        config=settings(
+            stage, scheduler={"type": "WarmupLR", "params": {}}, gradient_accumulation_steps=1, gradient_clipping=0.0
+        ),
+    )
+    assert engine.lr_scheduler is schedule and engine.optimizer_name() == "SGD"
+    assert [len(numbers) for _, numbers in loader] == [4, 4, 3] and len(loader) == 3
+    assert [len(numbers) for numbers in engine.deepspeed_io(range(21), batch_size=8)] == [8, 3]
+    rates = []
+    for inputs, _ in loader:
+        rates += engine.get_lr()
+        engine.backward(engine(inputs).square().mean() * 1e-6)
+        engine.step()
+    norm = engine.get_global_grad_norm()
+    assert rates == [1, 1, 0.5] and norm.item() == float(norm) > 0 and f"{norm:.9f}" == f"{norm.item():.9f}"
+    # A larger batch is more micro-steps, and the gradient their mean.
+    engine.set_train_batch_size(24)
+    assert (engine.gradient_accumulation_steps(), engine.global_samples) == (3, 3 * 8)
+    plain = build()
+    plain.load_state_dict(engine.engine.full_state_dict())
+    for number in range(3):
+        inputs, targets = batch(number)
+        (nn.functional.mse_loss(plain(inputs), targets) / 3).backward()
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+    gradient = plain[0].weight.grad
+    dist.all_reduce(gradient)
+    expected = plain[0].weight.detach() - 0.5 * gradient / dist.get_world_size()
+    torch.testing.assert_close(engine.engine.full_state_dict()["0.weight"], expected)
+    assert engine.global_steps == 4 and engine.global_samples == 3 * 8 + 24
+    engine.destroy()
+    # Micro-steps of bf16 add up in fp32: each of these is too small to change a sum of bf16.
+    wide = nn.Sequential(nn.Linear(1, 1, bias=False))
+    engine, *_ = deepspeed.initialize(
+        model=wide,
+        config=settings(
+            stage, gradient_accumulation_steps=512, gradient_clipping=0.0, bf16={"enabled": True}, optimizer=PLAIN
+        ),
+    )
+    for _ in range(512):
+        engine.backward(engine(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+        engine.step()
+    assert engine.get_global_grad_norm().item() == 1.0
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_scripts_do_by_habit_has_deepspeeds_effect_or_a_better_one(stage: int) -> None:
+    run_ranks(2, habits, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from zeroengine.engine.engine import Engine
 from zeroengine.errors import ZeroEngineError
@@ -46,16 +47,22 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         engine: The engine.
         optimizer: The optimizer, or None.
         config: The configuration under DeepSpeed's names.
-        training_dataloader: The loader of ``training_data``, or None.
+        training_data: A data set, or None.
+        collate_fn: As of ``torch.utils.data.DataLoader``.
     """
 
     module: nn.Module
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, training_dataloader: Any
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer | None,
+        config: DeepSpeedConfig,
+        training_data: Any = None,
+        collate_fn: Any = None,
     ) -> None:
         super().__init__(engine, config)
-        self.module, self.optimizer, self.training_dataloader = engine.module, optimizer, training_dataloader
+        self.module, self.optimizer, self.collate_fn = engine.module, optimizer, collate_fn
         self.config = config._param_dict
         # The last argument of set_gradient_accumulation_boundary, under the name of DeepSpeed's attribute.
         self._is_gradient_accumulation_boundary: bool | None = None
@@ -69,6 +76,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         self.world_size, self.dp_world_size = engine.world_size, engine.num_sample_groups
         self.mpu = UlyssesSPAttentionHF(size) if (size := engine.sequence_group.size) > 1 else None
         self._data_iterator: Iterator[Any] | None = None
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         # Gradients are reduced dense.
         self.sparse_tensor_module_names: set[str] = set()
         for param in self.module.parameters():
@@ -259,10 +267,36 @@ class DeepSpeedEngine(EngineCheckpointMethods):
             self._data_iterator = iter(self.training_dataloader)
         return self._data_iterator
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
-        """Return a loader of this rank's share of a data set. See ``Engine.dataloader``."""
-        options = {name: value for name, value in options.items() if name in ("collate_fn", "num_workers", "shuffle")}
-        return self.engine.dataloader(dataset, **{name: value for name, value in options.items() if value is not None})
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Return a loader of this rank's share of a data set, in one order for another ``route`` than "train".
+
+        Args:
+            dataset: A data set with a length and an index.
+            batch_size: The samples of a batch. None: ``train_micro_batch_size_per_gpu``.
+            route: "train", "eval" or "predict".
+            pin_memory: Not used.
+            data_sampler: What this rank takes. None: the ranks take turns. See ``Engine.dataloader``.
+            collate_fn: As of ``torch.utils.data.DataLoader``; None: that of ``initialize``.
+            num_local_io_workers: The number of processes that load. None: 0.
+        """
+        options = {
+            "batch_size": self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            "collate_fn": self.collate_fn if collate_fn is None else collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "drop_last": self._config.dataloader_drop_last,
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, sampler=data_sampler, **options)
+        return self.engine.dataloader(dataset, shuffle=route == "train", **options)
 
     # -- parameters and the end ------------------------------------------------------------------
 

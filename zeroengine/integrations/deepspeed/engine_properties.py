@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroengine.engine.engine import Engine
+from zeroengine.integrations.deepspeed.optimizer import norm_as_tensor
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
 
 
@@ -27,6 +29,8 @@ class EngineProperties(nn.Module):
         # The samples of all ranks, where every step() updates and no configuration says how many micro-steps it ends.
         self._unmanaged_samples = 0
         self._last_finite_norm = 0.0
+        # What global_samples has beside the present batch size of every step, where that has changed.
+        self._samples_of_other_sizes = 0
 
     # -- counters ---------------------------------------------------------------------------------
 
@@ -50,7 +54,7 @@ class EngineProperties(nn.Module):
         """The samples of all steps, skipped ones included; without managed accumulation those of this process."""
         if not self.managed_gradient_accumulation():
             return self._unmanaged_samples
-        return self.global_steps * self.train_batch_size()
+        return self._samples_of_other_sizes + self.global_steps * self.train_batch_size()
 
     @property
     def lr_scheduler(self) -> Any:
@@ -70,17 +74,15 @@ class EngineProperties(nn.Module):
 
     cur_scale = loss_scale
 
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; None before the first step.
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """Return the norm of the last step's gradient before clipping (0-d, fp64); None before the first step.
 
         In fp16 a step that was skipped leaves the finite norm that was read before, or 0, as in DeepSpeed.
         """
         norm = self.engine.grad_norm
-        if norm is None or not self.engine.config.scales_loss:
-            return norm
-        if math.isfinite(norm):
-            self._last_finite_norm = norm
-        return self._last_finite_norm
+        if norm is not None and self.engine.config.scales_loss:
+            norm = self._last_finite_norm = norm if math.isfinite(norm) else self._last_finite_norm
+        return norm_as_tensor(norm, self.engine.device)
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param group."""
@@ -108,6 +110,28 @@ class EngineProperties(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-steps of a step."""
         return int(self.engine.config.gradient_accumulation_steps)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of a step over all ranks, between steps, by another number of micro-steps.
+
+        Raises:
+            ValueError: They are no multiple of a micro-step's.
+        """
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.engine.num_sample_groups
+        steps, rest = divmod(train_batch_size, per_micro_step)
+        if rest or steps < 1:
+            raise ValueError(f"the train batch size is a multiple of {per_micro_step}, found {train_batch_size}")
+        self._set_sizes(self.train_micro_batch_size_per_gpu(), steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set the samples of a micro-step on one rank, which are counted, and which ``deepspeed_io`` loads."""
+        self._set_sizes(micro_batch_size, self.gradient_accumulation_steps())
+
+    def _set_sizes(self, micro_batch_size: int, steps: int) -> None:
+        samples, config = self.global_samples, self.engine.config
+        self.engine.config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro_batch_size})
+        self.engine.set_gradient_accumulation_steps(steps)
+        self._samples_of_other_sizes += samples - self.global_samples
 
     def managed_gradient_accumulation(self) -> bool:
         """Return whether ``gradient_accumulation_steps`` decides which ``step`` updates; otherwise every one does."""

@@ -74,7 +74,7 @@ def initialize(
         optimizer: A torch optimizer over its parameters, or a callable that takes them; None for the configuration's.
         model_parameters: The parameters, or groups of them, that the configuration's optimizer trains. None: all.
         training_data: A data set, whose loader is the third result.
-        lr_scheduler: A schedule over the optimizer, or a callable that takes it; the configuration's wins over it.
+        lr_scheduler: A schedule over the optimizer, or a callable that takes it; None for the configuration's.
         distributed_port: The port of rank 0, where the launcher set none.
         mpu: What ``UlyssesSPAttentionHF.register_with_transformers`` returns: the ranks that share each sample.
         dist_init_required: As of ``init_distributed``.
@@ -101,9 +101,10 @@ def initialize(
     settings = _find_settings(args, config, config_params)
     settings = settings if mpu is None else read_settings(settings) | {"sequence_parallel_size": mpu.size}
     facts = DeepSpeedConfig(settings)
-    loaded = load_settings(settings)
+    loaded = load_settings(settings, warns=True)
     _check_unmanaged(facts)
     if isinstance(optimizer, torch.optim.Optimizer):
+        facts.optimizer_name = type(optimizer).__name__
         _check_optimizer(facts, loaded, optimizer)
         names_dtype = loaded.optimizer_state_dtype is not None
         if getattr(optimizer, "fp32_optimizer_states", True) is False and not names_dtype:
@@ -114,7 +115,11 @@ def initialize(
             # DeepSpeed makes the folders for states on NVMe as well.
             Path(section.disk).mkdir(parents=True, exist_ok=True)
     _close_earlier_engine(model)
-    schedule = _schedule_of(loaded) or lr_scheduler
+    for name, passed in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        if passed is not None and (section := getattr(loaded, name)) is not None:
+            notice = f'the {name} that is passed to initialize() is used, and not "{section.type}" of the configuration'
+            log_dist(notice, ranks=[0], level=logging.WARNING)
+    schedule = _schedule_of(loaded) if lr_scheduler is None else lr_scheduler
     loaded = loaded.model_copy(update={"scheduler": None}) if loaded.scheduler is not None else loaded
     undo = contextlib.ExitStack()
     trains, made = _optimizer_of(model, optimizer, model_parameters, loaded, undo)
@@ -129,29 +134,25 @@ def initialize(
     try:
         # The ranks end the engine together, for that exchanges values.
         with engine.group.collective_errors("to initialize"):
-            served, loader = _serve(engine, facts, trains, training_data, collate_fn)
+            served = _serve(engine, facts, trains, training_data, collate_fn)
     except Exception:
         # The caller has no handle on the engine. This makes the model ordinary again, with whole values.
         engine.release()
         raise
     served.mpu = mpu or served.mpu
-    return served, served.optimizer, loader, served.lr_scheduler
+    return served, served.optimizer, served.training_dataloader, served.lr_scheduler
 
 
 def _serve(
     engine: Engine, facts: DeepSpeedConfig, trains: bool, training_data: Any, collate_fn: Any
-) -> tuple[DeepSpeedEngine, Any]:
-    """Return what ``initialize`` gives for an engine: the engine under DeepSpeed's names, and the loader."""
+) -> DeepSpeedEngine:
+    """Return the engine under DeepSpeed's names."""
     # DeepSpeed casts the model first, so the run of a script begins with the same numbers here.
     engine.round_masters()
     if facts.gradient_allreduce_op == "sum":
         engine.reducer.gradient_factor = float(engine.world_size)
     view = make_optimizer_view(engine) if trains else None
-    loader = None
-    if training_data is not None:
-        options: dict[str, Any] = {} if collate_fn is None else {"collate_fn": collate_fn}
-        loader = engine.dataloader(training_data, **options)
-    return DeepSpeedEngine(engine, view, facts, loader), loader
+    return DeepSpeedEngine(engine, view, facts, training_data, collate_fn)
 
 
 def _find_settings(args: Any, config: Any, config_params: Any) -> Any:

@@ -90,6 +90,11 @@ class LocalStateOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__} of {self._engine.optimizer!r}"
 
 
+def norm_as_tensor(norm: float | None, device: torch.device) -> torch.Tensor | None:
+    """Return a norm as DeepSpeed does, of which scripts take ``item()``: 0-d, in fp64; None stays."""
+    return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=device)
+
+
 class ScaleOfLoss:
     """The loss scale of an engine as DeepSpeed's ``loss_scaler``."""
 
@@ -160,8 +165,8 @@ class DeepSpeedOptimizer(LocalStateOptimizer):
         return self.loss_scaler.dynamic
 
     @property
-    def _global_grad_norm(self) -> float | None:
-        return self._engine.grad_norm
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        return norm_as_tensor(self._engine.grad_norm, self._engine.device)
 
     @property
     def clip_grad(self) -> float:

@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zeroengine.config import Config, load
 from zeroengine.config.source import read_file
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
+from zeroengine.integrations.deepspeed.script_utils import log_dist
 
-log = logging.getLogger("zeroengine")
 # The value of DeepSpeed 0.19 where the file names none.
 GRADIENT_CLIPPING_DEFAULT = 1.0
 # What save_checkpoint does if the ranks pass different tags.
@@ -87,8 +86,12 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else copy.copy(value)
 
 
-def load_settings(config: Any) -> Config:
+def load_settings(config: Any, *, warns: bool = False) -> Config:
     """Return zeroengine's configuration of a DeepSpeed one, with DeepSpeed's own defaults.
+
+    Args:
+        config: As of ``read_settings``.
+        warns: Whether rank 0 warns of a section that has no effect.
 
     Raises:
         ConfigError: A key is unknown, or asks for what zeroengine does not do. The message lists all of them.
@@ -97,6 +100,7 @@ def load_settings(config: Any) -> Config:
     # The engine under DeepSpeed's names reads these keys itself.
     for name in ("managed_gradient_accumulation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         tree.pop(name, None)
+    tree.pop("dataloader_drop_last", None)
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
     if isinstance(tree.get("optimizer"), dict):
@@ -117,18 +121,12 @@ def load_settings(config: Any) -> Config:
         device = (zero.get("offload_param") or {}).get("device") or "none"
         if device != "none" and zero.get("stage", 0) in (0, 1, 2):
             # DeepSpeed ignores the section there, and accelerate writes it at every stage.
-            log.info('"offload_param" has no effect below stage 3, as in DeepSpeed; "offload_optimizer" has one')
+            notice = '"offload_param" has no effect below stage 3, as in DeepSpeed; "offload_optimizer" has one'
+            log_dist(notice, ranks=[0], level=logging.WARNING if warns else logging.DEBUG)
             del zero["offload_param"]
     if tree.get("gradient_clipping") is None:
         tree["gradient_clipping"] = GRADIENT_CLIPPING_DEFAULT
-    loaded = load(tree)
-    precision, stage = loaded.low_precision, loaded.zero_optimization.stage
-    if precision is not None and loaded.data_types.grad_accum_dtype is None and stage:
-        # Under ZeRO, DeepSpeed adds micro-steps in the dtype that the model computes in.
-        name = "bf16" if precision is torch.bfloat16 else "fp16"
-        tree["data_types"] = {**(tree.get("data_types") or {}), "grad_accum_dtype": name}
-        loaded = load(tree)
-    return loaded
+    return load(tree)
 
 
 class DeepSpeedConfig:
@@ -159,6 +157,7 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(
                 f"checkpoint.tag_validation: write one of {list(TAG_VALIDATIONS)}, found {self.tag_validation!r}"
             )
+        self.dataloader_drop_last = self._param_dict.get("dataloader_drop_last") is True
         data_types = self._param_dict.get("data_types") or {}
         self.param_dtype, self.buffer_dtype = data_types.get("param_dtype"), data_types.get("buffer_dtype")
         self.zero_force_ds_cpu_optimizer = self._param_dict.get("zero_force_ds_cpu_optimizer")
