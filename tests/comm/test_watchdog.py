@@ -66,6 +66,17 @@ def test_ranks_that_wait_for_different_units_are_told_about_units() -> None:
         assert "units" not in describe_positions({0: waits, 1: other, 2: third}, ["", "", ""])
 
 
+def test_ranks_that_have_begun_more_forwards_are_named_before_the_advice() -> None:
+    places = {0: RankPosition(True, GATHER, 1, 4), 1: RankPosition(True, "gather blocks.5", 0, 4)}
+    assert "blocks.5. Rank 0 began 1 more forward without gradients than rank 1. A forward" in describe_positions(
+        places, ["", ""]
+    )
+    places = {rank: RankPosition(rank == 0, GATHER, 2, 5 - min(rank, 2)) for rank in range(4)}
+    assert "Rank 0 began 2 more forwards with gradients than ranks 2, 3. Every rank must make" in describe_positions(
+        places, [""] * 4
+    )
+
+
 # -- alarms -------------------------------------------------------------------------------------------
 
 

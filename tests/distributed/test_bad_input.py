@@ -175,7 +175,7 @@ def named(kind: str, **params: Any) -> None:
 
 STEP = r"step\(\) without backward\(\): call engine.backward\(loss\) \(or loss.backward\(\)\) first"
 DETACHED = r"the loss is detached from the parameters. Compute it from engine\(...\), outside torch.no_grad\(\)"
-NO_OPTIMIZER = r'no optimizer: pass one to initialize\(model, optimizer, config\), or .* "optimizer": \{"type": "AdamW"'
+NO_OPTIMIZER = r'no optimizer: pass one to initialize\(model, optimizer, config\), or .* "AdamW", .* freeze it by model'
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "model without parameters": (

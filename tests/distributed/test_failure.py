@@ -148,6 +148,38 @@ def test_ranks_that_run_different_units_are_told_which(transport: str, timeout: 
             assert message.startswith(f"the ranks run different units: rank {rank} is at gather no_list.{2 * rank} ")
 
 
+def run_forwards_alone(transport: str, timeout: float) -> tuple[str, float]:
+    rank = start()
+    engine = initialize(TinyLM, 3, transport, timeout)
+
+    def train() -> None:
+        for step in range(3):
+            engine.backward(engine(*batch(step, rank)))
+            engine.step()
+
+    def evaluate_on_rank_1() -> None:
+        engine.eval()
+        with torch.no_grad():
+            if rank == 1:
+                engine(*batch(0, rank))
+        engine.train()
+
+    train()
+    with zeroengine.gathered(engine.module):
+        evaluate_on_rank_1()
+    train()
+    return until_error(lambda: (evaluate_on_rank_1(), train()))
+
+
+@pytest.mark.parametrize(("transport", "timeout"), [("shm", LONG), ("gloo", PATIENCE)])
+def test_a_rank_that_evaluates_alone_is_named_except_inside_gathered(transport: str, timeout: float) -> None:
+    for message, seconds in run_ranks(2, run_forwards_alone, transport, timeout):
+        assert seconds < SOON
+        assert "Rank 1 began 1 more forward without gradients than rank 0. " in message
+        assert "`if rank == 0:`" in message and "`with zeroengine.gathered(model):`" in message
+        assert "experts" not in message
+
+
 class Experts(Net):
     """Each rank's data choose one of the blocks, inside a module that every rank calls."""
 
@@ -311,7 +343,7 @@ def test_a_rank_that_waits_for_its_device_is_ended_with_the_same_words(tmp_path:
     assert re.fullmatch(
         r"zeroengine.errors.DivergenceError: rank 1 has waited 3 s \(comm.timeout_seconds\) for reduce (\S+) \(number "
         r"(\d+)\): rank 0 is at .* \(number \d+\), rank 1 waits at reduce \1 \(number \2\)\. "
-        r"Every rank must make the same calls: .*",
+        r"Rank 1 began 1 more forward with gradients than rank 0\. Every rank must make the same calls: .*",
         last,
     ), last
     assert any("engine.step()" in line for line in stack), stack

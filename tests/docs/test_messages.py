@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("train.py")
 RUNS = {
     "nan": ["skipped_step", "loss_scale_falls", "loss_scale_at_minimum", "updates_with_nan"],
     "memory": ["does_not_fit", "out_of_memory", "killed"],
-    "hangs": ["stalled", "only_rank_zero_saves", "other_path", "killed"],
+    "hangs": ["stalled", "only_rank_zero_saves", "different_calls", "other_path", "killed"],
     "slow": ["same_batches"],
 }
 # Of these a page quotes nothing that the launcher prints.

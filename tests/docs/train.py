@@ -113,6 +113,11 @@ def only_rank_zero_saves() -> None:
     train(engine, 3)
 
 
+def different_calls() -> None:
+    engine = engine_with()
+    engine.full_state_dict() if RANK == 0 else engine.save_checkpoint("runs/a")
+
+
 def same_batches() -> None:
     engine = engine_with()
     generator = torch.Generator().manual_seed(0)

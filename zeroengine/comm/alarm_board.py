@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from zeroengine.utils.listed import listed
+
 T = TypeVar("T")
 # A rank's watchdog answers within half a second. The rest allows for many ranks that use the store at once.
 ANSWER_TIMEOUT_S = 4.0
@@ -28,6 +30,11 @@ STORE_LINGER_S = 1.0
 SAME_CALLS_ADVICE = (
     "Every rank must make the same calls: as many forwards, backwards and steps (give all ranks as many batches), and "
     "save_checkpoint(), full_state_dict() and evaluation on every rank rather than under `if rank == 0:`"
+)
+FORWARD_ADVICE = (
+    "A forward is a collective where parameters are partitioned, also one of an evaluation or of generation. Give all "
+    "ranks as many batches, and evaluate on every rank rather than under `if rank == 0:`. To run a forward on one rank "
+    "alone, enter `with zeroengine.gathered(model):` around it on every rank"
 )
 # Leaving ``gathered`` before the backward would not help: the backward gathers the unit again, on some ranks alone.
 DIFFERENT_UNITS_ADVICE = (
@@ -45,10 +52,14 @@ class RankPosition(NamedTuple):
     Attributes:
         waits: Whether it waits for the operation; otherwise it has gone past it.
         what: The operation, for people.
+        num_evaluated: The rank's forwards without gradients. See ``Divergence.num_forwards``.
+        num_trained: Those with gradients.
     """
 
     waits: bool
     what: str
+    num_evaluated: int = 0
+    num_trained: int = 0
 
 
 Answers = dict[int, tuple[int, RankPosition]]  # by rank: which alarm it answered, and where it was
@@ -193,10 +204,35 @@ def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequenc
     several = len(groups[most]) > 1
     names = "the others" if several and few else _names(groups[most], hosts)
     sentence = ", ".join([*parts, _sentence(names, several, most)])
+    if len(groups) == 1:
+        return sentence
+    forwards = compare_forwards({rank: place[2:] for rank, place in places.items() if place})
     # No rank can go on where each waits for a gather and these differ.
-    if len(groups) > 1 and all(place and place.waits and place.what.startswith("gather ") for place in groups):
-        return f"{sentence}. {DIFFERENT_UNITS_ADVICE}"
-    return f"{sentence}. {SAME_CALLS_ADVICE}" if len(groups) > 1 else sentence
+    if all(place and place.waits and place.what.startswith("gather ") for place in groups):
+        return f"{sentence}. {advise_on_units(forwards)}"
+    return f"{sentence}. {forwards}{SAME_CALLS_ADVICE}"
+
+
+def compare_forwards(num_forwards: Mapping[int, Sequence[int]]) -> str:
+    """Return a sentence on the ranks that have begun more forwards than others, or an empty string.
+
+    Args:
+        num_forwards: Of each rank, as in ``Divergence.num_forwards``.
+    """
+    sentences = ""
+    for index, kind in enumerate(("without", "with")):
+        ranks = ranks_by_value({rank: numbers[index] for rank, numbers in num_forwards.items()})
+        if len(ranks) > 1:
+            most, fewest = (f"rank{'s' * (len(ranks[n]) > 1)} {listed(ranks[n], 4)}" for n in (max(ranks), min(ranks)))
+            number = max(ranks) - min(ranks)
+            forwards = f"{number} more forward{'s' * (number > 1)} {kind} gradients"
+            sentences += f"{most.capitalize()} began {forwards} than {fewest}. "
+    return sentences
+
+
+def advise_on_units(forwards: str) -> str:
+    """Return what to write where ranks gather different units. ``forwards``: what ``compare_forwards`` has returned."""
+    return f"{forwards}{FORWARD_ADVICE}" if forwards else DIFFERENT_UNITS_ADVICE
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:

@@ -20,12 +20,15 @@ class Divergence:
 
     Attributes:
         message: The message of the error; "" before it.
+        num_forwards: How many forwards of the model this rank has begun outside of ``zeroengine.gathered``: those
+            without gradients, if they gather anything, and those with gradients. Messages compare them.
         engine: A text that the ranks of an engine have in common, and no other engine has; "" before ``name_engine``.
         listeners: By the process group that they exchange over: called with the message.
     """
 
     def __init__(self) -> None:
         self.message = self.engine = ""
+        self.num_forwards = [0, 0]
         self.listeners: dict[object, Callable[[str], None]] = {}
 
     def name_engine(self, engine: str) -> None:

@@ -82,7 +82,11 @@ class OperationRecord:
     def place(self) -> RankPosition:
         """Return the rank's position: at the first operation that is not done, else past the last."""
         first = self._first()
-        return self.position if first is None else RankPosition(True, first.what)
+        return self.position if first is None else self.at(True, first.what)
+
+    def at(self, waits: bool, what: str) -> RankPosition:
+        """Return a position of this rank now."""
+        return RankPosition(waits, what, *self.divergence.num_forwards)
 
     def begin(self, what: str, patient: bool = False) -> IssuedOperation:
         """Add an operation that is issued next, or raise the error of a stall."""
@@ -157,7 +161,7 @@ class Watchdog:
     def record(self, what: str) -> None:
         """Note the operation that this rank issues next. Raise ``DivergenceError`` after a divergence."""
         self.divergence.check(what)
-        self._record.position = RankPosition(False, what)
+        self._record.position = self._record.at(False, what)
 
     def close(self) -> None:
         """End the thread."""
@@ -204,7 +208,7 @@ class Watchdog:
     def guard(self, what: str) -> Iterator[None]:
         """Turn a failure of the operation that is issued or awaited inside into an error that names units and ranks."""
         # The other thread sees either the old position or the new one, because an assignment is atomic.
-        before, self._record.position = self._record.position, RankPosition(True, what)
+        before, self._record.position = self._record.position, self._record.at(True, what)
         try:
             yield
         except (RuntimeError, ValueError) as error:

@@ -292,7 +292,7 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     collects_copies = device.type == "cuda" if setup.async_step is None else setup.async_step
     stores = partition.placement.optimizer_stores
     reducer = Reducer(units, transport, config, stores, collects_copies, lambda: scaler.scale, timer)
-    forward = Forward(setup.model, units, transport, reducer, config, timer)
+    forward = Forward(setup.model, units, transport, reducer, config, timer, ranks.group.divergence.num_forwards)
     for handle in forward.hook_handles:
         setup.undo.callback(handle.remove)
     # Graphs that outlive the engine are to own no unit.

@@ -110,6 +110,7 @@ _ENGINE = {
         "state_dict": "`engine.full_state_dict()`; on every rank; engine.module's has released parameters at stage 3",
         "load_state_dict": "`engine.load_weights(state_dict)`; on every rank; it reaches the fp32 master",
         "training": "`engine.module.training`",
+        "parameters": "`engine.module.parameters()`; they hold no gradients to clip: engine.clip_grad_norm_(max_norm)",
         "to cuda cpu float double half bfloat16 type": "Move or cast the model before initialize()",
     },
     DDP: {

@@ -72,7 +72,8 @@ def make_optimizer(
     else:
         raise ZeroEngineError(
             "no optimizer: pass one to initialize(model, optimizer, config), or name one in the configuration, such as "
-            '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
+            '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}. A model that only runs forwards needs none: '
+            "freeze it by model.requires_grad_(False)"
         )
     return base_optimizer, _freeze_left_out(base_optimizer, model, undo)
 

@@ -47,6 +47,7 @@ class Forward:
         reducer: Takes the gradients.
         config: The resolved configuration.
         timer: Times forwards, gathers and backwards.
+        num_forwards: ``Divergence.num_forwards``, which is counted here.
 
     Attributes:
         gatherer: Gathers units.
@@ -64,8 +65,9 @@ class Forward:
         reducer: Reducer,
         config: Config,
         timer: Timer,
+        num_forwards: list[int],
     ) -> None:
-        self._model, self._units, self._timer = model, list(units), timer
+        self._model, self._units, self._timer, self._num_forwards = model, list(units), timer, num_forwards
         self.num_model_forwards = 0
         self.observer: ForwardObserver | None = None
         # Whether the outermost of them began with gradients enabled, the timer's span of it, and the number of the
@@ -130,6 +132,8 @@ class Forward:
             # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
             if not (self.num_model_forwards or self.gatherer.num_pins):
                 self.gatherer.begin_pass()
+                if torch.is_grad_enabled() or any(unit.is_releasable for unit in self._units):
+                    self._num_forwards[torch.is_grad_enabled()] += 1
         if not self.num_model_forwards:
             in_backward = self._traversal.is_running
             self._first_node, self._forward_has_grad = next_node_number(), torch.is_grad_enabled()

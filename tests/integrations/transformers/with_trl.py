@@ -132,8 +132,18 @@ def dpo() -> dict[str, Any]:
         other = zeroengine.engine_of(reference)
         assert other is not None and other is not trainer.engine
     found["ddp, adapter"] = logged(DPOTrainer(lora(tiny_llama()), args=arguments, **rest), "rewards/margins")
-    adapter = ZeroDPO(lora(tiny_llama()), args=arguments, zero_config=zero(3), **rest)
+    saving = DPOConfig(str(FOLDER / "dpo-adapter"), **COMMON | {"save_strategy": "steps", "save_steps": 4})
+    adapter = ZeroDPO(lora(tiny_llama()), args=saving, zero_config=zero(3), **rest)
     found["stage 3, adapter"] = logged(adapter, "rewards/margins")
+    # The reference is a frozen copy of the adapter at the start, which a run that resumes with other values gets back.
+    other_values = lora(tiny_llama())
+    for name, param in other_values.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.ones_(param)
+    resumed = ZeroDPO(other_values, args=saving, zero_config=zero(3), **rest)
+    resumed.train(resume_from_checkpoint=str(FOLDER / "dpo-adapter" / "checkpoint-4"))
+    reference, again = (t.engine.full_state_dict(names="*.ref.*") for t in (adapter, resumed))
+    assert reference and all(torch.equal(again[name], value) for name, value in reference.items())
     return found
 
 

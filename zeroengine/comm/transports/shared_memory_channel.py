@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
+from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, compare_forwards
 from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
@@ -291,7 +291,8 @@ class SharedMemoryChannel:
             self._pending[0].wait_host()
         # Nothing has no address, and no peer reads it.
         offset = memory.offset_of(sent) if sent.numel() else 0
-        record = RECORD.pack(self._seq, kind, sent.nbytes if nbytes is None else nbytes, offset, _short_label(label))
+        nbytes, num_forwards = sent.nbytes if nbytes is None else nbytes, memory.divergence.num_forwards
+        record = RECORD.pack(self._seq, kind, nbytes, offset, _short_label(label), *num_forwards)
         start = self._base + COUNTERS_BYTES + self._seq % MAX_POSTED * RECORD.size
         # ``ze_post`` raises the counter only after the record is visible to other cores.
         memory.control[start : start + RECORD.size] = record
@@ -393,12 +394,19 @@ class SharedMemoryChannel:
             wait = f", and waits for {what}" if (what := peer.wait()) else ""
             name = self._memory.name_of(peer.rank) + (" (ended)" if peer.ended() else "")
             lines.append(f"{name} last issued {last}{wait}")
-        return "; ".join(lines) + f". {SAME_CALLS_ADVICE}."
+        ranks = enumerate(self._memory.numbers)
+        forwards = compare_forwards({number: self._num_forwards(rank) for rank, number in ranks})
+        return f"{'; '.join(lines)}. {forwards}{SAME_CALLS_ADVICE}."
+
+    def _num_forwards(self, rank: int) -> list[int]:
+        """Return the largest ``Divergence.num_forwards`` of the last operations of ``rank``."""
+        records = [channel._reads.record(rank, self._lib.ze_load(channel._posted[rank])) for channel in self._channels]
+        return max(list(record[5:]) for record in records)
 
     def _describe(self, rank: int, seq: int | None = None) -> str:
         """Return the last operation of ``rank``, or its number ``seq``, such as ``reduce blocks.7 (number 3)``."""
         last = self._lib.ze_load(self._posted[rank]) if seq is None else seq
         if last == 0:
             return "nothing yet"
-        _, kind, _, _, label = self._reads.record(rank, last)
+        _, kind, _, _, label, *_ = self._reads.record(rank, last)
         return f"{KINDS[kind]} {label} (number {last})"

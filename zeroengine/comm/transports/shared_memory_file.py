@@ -34,8 +34,8 @@ from zeroengine.utils.rounding import round_up
 CHANNELS = ("gather", "reduce", "exchange", "gather of other hosts", "reduce of other hosts")
 # The operations that a rank may post ahead of its peers. Their records are in a ring of this length.
 MAX_POSTED = 256
-# Sequence number, kind, bytes, offset and label.
-RECORD = struct.Struct("<QIQQ100s")
+# Sequence number, kind, bytes, offset, label, and ``Divergence.num_forwards``.
+RECORD = struct.Struct("<QIQQ100sQQ")
 CACHE_LINE = 64
 # The counters posted, summed and executed. Each has a cache line of its own, so that raising one does not slow down
 # cores that poll the others.
@@ -144,7 +144,7 @@ class SharedMemory:
         divergence: Refuses operations after a divergence, and learns of the first one.
 
     Attributes:
-        divergence: See above.
+        numbers, divergence: See above.
         peers: Every rank, in rank order.
         others: Every rank but this one.
     """
@@ -158,7 +158,7 @@ class SharedMemory:
         self.rank, self.world_size, self.lib = rank, len(peers), lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
-        self._numbers, self.divergence = numbers, divergence
+        self.numbers, self.divergence = numbers, divergence
         self._fd = fd
         self._end = CONTROL_BYTES
         # Address, bytes, and offset in the file of each tensor of ``empty``.
@@ -176,7 +176,7 @@ class SharedMemory:
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank in messages."""
-        return f"rank {self._numbers[rank]}"
+        return f"rank {self.numbers[rank]}"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialized memory of the file, 1-D, at the file's end."""

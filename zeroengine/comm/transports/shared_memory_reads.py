@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
+from zeroengine.comm.alarm_board import advise_on_units, compare_forwards
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.shared_memory_file import (
     COUNTERS_BYTES,
@@ -33,11 +33,12 @@ class PeerReads:
     def __init__(self, memory: SharedMemory, base: int) -> None:
         self._memory, self._base = memory, base
 
-    def record(self, rank: int, seq: int) -> tuple[int, int, int, int, str]:
-        """Return the number, kind, bytes, offset and label of an operation that a rank has posted."""
+    def record(self, rank: int, seq: int) -> tuple[int, int, int, int, str, int, int]:
+        """Return the number, kind, bytes, offset and label of an operation of a rank, and its ``num_forwards``."""
         start = self._base + COUNTERS_BYTES + seq % MAX_POSTED * RECORD.size
-        number, kind, nbytes, offset, label = RECORD.unpack_from(self._memory.peers[rank].control, start)
-        return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace")
+        *numbers, label, evaluated, trained = RECORD.unpack_from(self._memory.peers[rank].control, start)
+        number, kind, nbytes, offset = numbers
+        return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace"), evaluated, trained
 
     def source(self, peer: SharedMemoryPeer, seq: int) -> int:
         """Return the offset that ``peer`` posted.
@@ -46,14 +47,15 @@ class PeerReads:
             DivergenceError: The peer's operation differs from this rank's.
         """
         # Offsets depend on each rank's allocations, so they are not compared.
-        number, kind, nbytes, offset, label = self.record(peer.rank, seq)
-        own_number, own_kind, own_nbytes, _, own_label = self.record(self._memory.rank, seq)
+        number, kind, nbytes, offset, label, *num_forwards = self.record(peer.rank, seq)
+        own_number, own_kind, own_nbytes, _, own_label, *own_num_forwards = self.record(self._memory.rank, seq)
         if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
+            numbers = self._memory.numbers
+            forwards = {numbers[self._memory.rank]: own_num_forwards, numbers[peer.rank]: num_forwards}
             raise self._memory.divergence.error(
                 f"the ranks run different units: {self._memory.name_of(self._memory.rank)} is at {KINDS[own_kind]} "
                 f"{own_label} ({own_nbytes} bytes), {self._memory.name_of(peer.rank)} at {KINDS[kind]} {label} "
-                f"({nbytes} bytes). "
-                f"{DIFFERENT_UNITS_ADVICE}."
+                f"({nbytes} bytes). {advise_on_units(compare_forwards(forwards))}."
             )
         return offset
 

@@ -323,8 +323,9 @@ class ZeroTrainerMixin(Trainer):
                 "resume_from_checkpoint out."
             )
         self._resumed_from = folder
-        # Without the engine's checkpoint (save_only_model) there are weights alone.
-        if not (folder / FOLDER).is_dir() and is_peft_model(self.model) and self.engine is None:
+        # The engine's checkpoint, which save_only_model leaves out, has the trained adapter and not DPO's reference.
+        has_all = (folder / FOLDER).is_dir() and not (is_peft_model(self.model) and len(self.model.peft_config) > 1)
+        if not has_all and is_peft_model(self.model) and self.engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
