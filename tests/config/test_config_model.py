@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pydantic
 import pytest
@@ -203,6 +204,22 @@ def test_every_field_has_a_docstring() -> None:
                 walk(inner)
 
     walk(Config)
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "expected"),
+    [
+        (8, {"data_types": {"grad_accum_dtype": "bf16"}}, "1/256 of the sum, 8 of them up to 2.7%"),
+        (512, {"data_types": {"grad_accum_dtype": "fp16"}}, "1/2048 of the sum, 512 of them up to 25.0%"),
+        ("manual", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "1/256 of the sum. Write"),
+        (8, {"bf16": {"enabled": True}}, None),
+        (1, {"data_types": {"grad_accum_dtype": "bf16"}}, None),
+    ],
+)
+def test_sums_in_16_bits_say_what_they_lose(steps: Any, more: dict[str, Any], expected: str | None) -> None:
+    config = load({"gradient_accumulation_steps": steps, "bf16": {"enabled": True}, **more})
+    found = [notice for notice in config.resolve(world_size=2).resolve(world_size=2).notices if "add up in" in notice]
+    assert len(found) == (expected is not None) and all(expected in notice for notice in found if expected)
 
 
 def test_sizes_that_auto_becomes_are_listed() -> None:

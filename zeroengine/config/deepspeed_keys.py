@@ -130,7 +130,7 @@ _ROWS = {
         _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
         _refused("sparse_gradients", "gradients are reduced dense"),
         _refused("mlflow", "it is no logger here; log to MLflow in your loop, or by your trainer"),
-        _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
+        _refused("elasticity", "set the batch sizes; zero-launch --nnodes MIN:MAX keeps them with fewer nodes"),
         _refused("autotuning", "zero-plan compares stages, offloads and micro-batches instead; remove the block"),
         _no_effect("optimizer.legacy_fusion", "there is one fused update"),
         _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
