@@ -592,9 +592,10 @@ class Engine:
                     print(name, values.sum())
 
         The tensors come unit by unit, each once, in buckets of bounded size. A rank holds two buckets and one unit at
-        most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of
-        rows (``WeightPiece``). A bucket that something refers to is not used again. Call it on every rank, between
-        steps or micro-steps, and take the whole stream; until then other calls are refused.
+        most, and what one part of a conversion takes; one that gets no values holds its shards alone. A tensor that is
+        larger than a bucket comes in pieces of rows (``WeightPiece``). A bucket that something refers to is not used
+        again. Call it on every rank, between steps or micro-steps, and take the whole stream; until then other calls
+        are refused.
 
         Args:
             dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None: the one of the model.

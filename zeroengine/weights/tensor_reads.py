@@ -16,6 +16,7 @@ from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.postponed_errors import postponed
+from zeroengine.utils.rounding import round_up
 from zeroengine.weights.conversion import BoxValues, TensorConversion
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
@@ -52,6 +53,7 @@ class TensorReads:
         # The part of a conversion that was computed last, and its results.
         self._part: tuple[TensorConversion, int] | None = None
         self._results: dict[str, BoxValues] = {}
+        self._inputs = torch.empty(0, dtype=torch.uint8, device=device)
         self.errors: list[Exception] = []
 
     def raise_error(self) -> None:
@@ -106,10 +108,15 @@ class TensorReads:
         # The last part is freed before the next one is computed.
         self._part, self._results = None, {}
         values = []
-        for name, box in group.boxes(part):
-            source = self._stored[name]
-            dtype = source.unit.dtype if isinstance(source, Slot) else source.value.dtype
-            target = torch.empty(box.numel, dtype=dtype, device=self._device) if self._receives else None
+        boxes = [(self._stored[name], box) for name, box in group.boxes(part)]
+        dtypes = [source.unit.dtype if isinstance(source, Slot) else source.value.dtype for source, _ in boxes]
+        sizes = [round_up(box.numel * dtype.itemsize, 64) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
+        # All parts use one memory. The heap would keep what is freed between blocks that live on.
+        if self._receives and self._inputs.numel() < sum(sizes):
+            self._inputs = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        places = self._inputs[: sum(sizes)].split(sizes) if self._receives else [None] * len(sizes)
+        for (source, box), dtype, place in zip(boxes, dtypes, places, strict=True):
+            target = None if place is None else place.view(dtype)[: box.numel]
             self._read_stored(target, source, box.start, box.start + box.numel)
             if target is not None:
                 values.append(target.view(box.sizes))
