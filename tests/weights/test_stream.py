@@ -266,7 +266,13 @@ def ends() -> None:
         ({"dtype": "int4"}, "int4"),
         ({"merge": "peft"}, "without adapters"),
         ({"since": first.token}, "another engine"),
+        ({"since": 3}, r"zeroengine.WeightsToken()"),
+        ({"since": first}, "stream.token"),
+        ({"names": 5}, "names are texts"),
         ({"device": "meta"}, "meta"),
+        ({"device": 3.5}, '"cpu"'),
+        ({"device": "gpu"}, '"cpu"'),
+        ({"bucket_bytes": 1.5}, "one row of"),
         ({"layout": "x"}, "layout"),
         ({"dtype": "bf16" if rank else "fp16"}, "DivergenceError"),
     ]

@@ -184,6 +184,9 @@ def sends_and_receives() -> Any:
     for target in (None, "/x"):
         with pytest.raises(ZeroEngineError, match=r"Write a torch process group .* or, .* a store"):
             engine.send_weights(target)
+    for argument in ("ranks", "device", "fast"):
+        with pytest.raises(ZeroEngineError, match=rf"argument {argument}; it takes bucket_bytes, buffers, dtype"):
+            engine.send_weights(store, **{argument: 0})
     with pytest.raises(ZeroEngineError, match=r"receiver 0 of 1 has not called receive_weights.. within 0.1 s"):
         engine.send_weights(store, start_timeout=0.1)
     step(engine)
