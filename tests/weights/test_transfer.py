@@ -104,7 +104,7 @@ def packed_buffers(tensors: Iterator[Any], size_of: Any) -> Iterator[list[Any]]:
 
 
 class Trainer:
-    """A trainer engine of vLLM: rank 0 announces the update and sends packed buffers. The others take part in reads."""
+    """A trainer engine of vLLM 0.28 to 0.32: rank 0 announces the update and sends packed buffers; the others read."""
 
     def send(self, source: Any, worker: Worker, rank: int) -> tuple[list[Metadata], set[int]]:
         metadata = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.metadata()]
@@ -168,7 +168,7 @@ def sends_and_receives() -> Any:
     state = {name: values[name] for name, _ in engine.module.named_parameters(remove_duplicate=False)}
     for dtype in (torch.float32, torch.bfloat16):
         worker = Worker()
-        metadata, addresses = Trainer().send(engine.weight_source(dtype=dtype, **options), worker, rank)
+        metadata, addresses = Trainer().send(engine.weight_source(ranks=0, dtype=dtype, **options), worker, rank)
         expected = {n: value.to(dtype) for n, value in state.items() if n != "head.weight"}
         assert metadata == [(name, dtype, tuple(expected[name].shape)) for name, _, _ in metadata]
         assert {name for name, _, _ in metadata} == set(expected)
@@ -177,7 +177,7 @@ def sends_and_receives() -> Any:
             assert all(torch.equal(worker.state[name], value) for name, value in expected.items())
     errors = []
     try:
-        Trainer().send(engine.weight_source(**options), Worker(fails_at="blocks.1.down.weight"), rank)
+        Trainer().send(engine.weight_source(ranks=0, **options), Worker(fails_at="blocks.1.down.weight"), rank)
     except (KeyError, ZeroEngineError) as error:
         errors.append(str(error))
     assert "no such weight" in errors[0] if rank == 0 else "rank 0 failed to stream weights" in errors[0], errors

@@ -25,12 +25,10 @@ from zeroengine.utils.tensor_tree import map_tensors
 from zeroengine.weights.changes import WeightsToken, digests_of
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.output_folder import parse_dtype
-from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
-from zeroengine.weights.stream import BucketMemory, Run, WeightStream, plan_buckets
+from zeroengine.weights.selection import LocalValue, SelectionOptions, Slot, StoredValue, select
+from zeroengine.weights.stream import BucketMemory, PlanBuckets, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
 from zeroengine.weights.transfer import Sender
-
-PlanBuckets = Callable[[list[OutgoingTensor], int], list[list[Run]]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class StreamArguments:
     Attributes:
         plan: Divides tensors into buckets.
         allocate: Returns the memory of a bucket. None: that of ``device``.
+        in_pieces: As of `TensorReads`.
     """
 
     dtype: str | torch.dtype | None = None
@@ -53,6 +52,7 @@ class StreamArguments:
     layout: Literal["model", "files"] = "model"
     plan: PlanBuckets = plan_buckets
     allocate: Callable[[int], torch.Tensor] | None = None
+    in_pieces: bool = False
 
     @classmethod
     def of(cls, call: str, passed: Mapping[str, Any], **own: Any) -> StreamArguments:
@@ -61,7 +61,7 @@ class StreamArguments:
         Raises:
             ZeroEngineError: One of them is no argument of a stream, or the call decides it.
         """
-        known = {field.name for field in fields(cls)} - {"plan", "allocate"} - own.keys()
+        known = {field.name for field in fields(cls)} - {"plan", "allocate", "in_pieces"} - own.keys()
         if unknown := passed.keys() - known:
             raise ZeroEngineError(f"{call}: found the argument {min(unknown)}; it takes {', '.join(sorted(known))}")
         return cls(**own, **passed)
@@ -86,7 +86,7 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         since = arguments.since
         if since is not None:
             since.check_belongs_to(gatherer)
-        compared |= vars(options) | {"bucket_bytes": nbytes, "ranks": receiver}
+        compared |= vars(options) | {"bucket_bytes": nbytes, "ranks": receiver, "in_pieces": arguments.in_pieces}
         compared["since"] = None if since is None else f"the token of {since.number} streams"
     check_same(call, all_compared)
     parts.loop.step_runner.await_and_report()
@@ -111,9 +111,8 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         # Another replica sends the values.
         buckets = [[] for _ in buckets]
     local_receiver = None if receiver is None else receiver % replicas.ranks_per_replica
-    reads = TensorReads(
-        gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, receives=receives
-    )
+    flags = {"receives": receives, "in_pieces": arguments.in_pieces}
+    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, **flags)
     fill_stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     specs = {tensor.name: tensor.spec for tensor in outgoing}
     return WeightStream(group, gatherer, reads, specs, buckets, memory, fill_stream, token)
