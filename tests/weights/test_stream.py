@@ -96,9 +96,12 @@ def test_a_stream_has_the_values_of_the_state_dict_at_further_places(tmp_path: P
 
 def streams_of_groups() -> None:
     start()
-    zero = {"degrees": {"parameters": 2, "gradients": 4, "optimizer": 4}}
+    halves = {"parameters": 2, "gradients": 4, "optimizer": 4}
+    # Shards are not in the order of ranks where other units have other degrees.
+    mixed = {**halves, "parameters": 4, "per_unit": [{"units": "blocks.1", **halves}]}
     local: dict[str, Any] = {"local_steps": {"steps": 2, "replica_ranks": 2}}
-    for more in ({"zero_optimization": zero, "comm": {"transport": "gloo"}}, local):
+    cases = [{"zero_optimization": {"degrees": own}, "comm": {"transport": "gloo"}} for own in (halves, mixed)]
+    for more in (*cases, local):
         engine = zeroengine.initialize(build(TinyLM), config=config(3, **more))
         step(engine)
         state = engine.full_state_dict()
@@ -263,7 +266,13 @@ def ends() -> None:
         ({"dtype": "int4"}, "int4"),
         ({"merge": "peft"}, "without adapters"),
         ({"since": first.token}, "another engine"),
+        ({"since": 3}, r"zeroengine.WeightsToken()"),
+        ({"since": first}, "stream.token"),
+        ({"names": 5}, "names are texts"),
         ({"device": "meta"}, "meta"),
+        ({"device": 3.5}, '"cpu"'),
+        ({"device": "gpu"}, '"cpu"'),
+        ({"bucket_bytes": 1.5}, "one row of"),
         ({"layout": "x"}, "layout"),
         ({"dtype": "bf16" if rank else "fp16"}, "DivergenceError"),
     ]

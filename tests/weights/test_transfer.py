@@ -104,7 +104,7 @@ def packed_buffers(tensors: Iterator[Any], size_of: Any) -> Iterator[list[Any]]:
 
 
 class Trainer:
-    """A trainer engine of vLLM: rank 0 announces the update and sends packed buffers. The others take part in reads."""
+    """A trainer engine of vLLM 0.28 to 0.32: rank 0 announces the update and sends packed buffers; the others read."""
 
     def send(self, source: Any, worker: Worker, rank: int) -> tuple[list[Metadata], set[int]]:
         metadata = [(tensor.name, tensor.dtype, tensor.shape) for tensor in source.metadata()]
@@ -168,7 +168,7 @@ def sends_and_receives() -> Any:
     state = {name: values[name] for name, _ in engine.module.named_parameters(remove_duplicate=False)}
     for dtype in (torch.float32, torch.bfloat16):
         worker = Worker()
-        metadata, addresses = Trainer().send(engine.weight_source(dtype=dtype, **options), worker, rank)
+        metadata, addresses = Trainer().send(engine.weight_source(ranks=0, dtype=dtype, **options), worker, rank)
         expected = {n: value.to(dtype) for n, value in state.items() if n != "head.weight"}
         assert metadata == [(name, dtype, tuple(expected[name].shape)) for name, _, _ in metadata]
         assert {name for name, _, _ in metadata} == set(expected)
@@ -177,13 +177,16 @@ def sends_and_receives() -> Any:
             assert all(torch.equal(worker.state[name], value) for name, value in expected.items())
     errors = []
     try:
-        Trainer().send(engine.weight_source(**options), Worker(fails_at="blocks.1.down.weight"), rank)
+        Trainer().send(engine.weight_source(ranks=0, **options), Worker(fails_at="blocks.1.down.weight"), rank)
     except (KeyError, ZeroEngineError) as error:
         errors.append(str(error))
     assert "no such weight" in errors[0] if rank == 0 else "rank 0 failed to stream weights" in errors[0], errors
     for target in (None, "/x"):
         with pytest.raises(ZeroEngineError, match=r"Write a torch process group .* or, .* a store"):
             engine.send_weights(target)
+    for argument in ("ranks", "device", "fast"):
+        with pytest.raises(ZeroEngineError, match=rf"argument {argument}; it takes bucket_bytes, buffers, dtype"):
+            engine.send_weights(store, **{argument: 0})
     with pytest.raises(ZeroEngineError, match=r"receiver 0 of 1 has not called receive_weights.. within 0.1 s"):
         engine.send_weights(store, start_timeout=0.1)
     step(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -618,9 +619,10 @@ class Engine:
                     print(name, values.sum())
 
         The tensors come unit by unit, each once, in buckets of bounded size. A rank holds two buckets and one unit at
-        most, and one that gets no values its shards alone. A tensor that is larger than a bucket comes in pieces of
-        rows (``WeightPiece``). A bucket that something refers to is not used again. Call it on every rank, between
-        steps or micro-steps, and take the whole stream; until then other calls are refused.
+        most, and what one part of a conversion takes; one that gets no values holds its shards alone. A tensor that is
+        larger than a bucket comes in pieces of rows (``WeightPiece``). A bucket that something refers to is not used
+        again. Call it on every rank, between steps or micro-steps, and take the whole stream; until then other calls
+        are refused.
 
         Args:
             dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None: the one of the model.
@@ -681,19 +683,24 @@ class Engine:
         sender_arguments = target, receivers, timeout, start_timeout, self.device
         return send_weights(self._parts, self._checkpoints.tensors, sender_arguments, stream_arguments)
 
-    def weight_source(self, **stream_arguments: Any) -> VllmWeightSource:
-        """Return the weights as what vLLM calls a ``WeightSource``, for its own trainer engines.
+    def weight_source(self, *, ranks: Literal["all"] | int = "all", **stream_arguments: Any) -> VllmWeightSource:
+        """Return the weights as what vLLM 0.28 to 0.33 calls a ``WeightSource``, for its own trainer engines.
 
         Args:
-            stream_arguments: Those of ``stream_weights``, except ``ranks``. ``layout`` is "files", whose names vLLM
+            ranks: "all", or the only rank that gets whole tensors: 0 takes less memory where vLLM broadcasts by NCCL.
+            stream_arguments: Those of ``stream_weights``, except ``since``. ``layout`` is "files", whose names vLLM
                 loads, and ``bucket_bytes`` vLLM's ``packed_buffer_size_bytes``.
         """
         from zeroengine.engine.weight_stream import StreamArguments, open_stream
-        from zeroengine.weights.vllm_source import VllmWeightSource, plan_packed_buffers
+        from zeroengine.weights.vllm_source import VllmWeightSource
 
-        # The plan leaves tensors whole.
-        arguments = StreamArguments(ranks=0, plan=plan_packed_buffers, **({"layout": "files"} | stream_arguments))
-        return VllmWeightSource(partial(open_stream, self._parts, self._checkpoints.tensors, arguments))
+        passed = {"layout": "files"} | stream_arguments
+        arguments = StreamArguments.of("weight_source()", passed, ranks=ranks, since=None)
+
+        def open_planned(**plan: Any) -> WeightStream:
+            return open_stream(self._parts, self._checkpoints.tensors, dataclasses.replace(arguments, **plan))
+
+        return VllmWeightSource(open_planned, self._parts.ranks.replica_layout, None if ranks == "all" else ranks)
 
     # -- data -------------------------------------------------------------------------------------
 

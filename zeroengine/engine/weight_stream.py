@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,10 @@ from zeroengine.utils.tensor_tree import map_tensors
 from zeroengine.weights.changes import WeightsToken, digests_of
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.output_folder import parse_dtype
-from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
-from zeroengine.weights.stream import BucketMemory, Run, WeightStream, plan_buckets
+from zeroengine.weights.selection import LocalValue, SelectionOptions, Slot, StoredValue, select
+from zeroengine.weights.stream import BucketMemory, PlanBuckets, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
 from zeroengine.weights.transfer import Sender
-
-PlanBuckets = Callable[[list[OutgoingTensor], int], list[list[Run]]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class StreamArguments:
     Attributes:
         plan: Divides tensors into buckets.
         allocate: Returns the memory of a bucket. None: that of ``device``.
+        in_pieces: As of `TensorReads`.
     """
 
     dtype: str | torch.dtype | None = None
@@ -53,6 +52,19 @@ class StreamArguments:
     layout: Literal["model", "files"] = "model"
     plan: PlanBuckets = plan_buckets
     allocate: Callable[[int], torch.Tensor] | None = None
+    in_pieces: bool = False
+
+    @classmethod
+    def of(cls, call: str, passed: Mapping[str, Any], **own: Any) -> StreamArguments:
+        """Return those that the user has passed to another call, and what this call decides itself.
+
+        Raises:
+            ZeroEngineError: One of them is no argument of a stream, or the call decides it.
+        """
+        known = {field.name for field in fields(cls)} - {"plan", "allocate", "in_pieces"} - own.keys()
+        if unknown := passed.keys() - known:
+            raise ZeroEngineError(f"{call}: found the argument {min(unknown)}; it takes {', '.join(sorted(known))}")
+        return cls(**own, **passed)
 
 
 def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArguments) -> WeightStream:
@@ -74,7 +86,7 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         since = arguments.since
         if since is not None:
             since.check_belongs_to(gatherer)
-        compared |= vars(options) | {"bucket_bytes": nbytes, "ranks": receiver}
+        compared |= vars(options) | {"bucket_bytes": nbytes, "ranks": receiver, "in_pieces": arguments.in_pieces}
         compared["since"] = None if since is None else f"the token of {since.number} streams"
     check_same(call, all_compared)
     parts.loop.step_runner.await_and_report()
@@ -99,9 +111,8 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         # Another replica sends the values.
         buckets = [[] for _ in buckets]
     local_receiver = None if receiver is None else receiver % replicas.ranks_per_replica
-    reads = TensorReads(
-        gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, receives=receives
-    )
+    flags = {"receives": receives, "in_pieces": arguments.in_pieces}
+    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, **flags)
     fill_stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     specs = {tensor.name: tensor.spec for tensor in outgoing}
     return WeightStream(group, gatherer, reads, specs, buckets, memory, fill_stream, token)
@@ -121,7 +132,7 @@ def send_weights(
     group = parts.ranks.group
     sender: Sender | None = None
     with group.collective_errors("to send weights"):
-        arguments = StreamArguments(ranks=0, **stream_arguments)
+        arguments = StreamArguments.of("send_weights()", stream_arguments, ranks=0, device=None)
         if group.rank == 0:
             sender = Sender(*sender_arguments)
             arguments = replace(arguments, device=sender.device, allocate=sender.allocate)
@@ -214,11 +225,18 @@ def _checked(
         raise ZeroEngineError(
             f'{call}: ranks is {ranks!r}; write "all", or the number of the only rank that gets values'
         )
+    since = arguments.since
+    if since is not None and not isinstance(since, WeightsToken):
+        raise ZeroEngineError(
+            f"{call}: since is {since!r:.100}; write the token of an earlier stream, which is stream.token at its end, "
+            "or zeroengine.WeightsToken() for all tensors"
+        )
     if arguments.layout not in ("model", "files"):
         raise ZeroEngineError(f'{call}: layout is {arguments.layout!r}; write "model" or "files"')
-    device = engine_device if arguments.device is None else torch.device(arguments.device)
-    if device.type not in ("cpu", engine_device.type):
-        raise ZeroEngineError(f'{call}: device is {device}; write "cpu", or leave it out for that of the engine')
+    device = engine_device if arguments.device is None else arguments.device
+    # torch raises errors of its own for what is no device.
+    if str(device).partition(":")[0] not in ("cpu", engine_device.type):
+        raise ZeroEngineError(f'{call}: device is {device!r}; write "cpu", or leave it out for that of the engine')
     options = SelectionOptions(
         patterns,
         buffers=arguments.buffers,
@@ -226,7 +244,7 @@ def _checked(
         as_files=arguments.layout == "files",
         dtype=parse_dtype(arguments.dtype),
     )
-    return options, nbytes, None if ranks == "all" else ranks, device
+    return options, nbytes, None if ranks == "all" else ranks, torch.device(device)
 
 
 def _bucket(device: torch.device, engine_device: torch.device, nbytes: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ def sorted_patterns(names: str | Iterable[str] | None, call: str) -> list[str] |
     """
     if names is None:
         return None
-    patterns = [names] if isinstance(names, str) else list(names)
+    patterns = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     others = [pattern for pattern in patterns if not isinstance(pattern, str)]
     if others:
         raise ZeroEngineError(

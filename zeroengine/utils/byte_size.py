@@ -23,7 +23,7 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
     """
     # The form is checked first, because ByteSize takes units of bits, such as "8gbit", and ignores all text after the
     # first number and word: it would read "1,5GB" as one byte.
-    nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
+    nbytes = TypeAdapter(ByteSize).validate_python(str(text)) if _SIZE.fullmatch(str(text)) else 0
     if nbytes < 1:
         raise error(f"{argument} {text}: write a size such as 5GB, 500MB or 2GiB")
     return int(nbytes)

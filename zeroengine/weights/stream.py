@@ -108,6 +108,10 @@ class Bucket(NamedTuple):
         return WeightPiece(run.tensor.name, self.values(run).view(sizes), run.row, shape)
 
 
+# Divides tensors into buckets of so many bytes.
+PlanBuckets = Callable[[Sequence[OutgoingTensor], int], list[list[Run]]]
+
+
 def plan_buckets(tensors: Sequence[OutgoingTensor], bucket_bytes: int) -> list[list[Run]]:
     """Divide tensors, in their order, into buckets of at most `bucket_bytes`.
 

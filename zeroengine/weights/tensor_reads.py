@@ -2,12 +2,14 @@
 
 [Note: Two ways to read]
 Where every rank wants the values, a unit is gathered, and stays gathered until the next one is read. Where one rank
-wants them, each rank sends it the part of its own shard that lies in what is read, and receives nothing.
+wants them, each rank sends it the part of its own shard that lies in what is read, and receives nothing. Where each
+rank wants other rows of a tensor, all exchange parts of their shards in this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 
 import torch
 
@@ -16,12 +18,13 @@ from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.postponed_errors import postponed
+from zeroengine.utils.rounding import round_up
 from zeroengine.weights.conversion import BoxValues, TensorConversion
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
 
 class TensorReads:
-    """Reads tensors of one engine. Every method is a collective: all ranks read the same.
+    """Reads tensors of one engine. Every method is a collective: all ranks read the same, or equally many rows each.
 
     Args:
         gatherer: Gathers units.
@@ -30,6 +33,7 @@ class TensorReads:
         device: Where conversions compute.
         receiver: The only one of these ranks that gets values. None: all may get them.
         receives: Whether this rank gets values.
+        in_pieces: Whether a read of some rows is that of the next piece of the tensor on the next rank.
 
     Attributes:
         errors: The error of a conversion on this rank, such as an adapter that cannot be merged.
@@ -44,14 +48,16 @@ class TensorReads:
         receiver: int | None = None,
         *,
         receives: bool,
+        in_pieces: bool = False,
     ) -> None:
         self._gatherer, self._transport, self._stored, self._device = gatherer, transport, stored, device
         self._receiver = receiver if transport.world_size > 1 else None
-        self._receives = receives
+        self._receives, self._in_pieces = receives, in_pieces
         self._pinned: Unit | None = None
         # The part of a conversion that was computed last, and its results.
         self._part: tuple[TensorConversion, int] | None = None
         self._results: dict[str, BoxValues] = {}
+        self._inputs = torch.empty(0, dtype=torch.uint8, device=device)
         self.errors: list[Exception] = []
 
     def raise_error(self) -> None:
@@ -70,7 +76,8 @@ class TensorReads:
             start, stop: These are whole rows of the tensor.
         """
         if not isinstance(tensor.source, Converted):
-            self._read_stored(target, tensor.source, start, stop)
+            is_piece = self._in_pieces and stop - start < tensor.spec.numel
+            self._read_stored(target, tensor.source, start, stop, is_piece=is_piece)
             return
         group, name = tensor.source
         for box in boxes_of_run(tensor.spec.shape, start, stop):
@@ -106,10 +113,15 @@ class TensorReads:
         # The last part is freed before the next one is computed.
         self._part, self._results = None, {}
         values = []
-        for name, box in group.boxes(part):
-            source = self._stored[name]
-            dtype = source.unit.dtype if isinstance(source, Slot) else source.value.dtype
-            target = torch.empty(box.numel, dtype=dtype, device=self._device) if self._receives else None
+        boxes = [(self._stored[name], box) for name, box in group.boxes(part)]
+        dtypes = [source.unit.dtype if isinstance(source, Slot) else source.value.dtype for source, _ in boxes]
+        sizes = [round_up(box.numel * dtype.itemsize, 64) for (_, box), dtype in zip(boxes, dtypes, strict=True)]
+        # All parts use one memory. The heap would keep what is freed between blocks that live on.
+        if self._receives and self._inputs.numel() < sum(sizes):
+            self._inputs = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        places = self._inputs[: sum(sizes)].split(sizes) if self._receives else [None] * len(sizes)
+        for (source, box), dtype, place in zip(boxes, dtypes, places, strict=True):
+            target = None if place is None else place.view(dtype)[: box.numel]
             self._read_stored(target, source, box.start, box.start + box.numel)
             if target is not None:
                 values.append(target.view(box.sizes))
@@ -119,15 +131,22 @@ class TensorReads:
             with postponed(self.errors):
                 self._results = group.convert(part, values)
 
-    def _read_stored(self, target: torch.Tensor | None, source: StoredValue, start: int, stop: int) -> None:
+    def _read_stored(
+        self, target: torch.Tensor | None, source: StoredValue, start: int, stop: int, *, is_piece: bool = False
+    ) -> None:
         if not isinstance(source, Slot):
             if target is not None:
                 target.copy_(source.value.detach().reshape(-1)[start:stop])
             return
-        unit = source.unit
+        unit, slot = source.unit, source.unit.layout.slots[source.param_index]
+        if is_piece:
+            pieces = [(i, i + stop - start) for i in range(slot.offset, slot.end, stop - start)]
+            self._exchange(target, unit, list(islice(cycle(pieces), self._transport.world_size)))
+            return
         if self._receiver is not None and unit.is_releasable:
-            offset = unit.layout.slots[source.param_index].offset
-            self._exchange(target, unit, start + offset, stop + offset)
+            ranges = [(0, 0)] * self._transport.world_size
+            ranges[self._receiver] = start + slot.offset, stop + slot.offset
+            self._exchange(target, unit, ranges)
             return
         if self._receiver is None:
             self._pin(unit)
@@ -136,32 +155,42 @@ class TensorReads:
             values = unit.params[source.param_index].detach().reshape(-1)[start:stop]
             target.copy_(values, non_blocking=True)
 
-    def _exchange(self, target: torch.Tensor | None, unit: Unit, start: int, stop: int) -> None:
-        """Send the elements [start, stop) of a unit's flat buffer to the receiver."""
-        receiver, own, world_size = self._receiver, self._transport.rank, self._transport.world_size
-        assert receiver is not None
-        degree = unit.degrees.parameters
-        nothing = (0,) * world_size
-        sizes: list[tuple[int, ...]] = [nothing] * world_size
-        # The shards of these ranks are the whole buffer, in their order.
-        for rank in unit.degrees.owners(receiver, degree):
-            first, last = unit.layout.shard_range(rank, degree)
-            if (numel := min(stop, last) - max(start, first)) > 0:
-                sizes[rank] = (*nothing[:receiver], numel, *nothing[receiver + 1 :])
+    def _exchange(self, target: torch.Tensor | None, unit: Unit, ranges: Sequence[tuple[int, int]]) -> None:
+        """Send each rank the elements [start, stop) of a unit's flat buffer that ``ranges`` has for it.
+
+        Args:
+            target: As of ``read``.
+            unit: The unit.
+            ranges: By rank. Those of the ranks that share the buffer ascend, without gaps, or one rank alone has one.
+        """
+        own, degree = self._transport.rank, unit.degrees.parameters
+        shard_numel = unit.layout.shard_numel(degree)
+        sizes = [[0] * len(ranges) for _ in ranges]
+        for receiver, (start, stop) in enumerate(ranges):
+            # The shards of these ranks are the whole buffer, in their order.
+            owners = unit.degrees.owners(receiver, degree)
+            for index in range(start // shard_numel, -(-stop // shard_numel)):
+                first = index * shard_numel
+                sizes[owners[index]][receiver] = min(stop, first + shard_numel) - max(start, first)
         base, _ = unit.layout.shard_range(own, degree)
-        own_numel = sizes[own][receiver]
-        part = slice(max(start - base, 0), max(start - base, 0) + own_numel)
+        first_sent = min((start for (start, _), numel in zip(ranges, sizes[own], strict=True) if numel), default=base)
+        first_sent, num_sent = max(first_sent - base, 0), sum(sizes[own])
+        part = slice(first_sent, first_sent + num_sent)
+        owners = unit.degrees.owners(own, degree)
+        received_sizes = [row[own] for row in sizes]
+        # Slices arrive in the order of ranks, which that of shards differs from where units have other degrees.
+        is_ordered = list(owners) == sorted(owners)
         # Without a cast the values arrive where they belong.
-        is_direct = target is not None and (target.dtype, target.device) == (unit.dtype, self._device)
-        numel = stop - start if target is not None else 0
-        received = target if is_direct else torch.empty(numel, dtype=unit.dtype, device=self._device)
+        is_direct = is_ordered and target is not None and (target.dtype, target.device) == (unit.dtype, self._device)
+        received = target if is_direct else torch.empty(sum(received_sizes), dtype=unit.dtype, device=self._device)
         assert received is not None
-        slices = Slices(sizes=tuple(sizes))
-        if unit.offloaded_shards is not None and own_numel:
+        slices = Slices(sizes=tuple(map(tuple, sizes)))
+        if unit.offloaded_shards is not None and num_sent:
             work = unit.offloaded_shards.all_to_all(received, unit.shard, part, unit.name, slices)
         else:
-            sent = unit.shard[part] if own_numel else torch.empty(0, dtype=unit.dtype, device=self._device)
+            sent = unit.shard[part] if num_sent else torch.empty(0, dtype=unit.dtype, device=self._device)
             work = self._transport.gather.all_to_all(received, sent, unit.name, slices)
         work.wait_stream()
         if target is not None and not is_direct:
-            target.copy_(received, non_blocking=True)
+            parts = received.split(received_sizes)
+            target.copy_(received if is_ordered else torch.cat([parts[rank] for rank in owners]), non_blocking=True)
