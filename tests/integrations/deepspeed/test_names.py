@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -63,15 +64,20 @@ def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> Non
     assert settings.load_settings({"train_batch_size": 2, "gradient_clipping": 0.0}).gradient_clipping == 0.0
 
 
-def test_what_frameworks_write_for_auto_is_taken_as_deepspeed_does() -> None:
-    zero = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+def test_what_frameworks_write_for_auto_is_taken_as_deepspeed_does(caplog: pytest.LogCaptureFixture) -> None:
+    zero: dict[str, Any] = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    zero["zero_hpz_partition_size"] = 2
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 0, "warmup_type": "linear"}}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "scheduler": schedule}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "scheduler": schedule}
+    config["gradient_clipping"] = "auto"
     model = nn.Linear(2, 2)
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     placed = engine.engine.config.zero_optimization
     assert (placed.offload_param.device, placed.offload_optimizer.device) == ("none", "cpu")
+    assert placed.degrees is None and engine.gradient_clipping() == 1.0
+    without_effect = [text for text in caplog.messages if "has no effect below stage 3" in text]
+    assert len(without_effect) == 2
     rates = []
     for _ in range(3):
         engine.backward(engine(torch.ones(1, 2)).sum())

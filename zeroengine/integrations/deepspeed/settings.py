@@ -119,12 +119,14 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
             if zero.pop(old, None) is True:
                 zero.setdefault(new, {"device": "cpu"})
         device = (zero.get("offload_param") or {}).get("device") or "none"
-        if device != "none" and zero.get("stage", 0) in (0, 1, 2):
-            # DeepSpeed ignores the section there, and accelerate writes it at every stage.
-            notice = '"offload_param" has no effect below stage 3, as in DeepSpeed; "offload_optimizer" has one'
+        is_secondary = zero.get("zero_hpz_partition_size") not in (None, 0, 1)
+        asked = {"offload_param": device != "none", "zero_hpz_partition_size": is_secondary}
+        for name in [name for name, is_asked in asked.items() if is_asked and zero.get("stage", 0) in (0, 1, 2)]:
+            # DeepSpeed ignores these there, and accelerate writes the first at every stage.
+            notice = f'"{name}" has no effect below stage 3, as in DeepSpeed'
             log_dist(notice, ranks=[0], level=logging.WARNING if warns else logging.DEBUG)
-            del zero["offload_param"]
-    if tree.get("gradient_clipping") is None:
+            del zero[name]
+    if tree.get("gradient_clipping") in (None, "auto"):
         tree["gradient_clipping"] = GRADIENT_CLIPPING_DEFAULT
     return load(tree)
 
