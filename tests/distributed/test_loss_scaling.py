@@ -288,7 +288,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_on_every_rank_that_names_
     for ranks in run_ranks(2, exhausted):
         for message, changed, trains_on, scale in ranks:
             assert message.startswith(
-                "step 1: the gradient of blocks.1.down.weight is not finite, at the smallest loss scale, 4 "
+                "step 2: the gradient of blocks.1.down.weight is not finite, at the smallest loss scale, 4 "
                 "(fp16.min_loss_scale)."
             )
             assert "lower the learning rate" in message and "bf16" in message

@@ -112,7 +112,7 @@ def evaluate_and_log(folder: Path) -> None:
     engine.close()
 
 
-def test_an_evaluation_lowers_no_rate_and_its_numbers_belong_to_the_next_step_or_to_the_end(tmp_path: Path) -> None:
+def test_an_evaluation_lowers_no_rate_and_its_numbers_belong_to_the_step_before(tmp_path: Path) -> None:
     run_ranks(1, evaluate_and_log, tmp_path)
     _, before, record = (StepRecord(**line) for line in read(tmp_path, "steps.jsonl"))
     end = read(tmp_path, "events.jsonl")[-1]
@@ -121,8 +121,8 @@ def test_an_evaluation_lowers_no_rate_and_its_numbers_belong_to_the_next_step_or
     rates = [StepGroup.from_record(step.to_json()).rate("tokens") or 0.0 for step in (before, record)]
     assert 16 / record.training_seconds == pytest.approx(rates[1])
     assert record.seconds > EVALUATION_S > record.training_seconds and rates[1] > rates[0] / 5
-    assert record.user == {"accuracy": 0.5, "count": 3.0}
-    assert end["user"] == {"final": 2.5} and end["text"].endswith("after step 3, final 2.5")
+    assert before.user == {"accuracy": 0.5, "count": 3.0} and record.user == {"final": 2.5}
+    assert end["text"].endswith("after step 3")
 
 
 def skip_and_go_back(folder: Path) -> list[float]:

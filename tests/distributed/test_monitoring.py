@@ -262,8 +262,9 @@ def test_events_name_what_happened_and_the_users_numbers_belong_to_their_step(tm
     records, events = read(tmp_path, "steps.jsonl"), read(tmp_path, "events.jsonl")
     assert [event["kind"] for event in events] == ["start", "skip", "checkpoint", "resume", "end"]
     assert [record["skipped"] for record in records] == [False, False, True, False]
-    assert records[2]["grad_norm"] is None and records[2]["user"] == {"accuracy": 0.5, "score": 3.0}
-    assert not records[3]["user"] and records[3]["split"]["checkpoint"] > 0
+    assert records[1]["user"] == {"accuracy": 0.5, "score": 3.0}
+    assert records[2]["grad_norm"] is None and not records[2]["user"] and not records[3]["user"]
+    assert records[3]["split"]["checkpoint"] > 0
     skip, saved = events[1], events[2]
     names = [name for name, _ in build().named_parameters()]
     assert skip["step"] == 3 and any(name in skip["text"] for name in names)
