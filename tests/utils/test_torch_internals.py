@@ -108,7 +108,7 @@ class _Older(torch.autograd.Function):
         return grad, None
 
 
-class _WithSetup(torch.autograd.Function):
+class _WithSetup(_Older):
     @staticmethod
     def forward(x, function):  # type: ignore[no-untyped-def]
         function()
@@ -118,21 +118,9 @@ class _WithSetup(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         pass
 
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad, None
 
-
-class _InAutocast(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx, x, function):  # type: ignore[no-untyped-def]
-        function()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad, None
+class _InAutocast(_Older):
+    forward = staticmethod(torch.amp.custom_fwd(device_type="cpu")(_Older.forward))
 
 
 @pytest.mark.parametrize("function", [_Older, _WithSetup, _InAutocast])

@@ -94,8 +94,8 @@ def _is_run(path: Path) -> bool:
 def _read(path: Path) -> tuple[Side, Callable[[], DigestTable]]:
     if _is_run(path):
         return read_side(path, str(path)), partial(read_digests, path)
-    found = find_checkpoint(path, None)
-    return _side_of(path, *found), partial(_digests_of_checkpoint, *found)
+    checkpoint = find_checkpoint(path, None)
+    return _side_of(path, *checkpoint), partial(_digests_of_checkpoint, *checkpoint)
 
 
 def _digests_of_checkpoint(path: Path, manifest: Manifest | None) -> DigestTable:

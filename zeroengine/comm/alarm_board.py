@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from zeroengine.utils.formats import counted
 from zeroengine.utils.listed import listed
 
 T = TypeVar("T")
@@ -224,9 +225,8 @@ def compare_forwards(num_forwards: Mapping[int, Sequence[int]]) -> str:
         ranks = ranks_by_value({rank: numbers[index] for rank, numbers in num_forwards.items()})
         if len(ranks) > 1:
             most, fewest = (f"rank{'s' * (len(ranks[n]) > 1)} {listed(ranks[n], 4)}" for n in (max(ranks), min(ranks)))
-            number = max(ranks) - min(ranks)
-            forwards = f"{number} more forward{'s' * (number > 1)} {kind} gradients"
-            sentences += f"{most.capitalize()} began {forwards} than {fewest}. "
+            forwards = counted(max(ranks) - min(ranks), "more forward")
+            sentences += f"{most.capitalize()} began {forwards} {kind} gradients than {fewest}. "
     return sentences
 
 

@@ -345,12 +345,16 @@ class Config(Section):
 
     def _resolved_autos_notice(self, resolved: Config) -> str | None:
         """Return what stands for the batch sizes and precisions that are "auto" and that nothing has filled in."""
-        written = {} if self._written is None else dict(walk(self._written.tree))
+        written = {} if self._written is None else self._written.tree
+        paths = [path for path, value in walk(written) if value == "auto"]
+        if not paths:
+            # The planner resolves thousands of configurations.
+            return None
         values, before = dict(walk(resolved.to_dict())), dict(walk(self.to_dict()))
         autos = [
             f"{'.'.join(path)} = {json.dumps(values[path])}"
-            for path, value in written.items()
-            if value == "auto" and before.get(path, 0) is None and values[path] is not None
+            for path in paths
+            if before.get(path, 0) is None and values[path] is not None
         ]
         return f'"auto" stands for {", ".join(autos)}.' if autos else None
 

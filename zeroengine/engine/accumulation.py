@@ -241,8 +241,8 @@ class Accumulation:
             ZeroEngineError: A step is in progress, or micro-steps are not counted.
         """
         if self._per_step is None or self.has_gradients:
-            found = f"with {MANUAL_MODE}" if self._per_step is None else "within a step, whose gradients are counted"
-            raise ZeroEngineError(f"set_gradient_accumulation_steps() {found}: call it between steps that are counted")
+            when = f"with {MANUAL_MODE}" if self._per_step is None else "within a step, whose gradients are counted"
+            raise ZeroEngineError(f"set_gradient_accumulation_steps() {when}: call it between steps that are counted")
         self._per_step = steps
 
     def check_boundary(self, call: str) -> None:

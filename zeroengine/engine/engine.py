@@ -698,6 +698,7 @@ class Engine:
         arguments = StreamArguments.of("weight_source()", passed, ranks=ranks, since=None)
 
         def open_planned(**plan: Any) -> WeightStream:
+            """Open a stream with a plan of its own."""
             return open_stream(self._parts, self._checkpoints.tensors, dataclasses.replace(arguments, **plan))
 
         return VllmWeightSource(open_planned, self._parts.ranks.replica_layout, None if ranks == "all" else ranks)

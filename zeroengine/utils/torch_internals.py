@@ -168,7 +168,7 @@ storage_use_count: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 tensor_use_count: Callable[[torch.Tensor], int] = methodcaller(_attribute("_use_count", torch.Tensor))
 # How often the values of a tensor were changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter(_attribute("_version", torch.Tensor))
-# Exchange all of two tensors but the Python objects. torch.utils.swap_tensors refuses tensors with weak references.
+# Exchange all of two tensors but the Python objects.
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _find("torch._C._swap_tensor_impl")
 make_subclass: Callable[[type, torch.Tensor], Any] = _find("torch.Tensor._make_subclass")
 is_traceable_wrapper_subclass: Callable[[object], bool] = _find(

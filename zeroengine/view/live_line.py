@@ -82,7 +82,7 @@ def live_parts(reader: RunReader, now: float | None = None, since: float = 0.0) 
         parts.append((slow, "yellow", 3))
     restarts = reader.num_events.get("restart", 0)
     if restarts:
-        parts.append((f"{counted(restarts, 'restart')}", "red", 3))
+        parts.append((counted(restarts, "restart"), "red", 3))
     if facts["remaining_seconds"]:
         parts.append((f"{format_duration(facts['remaining_seconds'])} to go", "", 2))
     return parts

@@ -47,7 +47,7 @@ class ParamMeta(NamedTuple):
 
 
 class Metadata(list[Any]):
-    """What vLLM 0.33 reads as an attribute, and what vLLM 0.28 to 0.32 call."""
+    """Serves vLLM 0.33, which reads it as an attribute, and vLLM 0.28 to 0.32, which call it."""
 
     def __call__(self) -> Metadata:
         """Return the list."""
@@ -112,6 +112,7 @@ class VllmWeightSource:
         tensors: list[OutgoingTensor] = []
 
         def plan(outgoing: Sequence[OutgoingTensor], _: int) -> list[list[Run]]:
+            """Keep the tensors, and put none into a bucket."""
             tensors.extend(outgoing)
             return []
 

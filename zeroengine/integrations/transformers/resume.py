@@ -26,7 +26,7 @@ POSITION = "ZeroTrainer"
 
 
 class EpochStart(NamedTuple):
-    """Where a resumed run begins in its first epoch.
+    """Says where a resumed run begins in its first epoch.
 
     Attributes:
         epoch: The number of the epoch.
@@ -55,6 +55,7 @@ class _RestOfEpoch(Sampler[int]):
         return len(self._sampler) - self._num_left_out
 
     def set_epoch(self, epoch: int) -> None:
+        """Let the sampler take the order of an epoch."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
 
@@ -87,8 +88,8 @@ def resume_data(
     if sampler is None:
         num_left_out = 0
     else:
-        left = (len(sampler) - num_left_out) / samples_per_batch
-        num_batches = math.floor(left) if args.dataloader_drop_last else math.ceil(left)
+        remaining_batches = (len(sampler) - num_left_out) / samples_per_batch
+        num_batches = math.floor(remaining_batches) if args.dataloader_drop_last else math.ceil(remaining_batches)
     if has_length(loader):
         if num_batches <= num_skipped:
             epoch, trained, num_skipped, num_left_out, num_batches = epoch + 1, 0, 0, 0, batches
