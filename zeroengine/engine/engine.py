@@ -310,10 +310,10 @@ class Engine:
             steps: The number of micro-steps, the same on every rank.
 
         Raises:
-            ZeroEngineError: ``steps`` is not positive, or a step is in progress, or accumulation is manual.
+            ZeroEngineError: ``steps`` is no positive whole number, a step is in progress, or accumulation is manual.
         """
-        if steps < 1:
-            raise ZeroEngineError(f"set_gradient_accumulation_steps() takes a positive number, found {steps}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ZeroEngineError(f"set_gradient_accumulation_steps() takes a positive whole number, found {steps!r}")
         self._parts.passes.backward.end_if_over()
         self._parts.loop.accumulation.set_micro_steps_per_step(steps)
         self._parts.passes.reducer.micro_steps_in_mean = steps

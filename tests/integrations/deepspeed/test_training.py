@@ -159,6 +159,9 @@ def habits(stage: int) -> None:
     # A larger batch is more micro-steps, and the gradient their mean.
     engine.set_train_batch_size(24)
     assert (engine.gradient_accumulation_steps(), engine.global_samples) == (3, 3 * 8)
+    for wrong in (0, 2.5, True, "3"):
+        with pytest.raises(ZeroEngineError, match="takes a positive whole number"):
+            engine.engine.set_gradient_accumulation_steps(wrong)
     plain = build()
     plain.load_state_dict(engine.engine.full_state_dict())
     for number in range(3):
@@ -166,6 +169,11 @@ def habits(stage: int) -> None:
         (nn.functional.mse_loss(plain(inputs), targets) / 3).backward()
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))
         engine.step()
+        if number < 2:
+            # Within a step nothing changes.
+            with pytest.raises(ZeroEngineError, match="within a step"):
+                engine.set_train_micro_batch_size(2)
+            assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (4, 24)
     gradient = plain[0].weight.grad
     dist.all_reduce(gradient)
     expected = plain[0].weight.detach() - 0.5 * gradient / dist.get_world_size()
