@@ -152,7 +152,7 @@ def with_deepspeed(size: int, stage: int) -> dict[str, list[float]]:
         engine.backward(loss)
         engine.step()
         found["losses"].append(float(loss.detach()))
-        found["norms"].append(engine.get_global_grad_norm())
+        found["norms"].append(float(engine.get_global_grad_norm()))
     engine.eval()
     whole = {name: value[None] for name, value in data[0].items()}
     with torch.no_grad():
