@@ -286,8 +286,15 @@ def one_cycle_momentum(params: Mapping[str, Any], updates: int) -> float:
     if after is not None:
         # A momentum of 1 or more would diverge.
         return float(min(0.999, high * (1 + params["decay_mom_rate"] * after)))
-    # In DeepSpeed the first update has the low momentum, and the second one goes on from the high one.
-    return float(_between(high, low, _cycle_part(params, updates) if updates else 1.0))
+    return float(_between(high, low, _cycle_part(params, updates)))
+
+
+def one_cycle_momentum_of_update(params: Mapping[str, Any], updates: int) -> float:
+    """Return the momentum that the update after a number of updates has.
+
+    As in DeepSpeed, the first one has the low momentum, and the second one goes on from the high one.
+    """
+    return one_cycle_momentum(params, updates) if updates else float(params["cycle_min_mom"])
 
 
 def _cycle_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -338,7 +345,7 @@ class _OneCycle(LRScheduler):
     def _advance(self, group: dict[str, Any], params: dict[str, Any]) -> float:
         """Set the momentum of a group, and return its rate."""
         if params["cycle_momentum"]:
-            momentum = one_cycle_momentum(params, self.last_epoch)
+            momentum = one_cycle_momentum_of_update(params, self.last_epoch)
             if "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif "momentum" in group:

@@ -88,6 +88,25 @@ def test_what_frameworks_write_for_auto_is_taken_as_deepspeed_does(caplog: pytes
     engine.destroy()
 
 
+def test_schedules_keep_what_deepspeeds_keep_and_what_is_written_counts() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+    schedules = deepspeed.runtime.lr_schedules
+    warmup = schedules.WarmupLR(torch.optim.Adam(groups), warmup_num_steps=2, warmup_type="linear")
+    assert (warmup.min_lrs, warmup.max_lrs) == ([0.0, 0.0], [0.1, 0.2])
+    warmup.max_lrs = [0.3, 0.5]
+    warmup.step(5)
+    assert warmup.get_last_lr() == [0.3, 0.5]
+    optimizer = torch.optim.Adam(groups)
+    cycle = schedules.OneCycle(optimizer, [0.0, 1.0], 2.0, cycle_first_step_size=1, cycle_second_step_size=3)
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.0, 1.0], [2.0, 2.0], 0.25)
+    # DeepSpeed's own differ before the first step.
+    assert (optimizer.param_groups[0]["betas"][0], cycle.get_mom()[0][0]) == (0.8, 0.9)
+    cycle.step()
+    assert optimizer.param_groups[0]["betas"] == cycle.get_mom()[0] and cycle.get_lr() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="warmup_num_steps is a number of at least 1; found None"):
+        schedules.WarmupLR(optimizer, warmup_num_steps=None)
+
+
 def test_batch_sizes_that_contradict_one_another_are_an_error() -> None:
     with pytest.raises(ConfigError, match="train_batch_size"):
         deepspeed.DeepSpeedConfig(

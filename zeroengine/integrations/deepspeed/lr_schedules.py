@@ -2,7 +2,7 @@
 
 The formulas are those of ``zeroengine.optim.lr_schedules``. These classes add what scripts read of DeepSpeed's:
 ``last_batch_iteration`` (-1 before the first step), ``get_lr``, ``get_mom``, ``step`` to a given iteration, and the
-parameters as attributes, which may be written.
+parameters as attributes of DeepSpeed's names, such as ``max_lrs``, which may be written.
 """
 
 from __future__ import annotations
@@ -13,11 +13,34 @@ from typing import Any
 
 import torch
 
-from zeroengine.optim.lr_schedules import RATES, one_cycle_momentum, params_of_groups
+from zeroengine.optim.lr_schedules import (
+    RATES,
+    one_cycle_momentum,
+    one_cycle_momentum_of_update,
+    params_of_groups,
+)
 
 log = logging.getLogger("zeroengine")
 
 Rates = float | Sequence[float]
+
+# The attributes that keep arguments of the constructors, where DeepSpeed's have other names.
+ATTRIBUTES = {
+    "lr_range_test_min_lr": "min_lr",
+    "lr_range_test_step_size": "step_size",
+    "lr_range_test_step_rate": "step_rate",
+    "lr_range_test_staircase": "staircase",
+    "warmup_min_lr": "min_lrs",
+    "warmup_max_lr": "max_lrs",
+    "cycle_min_lr": "min_lrs",
+    "cycle_max_lr": "max_lrs",
+    "cycle_first_step_size": "first_step_size",
+    "cycle_second_step_size": "second_step_size",
+    "cycle_first_stair_count": "first_stair_count",
+    "cycle_second_stair_count": "second_stair_count",
+}
+# Those of them that have a value for each param group.
+OF_GROUPS = frozenset({"min_lr", "min_lrs", "max_lrs"})
 
 
 class ScheduleOfIterations:
@@ -31,6 +54,11 @@ class ScheduleOfIterations:
         optimizer: The torch optimizer.
         org_lrs: The rate that each group had.
         last_batch_iteration: The number of the last step; -1 before the first.
+
+    Raises:
+        ConfigError: A list has another length than there are groups.
+        TypeError: ``optimizer`` is no torch optimizer and wraps none.
+        ValueError: A number of steps is missing or too small.
     """
 
     def __init__(self, optimizer: Any, params: dict[str, Any]) -> None:
@@ -38,18 +66,23 @@ class ScheduleOfIterations:
         self.last_batch_iteration: int = params.pop("last_batch_iteration")
         params = {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
         _check(params)
-        self._names = tuple(params)
-        vars(self).update(params)
-        self._params()
         own_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in own_rates]
+        self._attributes = {name: ATTRIBUTES.get(name, name) for name in params}
+        of_groups = params_of_groups(params, len(own_rates))
+        for name, attribute in self._attributes.items():
+            if attribute in OF_GROUPS:
+                pairs = zip(of_groups, self.org_lrs, strict=True)
+                params[name] = [rate if values[name] is None else values[name] for values, rate in pairs]
+            setattr(self, attribute, params[name])
         self._last_lr: list[Any] = []
         if self.last_batch_iteration == -1:
             self._write()
 
     def _params(self) -> list[dict[str, Any]]:
         """Return the parameters of each group."""
-        return params_of_groups({name: getattr(self, name) for name in self._names}, len(self.optimizer.param_groups))
+        params = {name: getattr(self, attribute) for name, attribute in self._attributes.items()}
+        return params_of_groups(params, len(self.optimizer.param_groups))
 
     def _write(self) -> None:
         self._last_lr = write_rates(self.optimizer.param_groups, self.get_lr())
@@ -151,6 +184,8 @@ class OneCycle(ScheduleOfIterations):
     """One cycle of the rate up and down, then decay; momentum moves the other way (arXiv 1803.09820)."""
 
     cycle_momentum: bool
+    first_step_size: int
+    second_step_size: int
 
     def __init__(
         self,
@@ -172,10 +207,22 @@ class OneCycle(ScheduleOfIterations):
         if cycle_momentum and "betas" not in torch_optimizer(optimizer).defaults:
             log.warning("OneCycle: %s has no betas, so no momentum is cycled", type(optimizer).__name__)
             cycle_momentum = False
+        if cycle_second_step_size is None:
+            cycle_second_step_size = cycle_first_step_size
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
         super().__init__(optimizer, _arguments(locals()))
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which the rate rises."""
+        return self.first_step_size / (self.first_step_size + self.second_step_size)
+
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """Return the betas of each group at ``last_batch_iteration``; None where momentum is not cycled."""
+        """Return the betas of each group at ``last_batch_iteration``; None where momentum is not cycled.
+
+        As in DeepSpeed, they begin with the high momentum, and the first update has the low one.
+        """
         if not self.cycle_momentum:
             return None
         momenta = [one_cycle_momentum(params, self.last_batch_iteration + 1) for params in self._params()]
@@ -183,8 +230,10 @@ class OneCycle(ScheduleOfIterations):
 
     def _write(self) -> None:
         super()._write()
-        for betas, group in zip(self.get_mom() or (), self.optimizer.param_groups, strict=False):
-            group["betas"] = betas
+        for params, group in zip(self._params(), self.optimizer.param_groups, strict=True):
+            if self.cycle_momentum:
+                momentum = one_cycle_momentum_of_update(params, self.last_batch_iteration + 1)
+                group["betas"] = (momentum, *group["betas"][1:])
 
 
 SCHEDULES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
@@ -211,7 +260,7 @@ def _check(params: dict[str, Any]) -> None:
     """Check the values as DeepSpeed does, and warn where it warns.
 
     Raises:
-        ValueError: A number of steps is too small.
+        ValueError: A number of steps is missing or too small.
     """
     smallest = {
         "warmup_num_steps": 1,
@@ -219,14 +268,14 @@ def _check(params: dict[str, Any]) -> None:
         "cycle_first_step_size": 1,
         "cycle_second_step_size": 0,
     }
-    for name, limit in smallest.items():
-        steps = params.get(name)
-        if steps is not None and (not isinstance(steps, (int, float)) or steps < limit):
+    for name in smallest.keys() & params.keys():
+        steps, limit = params[name], smallest[name]
+        if not isinstance(steps, (int, float)) or steps < limit:
             raise ValueError(f"{name} is a number of at least {limit}; found {steps!r}")
     if params.get("warmup_type", "log") not in ("log", "linear"):
         log.warning('warmup_type is "log" or "linear"; found %r, and "log" is taken', params["warmup_type"])
         params["warmup_type"] = "log"
-    total, warm = params.get("total_num_steps"), max(2, params.get("warmup_num_steps") or 0)
+    total, warm = params.get("total_num_steps"), max(2, params.get("warmup_num_steps", 0))
     if total is not None and total < warm:
         log.warning("total_num_steps (%d) is less than warmup_num_steps (%d)", total, warm)
 
