@@ -107,11 +107,14 @@ def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
     state = engine._zero3_consolidated_16bit_state_dict()
     engine.save_16bit_model(folder)
     assert engine.get_global_grad_norm() > 0 and optimizer.param_groups[0]["lr"] == engine.get_lr()[0]
+    steps = [float(state["step"]) for state in optimizer.state.values()]
     engine.destroy()
     # Another model continues with the losses that the first one had, bit for bit.
-    engine, *_ = deepspeed.initialize(model=build(), config=settings(stage))
+    engine, optimizer, *_ = deepspeed.initialize(model=build(), config=settings(stage))
     path, client_state = engine.load_checkpoint(folder)
     resumed = run_steps(engine, 2, STEPS)
+    # This holds of parameters of which another rank has all elements too.
+    assert [float(state["step"]) for state in optimizer.state.values()] == steps
     engine.destroy()
     if state is not None:
         written = torch.load(Path(folder) / "pytorch_model.bin")
