@@ -35,6 +35,7 @@ from zeroengine.utils.torch_internals import (
     RAW_SAVED_TENSORS,
     DisableTorchFunctionSubclass,
     node_number,
+    unpack_saved,
     version_of,
 )
 
@@ -106,15 +107,21 @@ def replace_saved_views(
             if name == RAW_SAVED_TENSORS:
                 _return_parameters(node, saved_tensors, unit_of)
                 _replace_attributes(node, ranges)
-            for saved in filter(None, saved_tensors):
+            views: dict[int, Unit] = {}
+            for position, saved in enumerate(saved_tensors):
+                if saved is None:
+                    continue
                 # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the user's.
                 if saved.unpack_hook is None:
-                    unit = _unit_at(saved, ranges)
+                    unit = _unit_of_memory(saved.data, ranges)
                     if unit is not None:
-                        _replace(saved, unit, read)
+                        views[position] = unit
                 else:
                     leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
                     saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
+            # The backward will raise for a tensor that was changed in place since it was saved.
+            for position, _ in unpack_saved(node, name, saved_tensors, tuple(views)) if views else ():
+                _replace(saved_tensors[position], views[position], read)
     return saved_by_user_hooks
 
 
@@ -204,11 +211,6 @@ def _names_of_saved(node_class: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node_class) if name.startswith(RAW_SAVED_PREFIX))
 
 
-def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
-    """Return the unit in whose full buffer the saved tensor lies."""
-    return _unit_of_memory(saved.data, ranges)
-
-
 def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
     """Return the unit in whose full buffer ``tensor`` lies, if it is a strided view of it."""
     try:
@@ -227,11 +229,6 @@ def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int
 
 def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) -> None:
     tensor = saved.data
-    try:
-        saved.unpack()
-    except RuntimeError:
-        # The tensor was changed in place since it was saved. The backward will raise.
-        return
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
     # The tensor's own version would not do, because a ``.data`` has a separate counter.

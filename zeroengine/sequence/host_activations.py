@@ -26,7 +26,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ from zeroengine.utils.torch_internals import (
     current_graph_task_id,
     functorch_active,
     node_number,
+    unpack_saved,
     version_of,
 )
 from zeroengine.utils.work import Completed
@@ -198,11 +199,11 @@ class HostActivations:
         # What is saved in a recomputation is read at once. Tensors of torch.func have no graph.
         if current_graph_task_id() != -1 or functorch_active():
             return
-        found: dict[int, Sequence[Any]] = {}
-        for node, _, saved_tensors in saved_behind(tensors_in(tree), self._first_node):
+        found: dict[int, SavedInputs] = {}
+        for node, name, saved_tensors in saved_behind(tensors_in(tree), self._first_node):
             inputs = dict(checkpoint for saved in saved_tensors for checkpoint in _checkpoints_around(saved))
             if isinstance(node, CheckpointNode):
-                inputs[id(node)] = saved_tensors
+                inputs[id(node)] = SavedInputs(node, name, saved_tensors)
             if inputs:
                 found |= inputs
                 self._first_node = max(self._first_node, node_number(node) + 1)
@@ -211,16 +212,14 @@ class HostActivations:
             for saved_inputs in reversed(found.values()):
                 self._move_inputs(saved_inputs)
 
-    def _move_inputs(self, saved_inputs: Iterable[Any]) -> None:
+    def _move_inputs(self, inputs: SavedInputs) -> None:
         """Move those inputs of one checkpoint that are worth it."""
         moved = weakref.WeakSet[HostInput]()
-        for saved in saved_inputs:
-            # A saved tensor has at most one pair of hooks. Autograd raises here, as in the backward, if it was changed.
-            tensor = None
-            with suppress(RuntimeError):
-                tensor = saved.unpack() if getattr(saved, "unpack_hook", self) is None else None
+        # A saved tensor has at most one pair of hooks.
+        plain = [at for at, saved in enumerate(inputs.saved) if getattr(saved, "unpack_hook", self) is None]
+        for at, tensor in unpack_saved(inputs.node, inputs.name, inputs.saved, plain):
             if (host_input := self._host_input(tensor)) is not None:
-                saved.register_hooks(lambda _, host_input=host_input: host_input, HostInput.read)
+                inputs.saved[at].register_hooks(lambda _, host_input=host_input: host_input, HostInput.read)
                 moved.add(host_input)
         if moved:
             # The copies to the host had the time of a block.
@@ -234,16 +233,26 @@ def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, version_of(tensor)
 
 
-def _checkpoints_around(saved: Any) -> Iterator[tuple[int, Sequence[Any]]]:
+class SavedInputs(NamedTuple):
+    """The saved inputs of a checkpoint, and the node of the graph and its attribute that have them, if one has."""
+
+    node: Any
+    name: str
+    saved: Sequence[Any]
+
+
+def _checkpoints_around(saved: Any) -> Iterator[tuple[int, SavedInputs]]:
     """Yield each non-reentrant checkpoint through whose hooks ``saved`` was saved: an id, and its saved inputs."""
     hook: Any = getattr(saved, "unpack_hook", None)
     if getattr(hook, "__module__", "") == "torch.utils.checkpoint" and "frame" in hook.__code__.co_freevars:
         frame = hook.__closure__[hook.__code__.co_freevars.index("frame")].cell_contents
         # In torch 2.11 the inputs are those of a node.
-        inputs = (
-            frame.saved_args if hasattr(frame, "saved_args") else getattr(frame.input_saver.grad_fn, RAW_SAVED_TENSORS)
-        )
+        if hasattr(frame, "saved_args"):
+            inputs = SavedInputs(None, "", frame.saved_args)
+        else:
+            node = frame.input_saver.grad_fn
+            inputs = SavedInputs(node, RAW_SAVED_TENSORS, getattr(node, RAW_SAVED_TENSORS))
         yield id(frame), inputs
         # Inside another checkpoint the inputs were saved through that one's hooks.
-        for saved_input in inputs:
+        for saved_input in inputs.saved:
             yield from _checkpoints_around(saved_input)

@@ -7,9 +7,10 @@ spellings of a name the first is the public one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
 from types import CodeType
@@ -118,6 +119,8 @@ RUN_BACKWARD_CODE: CodeType = _find("torch.autograd.graph._engine_run_backward._
 # The tensors that a node saved, as objects that take hooks: those of a Function, and the prefix for those of torch's.
 RAW_SAVED_TENSORS = _attribute("_raw_saved_tensors", torch.autograd.Function)
 RAW_SAVED_PREFIX = "_raw_saved_"
+# Torch 2.11 unpacks all that a node saved under a name, by a public attribute, and no single one.
+_UNPACKS_SINGLE_ONES = hasattr(torch._C._autograd.SavedTensor, "unpack")
 # The pair of hooks through which tensors are saved now; None: there are none. Takes whether tracing counts.
 top_saved_tensors_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor, a dict in the order in which they are called.
@@ -125,6 +128,33 @@ BACKWARD_HOOKS = _attribute("_backward_hooks", torch.Tensor)
 POST_ACCUMULATE_GRAD_HOOKS = _attribute("_post_accumulate_grad_hooks", torch.Tensor)
 # Whether a profiler records ranges.
 profiler_enabled: Callable[[], bool] = _find("torch.autograd._profiler_enabled")
+
+
+def unpack_saved(
+    node: Any, name: str, saved_tensors: Sequence[Any], positions: Sequence[int]
+) -> list[tuple[int, torch.Tensor]]:
+    """Return tensors that a node of the graph saved, with their positions, as a backward would read them.
+
+    Those that were changed in place since they were saved, for which autograd raises, are left out; in torch 2.11 so
+    are all that the node saved under the name, and all where one of them was saved through hooks.
+
+    Args:
+        name: The attribute of the node that has the saved tensors; ``RAW_SAVED_TENSORS`` or one with the prefix.
+        saved_tensors: Its values.
+        positions: Which of them; they are not None and have no hooks.
+    """
+    tensors = []
+    if _UNPACKS_SINGLE_ONES:
+        for position in positions:
+            with contextlib.suppress(RuntimeError):
+                tensors.append((position, saved_tensors[position].unpack()))
+    elif all(saved is None or saved.unpack_hook is None for saved in saved_tensors):
+        public = name.removeprefix("_raw_" if name == RAW_SAVED_TENSORS else "_raw")
+        with contextlib.suppress(RuntimeError):
+            values = getattr(node, public)
+            values = values if type(values) in (tuple, list) else (values,)
+            tensors = [(position, values[position]) for position in positions]
+    return tensors
 
 
 @functools.lru_cache(maxsize=4096)
