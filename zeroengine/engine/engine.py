@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.checkpoint.load_plan import LoadOptions
+from zeroengine.config.model import Config
 from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
@@ -67,7 +68,6 @@ class Engine:
         optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
         base_optimizer: The optimizer that was passed to ``initialize``, or was built there.
         loss_scaler: The loss scale, and the counters by which a dynamic one adapts.
-        config: The resolved configuration.
         device: The device that the model computes on.
         rank: The number of this rank among all ranks of the engine.
         world_size: The number of these ranks.
@@ -95,7 +95,7 @@ class Engine:
         observers = [digests.begin_forward] if recorder is None else [digests.begin_forward, recorder.begin_forward]
         forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
         self._steps = StepLoop(parts, checkpoints, recorder, forwards)
-        self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
+        self.module, self.group = parts.setup.model, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
         self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
@@ -301,27 +301,40 @@ class Engine:
         self._parts.passes.backward.end_if_over()
         self._parts.loop.accumulation.set_boundary(is_boundary, override)
 
-    def set_gradient_accumulation_steps(self, steps: int) -> None:
+    def set_gradient_accumulation_steps(self, steps: int, micro_batch_size: int | None = None) -> None:
         """Let each step have ``steps`` micro-steps from now on, as while the batch grows. Call it on every rank.
 
         Gradients accumulate in the dtype that ``initialize`` chose, and a warning says where that is too coarse.
 
         Args:
             steps: The number of micro-steps, the same on every rank.
+            micro_batch_size: The samples of a micro-step on one rank, for what counts samples; None: as before.
 
         Raises:
-            ZeroEngineError: ``steps`` is no positive whole number, a step is in progress, or accumulation is manual.
+            ZeroEngineError: A number is no positive whole one, a step is in progress, or accumulation is manual.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ZeroEngineError(f"set_gradient_accumulation_steps() takes a positive whole number, found {steps!r}")
+        micro_batch = self.config.train_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
+        for number in (steps, micro_batch):
+            if type(number) is not int or number < 1:
+                raise ZeroEngineError(
+                    f"set_gradient_accumulation_steps() takes positive whole numbers, found {number!r}"
+                )
         self._parts.passes.backward.end_if_over()
         self._parts.loop.accumulation.set_micro_steps_per_step(steps)
         self._parts.passes.reducer.micro_steps_in_mean = steps
         if self.rank == 0 and (notice := self._parts.setup.config.coarse_sums_notice(steps)):
             log.warning("%s", notice)
-        samples = steps * self.config.train_micro_batch_size_per_gpu * self.num_sample_groups
-        sizes = {"gradient_accumulation_steps": steps, "train_batch_size": samples}
-        self.config = self.config.model_copy(update=sizes)
+        sizes = {
+            "gradient_accumulation_steps": steps,
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "train_batch_size": steps * micro_batch * self.num_sample_groups,
+        }
+        self._parts.setup.planner.config = self.config.model_copy(update=sizes)
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration, with the batch sizes of the next step. Checkpoints keep it."""
+        return self._parts.setup.config
 
     @property
     def gradient_clipping(self) -> float:

@@ -134,7 +134,7 @@ def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
-def habits(stage: int) -> None:
+def habits(stage: int, folder: str) -> None:
     """What scripts of DeepSpeed do, beside what DeepSpeed 0.19.8 does with it."""
     deepspeed.init_distributed()
     model = build()
@@ -163,8 +163,13 @@ def habits(stage: int) -> None:
     engine.set_train_batch_size(24)
     assert (engine.gradient_accumulation_steps(), engine.global_samples) == (3, 3 * 8)
     for wrong in (0, 2.5, True, "3"):
-        with pytest.raises(ZeroEngineError, match="takes a positive whole number"):
+        with pytest.raises(ZeroEngineError, match="takes positive whole numbers"):
             engine.engine.set_gradient_accumulation_steps(wrong)
+        with pytest.raises(ZeroEngineError, match="takes positive whole numbers"):
+            engine.set_train_micro_batch_size(wrong)
+    engine.save_checkpoint(folder, tag="larger")
+    saved = json.loads(Path(folder, "larger", "zeroengine.json").read_text())["config"]
+    assert (saved["gradient_accumulation_steps"], saved["train_batch_size"]) == (3, 24)
     plain = build()
     plain.load_state_dict(engine.engine.full_state_dict())
     for number in range(3):
@@ -199,8 +204,8 @@ def habits(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_scripts_do_by_habit_has_deepspeeds_effect_or_a_better_one(stage: int) -> None:
-    run_ranks(2, habits, stage)
+def test_what_scripts_do_by_habit_has_deepspeeds_effect_or_a_better_one(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, habits, stage, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

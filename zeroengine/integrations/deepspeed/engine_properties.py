@@ -127,21 +127,14 @@ class EngineProperties(nn.Module):
         """Set the samples of a micro-step on one rank, which are counted, and which ``deepspeed_io`` loads.
 
         Raises:
-            ValueError: It is no positive number.
+            ZeroEngineError: It is no positive whole number, or a step is in progress.
         """
-        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise ValueError(f"the micro-batch size is a positive whole number, found {micro_batch_size!r}")
         self._set_sizes(micro_batch_size, self.gradient_accumulation_steps())
 
     def _set_sizes(self, micro_batch_size: int, steps: int) -> None:
         samples = self.global_samples
         # Within a step this raises, and then nothing has changed.
-        self.engine.set_gradient_accumulation_steps(steps)
-        sizes = {
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "train_batch_size": steps * micro_batch_size * self.engine.num_sample_groups,
-        }
-        self.engine.config = self.engine.config.model_copy(update=sizes)
+        self.engine.set_gradient_accumulation_steps(steps, micro_batch_size)
         self._samples_of_other_sizes += samples - self.global_samples
 
     def managed_gradient_accumulation(self) -> bool:
