@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroengine
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STAGES, take_steps
@@ -95,7 +95,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lambd
 
 def engine_at(stage: int, more: dict[str, Any], on_device: bool | None = True) -> zeroengine.Engine:
     if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        init_fake_group(2)
     model = build(functools.partial(TinyLM, tied=False))
     return make_engine(model, None, config(stage, units=UNITS, **more), decaying, async_step=on_device)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
@@ -186,7 +186,7 @@ def test_errors_restart_from_zero_after_a_load(tmp_path: Path) -> None:
 
 def travelled(world_size: int, zero: dict[str, Any]) -> dict[str, int]:
     """The bytes of each kind of collective in a step, from the arguments of the process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    init_fake_group(world_size)
     engine = zeroengine.initialize(
         build(lambda: TinyLM(tied=False)), config=config(3, units=["tok", "blocks.*", "norm", "head"], **zero)
     )

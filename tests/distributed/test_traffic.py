@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.transports import nccl
@@ -56,7 +56,7 @@ def steps(
     world_size: int, stage: int, micro_steps: int, more: dict[str, Any], no_sync: bool = False
 ) -> tuple[list[int], list[list[Sent]]]:
     """The sizes of the units' buffers, and what each of three steps sends."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    init_fake_group(world_size)
     settings = config(stage, gradient_accumulation_steps=micro_steps, units=UNITS, **more)
     engine = zeroengine.initialize(build(lambda: TinyLM(tied=False)), config=settings)
     found = []
@@ -199,7 +199,7 @@ def test_large_buckets_and_prefetching_change_no_volume() -> None:
 
 def traffic_at(world_size: int, degrees: dict[str, Any], micro_steps: int) -> tuple[int, int, list[Sent]]:
     """The elements of all units, those of the unit that a forward uses last, and what the third step sends."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    init_fake_group(world_size)
     settings = config(0, gradient_accumulation_steps=micro_steps, units=UNITS)
     settings["zero_optimization"] = {"degrees": degrees, "stage3_param_persistence_threshold": 0}
     engine = zeroengine.initialize(build(lambda: TinyLM(tied=False)), config=settings)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import Block
 from tests.distributed.ranks import run_ranks
 
@@ -27,7 +26,7 @@ class Model(torch.nn.Module):
 
 def memory_of(stage: int, ranks: int, bf16: bool) -> tuple[zeroengine.Memory, int, int]:
     """After two steps: the engine's memory, the model's parameters, those of its largest unit."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    init_fake_group(ranks)
     model = Model()
     numel = sum(p.numel() for p in model.parameters())
     config = {

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
 from tests.distributed.experts import ExpertsLM, Style, draw
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
 from zeroengine.optim.algorithms import algorithms_of
@@ -192,7 +192,7 @@ def outcomes(cases: list[Case], transport: str, world_size: int, disk: str) -> l
     """On a rank: train every case. Over "fake" and "single" this process is the only one."""
     torch.set_num_threads(1)
     if transport == "fake":
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        init_fake_group(world_size)
     elif not dist.is_initialized():
         dist.init_process_group("gloo")
     return [outcome(case, transport, world_size, disk) for case in cases]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
+from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import build, config
 from tests.distributed.ranks import run_ranks
 from tests.sequence.models import CausalLM
@@ -18,7 +17,7 @@ from zeroengine.sequence.sequence_parallel import attention
 
 def sizes(world_size: int, degree: int) -> list[tuple[int, int]]:
     """Return the bytes and the number of ranks of each exchange of one attention, forward and backward."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    init_fake_group(world_size)
     settings = config(1, sequence_parallel_size=degree)
     engine = zeroengine.initialize(build(CausalLM), config=settings)
     seen: list[tuple[int, int]] = []
