@@ -108,7 +108,8 @@ def replace_quantized_parameters(model: nn.Module, new_of: Callable[[torch.Tenso
 def _replaced(module: Any, param: nn.Parameter, new_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if is_traceable_wrapper_subclass(param):
         return map_wrapper(param, new_of)
-    data = new_of(param)
+    # Torch 2.11 makes a fake tensor of no subclass.
+    data = new_of(param.as_subclass(torch.Tensor))
     # A fake tensor keeps its class, which computes shapes.
     is_plain = type(data) is torch.Tensor
     new: Any = make_subclass(type(param), data) if is_plain else nn.Parameter(data, False)
