@@ -297,7 +297,7 @@ def stall(stage: int, transport: str, where: str) -> tuple[str, float] | None:
 @pytest.mark.parametrize(
     ("stage", "where", "transport"),
     [
-        (3, "before forward", "gloo"),
+        pytest.param(3, "before forward", "gloo", marks=pytest.mark.slow),
         (2, "saving", "shm"),
         pytest.param(1, "before backward", "gloo", marks=pytest.mark.slow),
         pytest.param(0, "gathered", "shm", marks=pytest.mark.slow),

@@ -84,7 +84,10 @@ def in_pairs(transport: str, ranks: Callable[[int], Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("transport", "ranks"), [("shm", as_groups), ("gloo", as_groups), ("shm", as_mesh)])
+@pytest.mark.parametrize(
+    ("transport", "ranks"),
+    [("shm", as_groups), pytest.param("gloo", as_groups, marks=pytest.mark.slow), ("shm", as_mesh)],
+)
 def test_an_engine_is_partitioned_over_the_ranks_of_its_process_group(
     transport: str, ranks: Callable[[int], Any]
 ) -> None:

@@ -225,7 +225,8 @@ def test_the_outer_step_is_that_of_diloco_in_plain_pytorch() -> None:
     assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=False), slice(len(STAGES), None))
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the test above has stages, and test_degrees hybrid degrees
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_outer_step_is_that_of_diloco_at_degrees_below_the_ranks_of_a_replica(transport: str) -> None:
     all_degrees = [(1, 1, 2), (2, 2, 4)] if transport == "shm" else [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 2, 4)]
     settings = local(3, 2, 4, NESTEROV, optimizer=None, comm={"transport": transport})

@@ -159,7 +159,7 @@ def other_forwards(stage: int, backward_by_engine: bool) -> list[int]:
     return updates
 
 
-@pytest.mark.parametrize("backward_by_engine", [False, True])
+@pytest.mark.parametrize("backward_by_engine", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_forwards_with_one_loss_are_one_micro_step(backward_by_engine: bool) -> None:
     """Also under reentrant checkpoints, each of which runs a backward of its own."""
     assert run_ranks(2, other_forwards, 2, backward_by_engine) == [[3, 7, 11]] * 2
@@ -672,7 +672,7 @@ def nested_alone(stage: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_backwards_are_told_apart_although_all_gradients_come_in_nested_ones(stage: int) -> None:
     for one, repeated, two in run_ranks(2, nested_alone, stage):
         assert one > 0 and repeated == one and two == pytest.approx(one, rel=1e-6)
