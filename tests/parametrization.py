@@ -21,13 +21,14 @@ def in_turn(names: tuple[str, str], first: Sequence[Any], second: Sequence[Any])
     Args:
         names: The names of the two arguments.
         first: Values of the first argument, at least as many as of the second. Each value may be a `pytest.param`,
-            whose `id` then names it; another value is named by its `__name__` or by itself.
+            whose `id` then names it, and whose marks all its pairs have; another value is named by its `__name__` or
+            by itself.
         second: Values of the second argument, likewise.
     """
     cases = []
     for i, one in enumerate(map(_parameter, first)):
         for j, other in enumerate(map(_parameter, second)):
-            marks = () if i % len(second) == j else (pytest.mark.slow,)
+            marks = [*one.marks, *other.marks, *([] if i % len(second) == j else [pytest.mark.slow])]
             cases.append(pytest.param(*one.values, *other.values, marks=marks, id=f"{one.id}-{other.id}"))
     return pytest.mark.parametrize(names, cases)
 

@@ -18,7 +18,8 @@ import zeroengine
 from tests.checkpoint.models import engine_at, momentum
 from tests.distributed.models import TinyLM, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, make_engine, start, take_steps
+from tests.distributed.training import Task, adamw, make_engine, start, take_steps
+from tests.parametrization import in_turn
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
@@ -65,7 +66,7 @@ def resumes(root: Path, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),  # the last one is in fp32
         {"bf16": {"enabled": True}},
         {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
         {"optimizer": momentum},
@@ -114,23 +115,22 @@ class Gained(TinyLM):
         return super().forward(ids, labels) * self.gain
 
 
-def scalar_resumes(root: Path) -> None:
-    for optimizer in (one_group, momentum):
-        for stage in (0, 3):
-            task, folder = Task(factory=Gained, optimizer=optimizer), root / f"{optimizer.__name__} {stage}"
-            engine = make_engine(task, stage)
-            take_steps(engine, range(3))
-            engine.save_checkpoint(folder)
-            other = make_engine(task, stage)
-            take_steps(other, range(1))
-            other.load_checkpoint(folder)
-            assert take_steps(other, range(3, 6)) == take_steps(engine, range(3, 6)), (optimizer, stage)
-            engine.close()
-            other.close()
+def scalar_resumes(root: Path, optimizer: Any, stage: int) -> None:
+    task = Task(factory=Gained, optimizer=optimizer)
+    engine = make_engine(task, stage)
+    take_steps(engine, range(3))
+    engine.save_checkpoint(root)
+    other = make_engine(task, stage)
+    take_steps(other, range(1))
+    other.load_checkpoint(root)
+    assert take_steps(other, range(3, 6)) == take_steps(engine, range(3, 6))
+    engine.close()
+    other.close()
 
 
-def test_a_parameter_without_dimensions_too(tmp_path: Path) -> None:
-    run_ranks(2, scalar_resumes, tmp_path)
+@in_turn(("stage", "optimizer"), [pytest.param(0, id="0", marks=pytest.mark.slow), 3], [adamw, momentum])
+def test_a_parameter_without_dimensions_too(stage: int, optimizer: Any, tmp_path: Path) -> None:
+    run_ranks(2, scalar_resumes, tmp_path, optimizer, stage)
 
 
 def accumulates(root: Path) -> None:
@@ -213,8 +213,8 @@ def counting(model: nn.Module) -> torch.optim.Optimizer:
     return CountingSGD(model.parameters(), lr=1e-2)
 
 
-def counts(root: Path) -> None:
-    for stage in (0, 2, 3):
+def counts(root: Path, stages: tuple[int, ...]) -> None:
+    for stage in stages:
         engine = engine_at(stage, optimizer=counting)
         take_steps(engine, range(3))
         engine.save_checkpoint(root / str(stage))
@@ -248,8 +248,11 @@ def test_states_of_other_shapes_than_the_parameters_come_back(tmp_path: Path) ->
     run_ranks(2, states_of_other_shapes, tmp_path)
 
 
-def test_a_number_that_an_optimizer_keeps_as_a_tensor_of_one_element_comes_back(tmp_path: Path) -> None:
-    run_ranks(2, counts, tmp_path)
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_number_that_an_optimizer_keeps_as_a_tensor_of_one_element_comes_back(
+    stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    run_ranks(2, counts, tmp_path, stages)
 
 
 def weights_alone(root: Path) -> None:
@@ -432,7 +435,7 @@ def disk_full_on_rank_1(root: Path, background: bool) -> None:
     assert take_steps(engine, range(2)) if not background else True, "training can go on"
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_disk_that_fills_up_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
     run_ranks(2, disk_full_on_rank_1, tmp_path, background)
 

@@ -141,7 +141,8 @@ def across_precisions(root: Path) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # test_state_formats loads moments and masters at another precision
+@pytest.mark.parametrize("stages", [(0, 3), STAGES], ids=str)
 def test_any_precision_to_any_other(stages: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(2, save_all, tmp_path, adamw, stages)
     run_ranks(2, across_precisions, tmp_path)

@@ -83,6 +83,7 @@ def test_wrong_requests_are_refused_in_one_line(run: Run, disk: Path, arguments:
     assert message.format(disk=disk) in err
 
 
+@pytest.mark.slow  # test_zero_launch starts a command of a checkout
 def test_bin_zero_io_runs_from_a_checkout(disk: Path) -> None:
     environment = os.environ | {"ZEROENGINE_PYTHON": sys.executable}
     environment.pop("PYTHONPATH", None)

@@ -52,7 +52,7 @@ def train(stage: int, section: dict[str, Any], delay_s: float = 0.0) -> tuple[li
     return losses, out.getvalue(), dict(recorder._log.totals) if recorder else {}, nbytes
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_counts_and_bytes_are_those_of_the_stage_and_the_losses_stay(stage: int) -> None:
     plain = [losses for losses, *_ in run_ranks(2, train, stage, {})]
     answers = run_ranks(2, train, stage, {"enabled": True})

@@ -86,7 +86,8 @@ def without_sync(task: Task, engine: zeroengine.Engine) -> tuple[list[float], li
     return losses, norms
 
 
-@SHARED_MEMORY_AND_SLOW_GLOO
+@pytest.mark.slow  # the test below has micro-steps inside and outside of it
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_no_sync_gives_what_syncing_each_micro_step_gives(transport: str) -> None:
     task = Task(micro_steps=3, steps=4)
     ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, without_sync, {"comm": {"transport": transport}})
@@ -110,12 +111,13 @@ def mixed_sync(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list
     return losses, norms
 
 
-def test_no_sync_may_come_at_any_micro_step() -> None:
-    for micro_steps in (4, 3):  # the last one of a step is local, or now and then
-        task = Task(micro_steps=micro_steps, steps=3)
-        ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, mixed_sync, {})
-        for stage in range(4):
-            assert_close([found[stage] for found in ranks], train_plainly(task))
+# The last one of a step is local, or now and then.
+@pytest.mark.parametrize("micro_steps", [pytest.param(4, marks=pytest.mark.slow), 3])
+def test_no_sync_may_come_at_any_micro_step(micro_steps: int) -> None:
+    task = Task(micro_steps=micro_steps, steps=3)
+    ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, mixed_sync, {})
+    for stage in range(4):
+        assert_close([found[stage] for found in ranks], train_plainly(task))
 
 
 # -- manual accumulation ------------------------------------------------------------------------------

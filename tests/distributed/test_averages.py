@@ -95,13 +95,21 @@ FAMILIES: list[list[tuple[int, dict[str, Any]]]] = [
 ]
 
 
-def test_averages_have_the_same_bits_at_every_stage_with_offload_and_on_one_rank(tmp_path: Path) -> None:
-    cases = [case for family in FAMILIES for case in family]
+@pytest.mark.parametrize(
+    "families",
+    [[FAMILIES[1], FAMILIES[2]], pytest.param(FAMILIES, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_averages_have_the_same_bits_at_every_stage_with_offload_and_on_one_rank(
+    families: list[list[tuple[int, dict[str, Any]]]], tmp_path: Path
+) -> None:
+    cases = [case for family in families for case in family]
     by_rank = run_ranks(2, trained, cases, str(tmp_path))
     # One rank has the average of torch, whose gradients it has, too.
-    alone = run_ranks(1, trained, [case for family in FAMILIES[:2] for case in family[-1:]], str(tmp_path))[0]
+    of_torch = [family[-1] for family in families if family in FAMILIES[:2]]
+    alone = run_ranks(1, trained, of_torch, str(tmp_path))[0]
     results = iter(by_rank[0])
-    for number, family in enumerate(FAMILIES):
+    for number, family in enumerate(families):
         first = next(results)
         for case in family[1:]:
             assert_equal(first, next(results), case)
@@ -194,7 +202,7 @@ def check_evaluation(more: dict[str, Any], disk: str) -> None:
         evaluate(stage, more, disk)
 
 
-@pytest.mark.parametrize("more", [EMA, LOW])
+@pytest.mark.parametrize("more", [EMA, pytest.param(LOW, marks=pytest.mark.slow)])
 def test_the_model_computes_with_averages_for_a_while_and_then_with_its_weights(
     more: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -23,7 +23,6 @@ from zeroengine.optim.state_digests import differences, whole_digests
 from zeroengine.partition.degrees import Degrees
 
 RANKS = 4
-NUM_FLIPS = 100
 
 
 def make(settings: dict[str, Any], group: Any = None, stage: int = 0, every: int = 1) -> zeroengine.Engine:
@@ -112,13 +111,13 @@ def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
     tensor.view(torch.int32)[place] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
 
 
-def flip_between_steps(settings: dict[str, Any], group_size: int) -> int:
+def flip_between_steps(settings: dict[str, Any], group_size: int, num_flips: int) -> int:
     """Flip bits of states that have copies, one at a time, and count those that were found and named."""
     engine = make(settings)
     take_steps(engine, range(1))
     choice, num_found = random.Random(0), 0
     shards = engine._parts.states.optimizer.shards
-    for _ in range(NUM_FLIPS):
+    for _ in range(num_flips):
         rank, kind = choice.randrange(RANKS), choice.choice(("parameters", "moments"))
         spans = [
             (shard, span) for shard in shards for span in shard.unit.layout.spans(rank, shard.unit.degrees.optimizer)
@@ -144,10 +143,13 @@ def flip_between_steps(settings: dict[str, Any], group_size: int) -> int:
     return num_found
 
 
+@pytest.mark.parametrize("num_flips", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("settings", "copies"), [({}, 4), (sharded(2, 2, 2), 2)], ids=["stage 0", "MiCS"])
-def test_every_flipped_bit_of_a_copy_is_named_by_rank_and_unit(settings: dict[str, Any], copies: int) -> None:
-    for num_found in run_ranks(RANKS, flip_between_steps, settings, copies):
-        assert num_found == NUM_FLIPS
+def test_every_flipped_bit_of_a_copy_is_named_by_rank_and_unit(
+    settings: dict[str, Any], copies: int, num_flips: int
+) -> None:
+    for num_found in run_ranks(RANKS, flip_between_steps, settings, copies, num_flips):
+        assert num_found == num_flips
 
 
 def flip_within_a_step(stage: int, flipped: str) -> tuple[str, int]:

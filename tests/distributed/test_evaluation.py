@@ -169,7 +169,11 @@ class Plain(Net):
     """The same modules without checkpointing."""
 
 
-@in_turn(("factory", "transport"), [Checkpointed, Reentrant, InSegments], TRANSPORTS)
+# Segments are such checkpoints.
+FACTORIES = [pytest.param(Checkpointed, id="Checkpointed", marks=pytest.mark.slow), Reentrant, InSegments]
+
+
+@in_turn(("factory", "transport"), FACTORIES, TRANSPORTS)
 def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -> None:
     comm = {"transport": transport}
     recomputed = check_every_stage(Task(factory=factory, data=features), comm=comm)

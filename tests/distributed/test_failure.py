@@ -27,7 +27,7 @@ from tests.distributed.test_parameters import Net, Skipping, features
 from tests.distributed.training import start
 from tests.emulated import cpu_alone, need_transport
 from tests.nccl_over_gloo import use_nccl_transport
-from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 from zeroengine import DivergenceError
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE
 from zeroengine.comm.group import Group
@@ -88,14 +88,14 @@ def train_until_death(stage: int, transport: str, victim: int, moment: str, how:
     return until_error(run)
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize(
-    ("stage", "victim", "moment", "how"),
-    [(3, 1, "forward", "killed"), (2, 2, "backward", "exits"), (0, 1, "step", "killed"), (1, 0, "step", "exits")],
-)
+DEATHS = [(3, 1, "forward", "killed"), (2, 2, "backward", "exits"), (0, 1, "step", "killed"), (1, 0, "step", "exits")]
+
+
+@in_turn(("death", "transport"), [pytest.param(death, id="-".join(map(str, death))) for death in DEATHS], TRANSPORTS)
 def test_when_a_rank_dies_the_others_name_it_and_where_they_are(
-    stage: int, victim: int, moment: str, how: str, transport: str
+    death: tuple[int, int, str, str], transport: str
 ) -> None:
+    stage, victim, moment, how = death
     found = run_ranks(3, train_until_death, stage, transport, victim, moment, how, missing=(victim,))
     assert found[victim] is None
     for rank in {0, 1, 2} - {victim}:
@@ -136,7 +136,9 @@ def run_different_units(transport: str, timeout: float) -> tuple[str, float]:
     return until_error(lambda: engine(*features(1, rank), 2 * rank))
 
 
-@pytest.mark.parametrize(("transport", "timeout"), [("shm", LONG), ("gloo", PATIENCE)])
+@pytest.mark.parametrize(
+    ("transport", "timeout"), [("shm", LONG), pytest.param("gloo", PATIENCE, marks=pytest.mark.slow)]
+)
 def test_ranks_that_run_different_units_are_told_which(transport: str, timeout: float) -> None:
     """Through shared memory at once, over Gloo when the time is up."""
     for rank, (message, seconds) in enumerate(run_ranks(2, run_different_units, transport, timeout)):
@@ -171,7 +173,9 @@ def run_forwards_alone(transport: str, timeout: float) -> tuple[str, float]:
     return until_error(lambda: (evaluate_on_rank_1(), train()))
 
 
-@pytest.mark.parametrize(("transport", "timeout"), [("shm", LONG), ("gloo", PATIENCE)])
+@pytest.mark.parametrize(
+    ("transport", "timeout"), [pytest.param("shm", LONG, marks=pytest.mark.slow), ("gloo", PATIENCE)]
+)
 def test_a_rank_that_evaluates_alone_is_named_except_inside_gathered(transport: str, timeout: float) -> None:
     for message, seconds in run_ranks(2, run_forwards_alone, transport, timeout):
         assert seconds < SOON
@@ -293,10 +297,10 @@ def stall(stage: int, transport: str, where: str) -> tuple[str, float] | None:
 @pytest.mark.parametrize(
     ("stage", "where", "transport"),
     [
-        (3, "before forward", "gloo"),
+        pytest.param(3, "before forward", "gloo", marks=pytest.mark.slow),
         (2, "saving", "shm"),
-        (1, "before backward", "gloo"),
-        (0, "gathered", "shm"),
+        pytest.param(1, "before backward", "gloo", marks=pytest.mark.slow),
+        pytest.param(0, "gathered", "shm", marks=pytest.mark.slow),
         (0, "gathered", "gloo"),
     ],
 )

@@ -81,7 +81,7 @@ def use_after_change(stage: int, folder: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_parameters_that_are_not_the_engine_s_are_named_wherever_they_would_be_left_out(
     stage: int, tmp_path: Path
 ) -> None:

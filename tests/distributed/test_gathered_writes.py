@@ -152,7 +152,9 @@ def differ(stage: int, when: str, folder: str) -> None:
         engine.save_checkpoint(folder) if when == "save" else engine.release()
 
 
-@pytest.mark.parametrize(("stage", "when"), [(3, "step"), (3, "save"), (3, "release"), (1, "step")])
+@pytest.mark.parametrize(
+    ("stage", "when"), [(3, "step"), pytest.param(3, "save", marks=pytest.mark.slow), (3, "release"), (1, "step")]
+)
 def test_ranks_that_write_differently_raise_by_name(stage: int, when: str, tmp_path: Any) -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(2, differ, stage, when, str(tmp_path))

@@ -71,15 +71,23 @@ def states_after_steps(all_settings: Sequence[dict[str, Any]], steps: int) -> li
     return found
 
 
-def test_replicas_are_equal_in_bits_after_each_round_and_differ_within() -> None:
-    bf16 = {"bf16": {"enabled": True}}
-    chosen = [
-        local(0, 2, 2),
-        local(1, 2, 2, comm={"transport": "gloo"}, **bf16),
-        local(2, 2, 1, optimizer_state_dtype="bf16", **bf16),
-        local(3, 2, 2, NESTEROV, comm={"transport": "gloo"}),
-        local(3, 2, 2, NESTEROV, **bf16),
-    ]
+BF16 = {"bf16": {"enabled": True}}
+EQUAL_AFTER_ROUNDS = [
+    local(1, 2, 2, comm={"transport": "gloo"}, **BF16),
+    local(3, 2, 2, NESTEROV),
+    local(0, 2, 2),
+    local(2, 2, 1, optimizer_state_dtype="bf16", **BF16),
+    local(3, 2, 2, NESTEROV, comm={"transport": "gloo"}),
+    local(3, 2, 2, NESTEROV, **BF16),
+]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [EQUAL_AFTER_ROUNDS[:2], pytest.param(EQUAL_AFTER_ROUNDS[2:], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_replicas_are_equal_in_bits_after_each_round_and_differ_within(chosen: list[dict[str, Any]]) -> None:
     for ranks in zip(*run_ranks(4, states_after_steps, chosen, 3), strict=True):
         assert not differences(ranks[0][1], ranks[2][1])
         for step in (0, 2):
@@ -118,7 +126,7 @@ def own_replica(settings: dict[str, Any], steps: int, ranks_per_replica: int) ->
     ("stage", "ranks_per_replica", "more"),
     [
         (3, 2, {"gradient_accumulation_steps": 2, "gradient_clipping": 0.3}),
-        (2, 2, {"bf16": {"enabled": True}, "comm": {"transport": "gloo"}}),
+        pytest.param(2, 2, {"bf16": {"enabled": True}, "comm": {"transport": "gloo"}}, marks=pytest.mark.slow),
         pytest.param(0, 2, {}, marks=pytest.mark.slow),
         pytest.param(1, 2, {"optimizer_state_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param(3, 1, {}, marks=pytest.mark.slow),
@@ -217,7 +225,8 @@ def test_the_outer_step_is_that_of_diloco_in_plain_pytorch() -> None:
     assert_all_close(ranks, plain_diloco(4, 2, 6, 2, nesterov=False), slice(len(STAGES), None))
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the test above has stages, and test_degrees hybrid degrees
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_outer_step_is_that_of_diloco_at_degrees_below_the_ranks_of_a_replica(transport: str) -> None:
     all_degrees = [(1, 1, 2), (2, 2, 4)] if transport == "shm" else [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 2, 4)]
     settings = local(3, 2, 4, NESTEROV, optimizer=None, comm={"transport": transport})
@@ -225,6 +234,7 @@ def test_the_outer_step_is_that_of_diloco_at_degrees_below_the_ranks_of_a_replic
     assert_all_close(ranks, plain_diloco(8, 4, 4, 2, nesterov=True))
 
 
+@pytest.mark.slow  # the outer step is that of DiLoCo, which is this at a round of one step
 def test_rounds_of_one_step_of_sgd_are_data_parallel_training() -> None:
     plain = {"optimizer": None, "gradient_clipping": 0.0}
     chosen = [config(3, **plain), local(3, 1, 2, **plain), local(3, 2, 2, **plain)]
@@ -365,12 +375,12 @@ def test_rounding_masters_rounds_what_all_replicas_start_from() -> None:
     run_ranks(2, round_masters_of_replicas)
 
 
-def train_offloaded(folder: Path) -> list[list[str]]:
-    """The names of what differs between states on the device and elsewhere."""
+def train_offloaded(folder: Path, cases: Sequence[tuple[int, str]]) -> list[list[str]]:
+    """The names of what differs between states on the device and elsewhere, for stages and places."""
     start()
     states: list[State] = []
-    for stage, devices in ((3, ("none", "nvme")), (1, ("none", "cpu"))):
-        for device in devices:
+    for stage, place in cases:
+        for device in ("none", place):
             section = {"offload_optimizer": {"device": device, "nvme_path": str(folder)}}
             if stage == 3:
                 section["offload_param"] = {"device": device, "nvme_path": str(folder)}
@@ -386,11 +396,12 @@ def train_offloaded(folder: Path) -> list[list[str]]:
             engine.average_replicas()
             states.append(whole_states(engine))
             engine.close()
-    return [differences(states[first], states[other]) for first, other in ((0, 1), (2, 3))]
+    return [differences(first, other) for first, other in zip(states[::2], states[1::2], strict=True)]
 
 
-def test_states_in_files_and_in_cpu_memory_give_the_same_bits(tmp_path: Path) -> None:
-    assert run_ranks(4, train_offloaded, tmp_path) == [[[], []]] * 4
+@pytest.mark.parametrize("case", [(3, "nvme"), pytest.param((1, "cpu"), marks=pytest.mark.slow)], ids=str)
+def test_states_in_files_and_in_cpu_memory_give_the_same_bits(tmp_path: Path, case: tuple[int, str]) -> None:
+    assert run_ranks(4, train_offloaded, tmp_path, [case]) == [[[]]] * 4
 
 
 # -- saving and loading -----------------------------------------------------------------------------

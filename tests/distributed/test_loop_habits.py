@@ -93,7 +93,7 @@ def optimizer_loop(
         pytest.param(Task(), id="AdamW"),
         pytest.param(Task(micro_steps=4, steps=3), id="AdamW, 4 micro-steps"),
         pytest.param(Task(optimizer=counting, micro_steps=4, steps=2), id="group counters, 4 micro-steps"),
-        pytest.param(Task(optimizer=counting), id="group counters"),
+        pytest.param(Task(optimizer=counting), id="group counters", marks=pytest.mark.slow),
     ],
     [pytest.param(False, id="passed in"), pytest.param(True, id="of the engine")],
 )
@@ -129,7 +129,7 @@ def forwards_first(stages: Sequence[int], task: Task) -> list[Trained]:
     return trained
 
 
-@pytest.mark.parametrize("factory", [TinyLM, BlockTwice])
+@pytest.mark.parametrize("factory", [pytest.param(TinyLM, marks=pytest.mark.slow), BlockTwice])
 def test_forwards_that_all_come_before_the_backwards_are_micro_steps(factory: Callable[[], nn.Module]) -> None:
     task = Task(factory=factory, micro_steps=3, steps=3)
     ranks = run_ranks(2, forwards_first, STAGES, task)
@@ -159,7 +159,7 @@ def other_forwards(stage: int, backward_by_engine: bool) -> list[int]:
     return updates
 
 
-@pytest.mark.parametrize("backward_by_engine", [False, True])
+@pytest.mark.parametrize("backward_by_engine", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_forwards_with_one_loss_are_one_micro_step(backward_by_engine: bool) -> None:
     """Also under reentrant checkpoints, each of which runs a backward of its own."""
     assert run_ranks(2, other_forwards, 2, backward_by_engine) == [[3, 7, 11]] * 2
@@ -290,8 +290,15 @@ def check_wrapped(wrappers: list[Callable[[torch.optim.Optimizer], Any]]) -> Non
         assert found == dict.fromkeys(found, expected)
 
 
-def test_the_step_ends_whatever_wraps_the_optimizer_before_or_after_initialize() -> None:
-    check_wrapped(WRAPPERS)
+@pytest.mark.parametrize(
+    "wrappers",
+    [[scheduled, accelerated_with_scaler, sharing], pytest.param(WRAPPERS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_the_step_ends_whatever_wraps_the_optimizer_before_or_after_initialize(
+    wrappers: list[Callable[[torch.optim.Optimizer], Any]],
+) -> None:
+    check_wrapped(wrappers)
 
 
 def test_the_step_ends_where_accelerate_wraps_the_optimizer() -> None:
@@ -389,12 +396,13 @@ MISUSES: list[tuple[Callable[..., None], Any, str]] = [
 ]
 
 
-def misuse() -> list[str]:
+def misuse(optimizers: Sequence[Sequence[bool]]) -> list[str]:
+    """What is said of each misuse, by the engine's optimizer or the one that was passed in."""
     start()
     messages = []
     for number, (act, micro_steps, _) in enumerate(MISUSES):
         stage = (0, 3)[number % 2]
-        for use_engine_optimizer in (False, True):
+        for use_engine_optimizer in optimizers[number // 2 % 2]:
             model = build()
             optimizer = adamw(model)
             more = {"gradient_accumulation_steps": micro_steps}
@@ -413,9 +421,14 @@ def misuse() -> list[str]:
     return messages
 
 
-def test_calls_of_two_habits_in_one_step_are_refused_with_what_to_write() -> None:
-    expected = [message for _, _, message in MISUSES for _ in range(2)]
-    for messages in run_ranks(2, misuse):
+@pytest.mark.parametrize(
+    "optimizers",
+    [((False,), (True,)), pytest.param(((False, True), (False, True)), marks=pytest.mark.slow)],
+    ids=["one in turn", "both"],
+)
+def test_calls_of_two_habits_in_one_step_are_refused_with_what_to_write(optimizers: Sequence[Sequence[bool]]) -> None:
+    expected = [message for _, _, message in MISUSES for _ in optimizers[0]]
+    for messages in run_ranks(2, misuse, optimizers):
         for message, beginning in zip(messages, expected, strict=True):
             assert message.startswith(beginning)
 
@@ -659,7 +672,7 @@ def nested_alone(stage: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_backwards_are_told_apart_although_all_gradients_come_in_nested_ones(stage: int) -> None:
     for one, repeated, two in run_ranks(2, nested_alone, stage):
         assert one > 0 and repeated == one and two == pytest.approx(one, rel=1e-6)

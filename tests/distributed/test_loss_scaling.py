@@ -33,7 +33,7 @@ from tests.distributed.training import (
     train_plainly,
 )
 from tests.distributed.whole_states import whole_states
-from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import TRANSPORTS
 from zeroengine import ZeroEngineError
 from zeroengine.config import FP16
 from zeroengine.optim.loss_scaler import LossScaler
@@ -94,16 +94,18 @@ def test_a_scaled_loss_may_have_reentrant_checkpoints_and_gradients_in_it() -> N
             assert by_hand[number].norms == pytest.approx(usual[0].norms, rel=1e-2)
 
 
-def in_fp16() -> list[list[Any]]:
+def in_fp16(stages: tuple[int, ...]) -> list[dict[int, Any]]:
     loops = (ordinary_loop, scaled_by_hand)
-    found = [train_at(EVERY_STAGE, Task(), loop, fp16(initial_scale_power=10)) for loop in loops]
-    return [*found, train_at(EVERY_STAGE, Task(micro_steps=3), ordinary_loop, fp16(loss_scale=1024))]
+    found = [train_at(stages, Task(), loop, fp16(initial_scale_power=10)) for loop in loops]
+    found.append(train_at(stages, Task(micro_steps=3), ordinary_loop, fp16(loss_scale=1024)))
+    return [dict(zip(stages, trained, strict=True)) for trained in found]
 
 
-def test_fp16_trains_as_fp32_does_within_its_rounding() -> None:
-    ranks = run_ranks(2, in_fp16)
+@pytest.mark.parametrize("stages", [(0, 2, 3), pytest.param(EVERY_STAGE, marks=pytest.mark.slow)], ids=str)
+def test_fp16_trains_as_fp32_does_within_its_rounding(stages: tuple[int, ...]) -> None:
+    ranks = run_ranks(2, in_fp16, stages)
     for i, task in enumerate((Task(), Task(), Task(micro_steps=3))):
-        for stage in EVERY_STAGE:
+        for stage in stages:
             trained = [found[i][stage] for found in ranks]
             assert {value.dtype for value in trained[0].state.values()} == {torch.float16}
             widened = [copy.copy(one) for one in trained]
@@ -111,7 +113,7 @@ def test_fp16_trains_as_fp32_does_within_its_rounding() -> None:
                 object.__setattr__(one, "state", {name: value.float() for name, value in one.state.items()})
             assert_close(widened, train_plainly(task), tolerance=2e-3)
     for usual, by_hand, accumulated in ranks:
-        for stage in EVERY_STAGE:
+        for stage in stages:
             assert_same_bits(usual[0], usual[stage], stage)
             assert_same_bits(usual[stage], by_hand[stage], "engine.scale(loss).backward() is engine.backward(loss)")
             assert_same_bits(accumulated[stage // 2 * 2], accumulated[stage], stage)
@@ -388,7 +390,8 @@ def divided(transport: str) -> list[Any]:
     return [train_at(STAGES, task, mixed, more | {"comm": {"transport": transport}}) for more in DIVIDED]
 
 
-@SHARED_MEMORY_AND_SLOW_GLOO
+@pytest.mark.slow  # the test below divides first, and test_full_values predivides
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_dividing_gradients_before_their_sum_changes_no_number(transport: str) -> None:
     ranks = run_ranks(2, divided, transport)
     for usual, prescaled, by_eight, by_three in ranks:

@@ -23,7 +23,6 @@ from tests.distributed.training import (
     train_at,
 )
 from tests.emulated import a_real_gpu
-from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -98,9 +97,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("task", "transport"),
     [
-        (Task(micro_steps=3), "shm"),
+        pytest.param(Task(micro_steps=3), "shm", marks=pytest.mark.slow),
         (Task(micro_steps=3), "gloo"),
-        (Task(factory=Skipping, data=skipping_on_all_ranks, steps=5), "shm"),
+        pytest.param(Task(factory=Skipping, data=skipping_on_all_ranks, steps=5), "shm", marks=pytest.mark.slow),
         (Task(optimizer=sgd), "gloo"),
     ],
     ids=["accumulation", "accumulation over Gloo", "unused parameters", "an optimizer on shards"],
@@ -125,19 +124,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_settings(transport: str) -> dict[str, Any]:
+def with_settings(transport: str, every: int) -> dict[str, Any]:
+    """The usual settings, and every so many of the others, with each of two cuts in turn or both."""
     found = {}
-    for name, zero in ({"usual": {}} | SETTINGS).items():
+    for number, (name, zero) in enumerate(({"usual": {}} | SETTINGS).items()):
         for units in (None, ["blocks.*.up", "tok"]):
+            if name != "usual" and (number + (units is None)) % every:
+                continue
             more = {"zero_optimization": zero, "comm": {"transport": transport}, "units": units}
             found[name, units is None] = train_at((3,), Task(steps=3), ordinary_loop, more)[0]
     return found
 
 
-@SHARED_MEMORY_AND_SLOW_GLOO
-def test_settings_that_cost_only_time_or_memory_change_no_bit(transport: str) -> None:
-    check_every_stage(Task(steps=3), comm={"transport": transport})
-    for found in run_ranks(2, with_settings, transport):
+@pytest.mark.parametrize(
+    ("transport", "every"),
+    [("shm", 2), *(pytest.param(transport, 1, marks=pytest.mark.slow) for transport in ("shm", "gloo"))],
+)
+def test_settings_that_cost_only_time_or_memory_change_no_bit(transport: str, every: int) -> None:
+    if every == 1:
+        check_every_stage(Task(steps=3), comm={"transport": transport})
+    for found in run_ranks(2, with_settings, transport, every):
         for (name, ruled), trained in found.items():
             assert_same_bits(found["usual", ruled], trained, name)
         # Another cut adds the norm's squares in another order.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,12 @@ def slow_disk(folder: Path, scratch: Path) -> None:
 def test_a_slow_rank_is_named_with_its_cause(tmp_path: Path, train: Callable[[Path, Path], None], cause: str) -> None:
     run_ranks(2, train, tmp_path / "run", tmp_path)
     slowest = [record["slowest"] for record in read(tmp_path / "run", "steps.jsonl")[1:]]
-    named = [(found["rank"], found["cause"]) for found in slowest if found]
-    # Another process on this machine may hold up the other rank for a step.
-    assert named.count((1, cause)) >= len(slowest) - 1, slowest
-    assert max(found["seconds"] for found in slowest if found) >= 0.9 * DELAY_S
+    # Other processes on this machine may hold up the other rank in some steps, or both ranks alike.
+    own = [found for found in slowest if found and found["cause"] != "link"]
+    named = Counter((found["rank"], found["cause"]) for found in own)
+    assert named[1, cause] == max(named.values(), default=1), slowest
+    seconds = [found["seconds"] for found in own if (found["rank"], found["cause"]) == (1, cause)]
+    assert max(seconds) >= 0.9 * DELAY_S, slowest
 
 
 def train_over_gloo(folder: Path, delay: float = 0.0) -> float:

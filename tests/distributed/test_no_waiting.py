@@ -131,7 +131,11 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MORE)
+# The others differ from these in what is computed, not in what is read.
+FAST = ("bf16", "with the monitor")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MORE])
 def test_forward_backward_and_step_read_no_tensor_value(kernels: Path, name: str) -> None:
     updates = 2 if name == "accumulation" else 4
     for *counts, losses, by_the_cpu in run_ranks(1, steps_blindly, kernels, MORE[name])[0]:
@@ -237,7 +241,7 @@ def test_stage_3_gathers_units_ahead_and_releases_them_in_order(kernels: Path) -
 
 
 # A block has between 3600 and 4000 elements.
-@pytest.mark.parametrize("prefetch, blocks", [(0, 0), (1, 1), (4000, 1), (8000, 2)])
+@pytest.mark.parametrize("prefetch, blocks", [(0, 0), (1, 1), pytest.param(4000, 1, marks=pytest.mark.slow), (8000, 2)])
 def test_prefetch_is_bounded_by_its_settings_and_takes_at_least_one_unit(
     kernels: Path, prefetch: int, blocks: int
 ) -> None:
@@ -275,7 +279,7 @@ def launches(path: Path, stage: int) -> tuple[list[int], int]:
     return sizes, len(list(engine.module.parameters()))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_gradients_of_a_unit_are_copied_by_one_launch(kernels: Path, stage: int) -> None:
     sizes, params = run_ranks(1, launches, kernels, stage)[0]
     assert len(sizes) == len(NAMES) and sum(sizes) == params

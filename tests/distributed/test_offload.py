@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,20 @@ NAMES = {OPTIMIZER: "optimizer", PARAM: "parameters", OPTIMIZER_AND_PARAM: "both
 WHICH = [pytest.param(which, id=NAMES[which]) for which in (OPTIMIZER, OPTIMIZER_AND_PARAM)]
 
 
+# Of the others, offloading over devices and muon have their stages.
+FAST_CASES = [CASES[1], CASES[6]]
+
+
 @in_turn(
     ("case", "precision"),
-    [pytest.param(case, id=f"{case[0]} ranks, stage {case[1]}, {NAMES[case[2]]}") for case in CASES],
+    [
+        pytest.param(
+            case,
+            id=f"{case[0]} ranks, stage {case[1]}, {NAMES[case[2]]}",
+            marks=() if case in FAST_CASES else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
     PRECISIONS,
 )
 def test_nvme_gives_the_bits_of_memory(
@@ -112,7 +124,12 @@ def train_in_turn(every: list[dict[str, Any]]) -> list[Any]:
     ("precision", "cases"),
     [
         # A GPU updates no parameters that are away alone.
-        pytest.param({}, [(2, OPTIMIZER), (3, OPTIMIZER_AND_PARAM), *[(3, PARAM)] * (wanted() == "cpu")], id="fp32"),
+        pytest.param(
+            {},
+            [(2, OPTIMIZER), (3, OPTIMIZER_AND_PARAM), *[(3, PARAM)] * (wanted() == "cpu")],
+            id="fp32",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"bf16": {"enabled": True}}, [(1, OPTIMIZER), (3, OPTIMIZER_AND_PARAM)], id="bf16"),
     ],
 )
@@ -170,7 +187,11 @@ def load_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
     return take_steps(engine, range(steps, 2 * steps)), engine.full_state_dict()
 
 
-@in_turn(("to_disk", "precision"), [pytest.param(True, id="to disk"), pytest.param(False, id="to memory")], PRECISIONS)
+@in_turn(
+    ("to_disk", "precision"),
+    [pytest.param(True, id="to disk"), pytest.param(False, id="to memory", marks=pytest.mark.slow)],
+    PRECISIONS,
+)
 def test_checkpoints_go_between_disk_and_memory(tmp_path: Path, to_disk: bool, precision: dict[str, Any]) -> None:
     (tmp_path / "nvme").mkdir()
     away = offloaded(3, tmp_path / "nvme", OPTIMIZER_AND_PARAM, checkpoint={"async_save": True}, **precision)
@@ -203,7 +224,7 @@ def look_and_write(settings: dict[str, Any]) -> Any:
     return seen, engine.full_state_dict()
 
 
-@in_turn(("world_size", "which"), [1, 2], WHICH)
+@in_turn(("world_size", "which"), [pytest.param(1, id="1", marks=pytest.mark.slow), 2], WHICH)
 def test_inspection_and_surgery_reach_what_is_on_disk(tmp_path: Path, world_size: int, which: tuple[str, ...]) -> None:
     here = config(3, zero_optimization={"param_persistence_threshold": 0})
     expected = run_ranks(world_size, look_and_write, here)
@@ -218,7 +239,11 @@ def accumulate(settings: dict[str, Any]) -> Any:
     return train(settings, 3)[:3]
 
 
-GRADIENT_CASES = [pytest.param(case, id=f"{case[0]} ranks, stage {case[1]}") for case in ((1, 3), (2, 2), (2, 3))]
+GRADIENT_CASES = [
+    pytest.param((1, 3), id="1 ranks, stage 3", marks=pytest.mark.slow),
+    pytest.param((2, 2), id="2 ranks, stage 2", marks=pytest.mark.slow),
+    pytest.param((2, 3), id="2 ranks, stage 3"),
+]
 
 
 @in_turn(("case", "precision"), GRADIENT_CASES, PRECISIONS)
@@ -294,7 +319,11 @@ def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) 
     return " | ".join(told)
 
 
-@in_turn(("when", "kind"), ["forward", "gradients", "update"], [errno.EIO, errno.ENOSPC])
+# An update reads as well as a forward.
+MOMENTS = [pytest.param("forward", id="forward", marks=pytest.mark.slow), "gradients", "update"]
+
+
+@in_turn(("when", "kind"), MOMENTS, [errno.EIO, errno.ENOSPC])
 def test_a_failing_disk_ends_every_rank_with_an_error_and_the_checkpoint_still_loads(
     tmp_path: Path, kind: int, when: str
 ) -> None:
@@ -349,7 +378,10 @@ def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:
         run_ranks(1, start_too_large, offloaded(2, tmp_path, OPTIMIZER))
 
 
-def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
+ROOM_PRECISIONS = ({"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"}, {}, {"bf16": {"enabled": True}})
+
+
+def room_and_use(path: Path, precisions: Sequence[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
     """Of several shapes: how many files a rank's states take, the bytes that were asked for, and those in use."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -357,7 +389,7 @@ def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
     for number, (stage, which) in enumerate(
         [(1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, OPTIMIZER_AND_PARAM)]
     ):
-        for more in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"}):
+        for more in precisions:
             model = torch.nn.Sequential(*(torch.nn.Linear(5 + number, 5 + number) for _ in range(3 + number)))
             settings = offloaded(stage, path, which, **more)
             settings["zero_optimization"] |= {"reduce_bucket_size": 100}
@@ -371,9 +403,17 @@ def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_room_that_is_asked_for_is_what_the_states_take(world_size: int, tmp_path: Path) -> None:
-    for of_rank in run_ranks(world_size, room_and_use, tmp_path):
+@pytest.mark.parametrize(
+    ("world_size", "precisions"),
+    [
+        pytest.param(3, ROOM_PRECISIONS[:1], id="3-some"),
+        *(pytest.param(n, ROOM_PRECISIONS, id=f"{n}-all", marks=pytest.mark.slow) for n in (1, 2, 3)),
+    ],
+)
+def test_the_room_that_is_asked_for_is_what_the_states_take(
+    world_size: int, precisions: Sequence[dict[str, Any]], tmp_path: Path
+) -> None:
+    for of_rank in run_ranks(world_size, room_and_use, tmp_path, precisions):
         for shape, num_files, asked, used in of_rank:
             assert (num_files, asked) == (1, used), shape
 
@@ -453,7 +493,7 @@ def generate_between_steps(settings: dict[str, Any], nvme: str | None) -> Any:
     return losses + take_steps(engine, range(2, 4)), seen, engine.full_state_dict()
 
 
-@in_turn(("stage", "precision"), [1, 3], PRECISIONS)
+@in_turn(("stage", "precision"), [pytest.param(1, id="1", marks=pytest.mark.slow), 3], PRECISIONS)
 def test_states_leave_for_a_while_and_come_back(tmp_path: Path, stage: int, precision: dict[str, Any]) -> None:
     settings = config(stage, **precision)
     expected = run_ranks(2, generate_between_steps, settings, None)

@@ -129,7 +129,9 @@ def bits_cases() -> Iterator[Any]:
         (2, "bf16", 2, True, 1),
     ):
         case = (world_size, precision, micro_steps, late)
-        yield pytest.param(*case, CASES[world_size][first::2], id=f"{bits_name(*case)}, every other case")
+        marks = (pytest.mark.slow,) if (world_size, precision) == (2, "fp32") else ()
+        chosen = CASES[world_size][first::2]
+        yield pytest.param(*case, chosen, marks=marks, id=f"{bits_name(*case)}, every other case")
 
 
 def bits_name(world_size: int, precision: str, micro_steps: int, late: bool) -> str:
@@ -226,7 +228,7 @@ def saved_and_loaded(stage: int, which: dict[str, Any], path: Path, more: dict[s
 
 @in_turn(
     ("which", "precision"),
-    [pytest.param(OPTIMIZER_AND_PARAM, id="cpu"), pytest.param(DISK, id="nvme")],
+    [pytest.param(OPTIMIZER_AND_PARAM, id="cpu", marks=pytest.mark.slow), pytest.param(DISK, id="nvme")],
     list(PRECISIONS),
 )
 def test_checkpoints_load_with_states_on_the_device_or_offloaded(
@@ -309,26 +311,34 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     assert run_ranks(1, large_unit, tmp_path)[0] == [[], []]
 
 
-def test_a_sum_is_rounded_once_when_it_is_added(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param((2, OPTIMIZER), id="2", marks=pytest.mark.slow), pytest.param((3, DISK), id="3")],
+)
+def test_a_sum_is_rounded_once_when_it_is_added(tmp_path: Path, case: tuple[int, dict[str, Any]]) -> None:
     more = PRECISIONS["bf16"] | OTHER | {"gradient_accumulation_steps": 2}
-    cases = [(2, OPTIMIZER), (3, DISK)]
-    for found in run_ranks(2, compared, cases, tmp_path, more, True):
-        assert [differs for differs, _, _ in found] == [[], []]
+    for found in run_ranks(2, compared, [case], tmp_path, more, True):
+        assert [differs for differs, _, _ in found] == [[]]
 
 
-def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
+def over_native_collectives(cases: list[Any], path: Path, more: dict[str, Any]) -> list[Any]:
     """NCCL's transport, whose collectives Gloo stands in for."""
     start()
     with pytest.MonkeyPatch.context() as patch:
         use_nccl_transport(patch)
-        return compared([(3, OPTIMIZER_AND_PARAM), (3, DISK), (2, OPTIMIZER)], path, more, True)
+        return compared(cases, path, more, True)
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [[(3, OPTIMIZER_AND_PARAM)], pytest.param([(3, DISK), (2, OPTIMIZER)], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 @LOW_AND_SLOW_FP32
-def test_offloading_over_nccl_collectives_changes_no_bit(tmp_path: Path, precision: str) -> None:
+def test_offloading_over_nccl_collectives_changes_no_bit(tmp_path: Path, precision: str, cases: list[Any]) -> None:
     more = PRECISIONS[precision] | {"gradient_accumulation_steps": 2}
-    for found in run_ranks(2, over_native_collectives, tmp_path, more):
-        assert [differs for differs, _, _ in found] == [[], [], []]
+    for found in run_ranks(2, over_native_collectives, cases, tmp_path, more):
+        assert [differs for differs, _, _ in found] == [[]] * len(cases)
 
 
 # -- what is pretended ----------------------------------------------------------------------------

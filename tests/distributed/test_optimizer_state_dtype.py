@@ -39,7 +39,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=3e-3, eps=1e-5, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("optimizer", [adamw, two_groups])
+@pytest.mark.parametrize("optimizer", [pytest.param(adamw, marks=pytest.mark.slow), two_groups])
 def test_bf16_moments_give_the_same_bits_at_every_stage(optimizer: Any) -> None:
     task = Task(optimizer=optimizer, steps=6)
     exact = run_ranks(2, train_at, (2,), task, ordinary_loop, {})[0][0]

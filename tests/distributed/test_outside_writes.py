@@ -125,9 +125,9 @@ def optimizer_on(device: str, path: str) -> dict[str, Any]:
     ("task", "more", "on_device", "stages"),
     [
         pytest.param(Task(factory=untied), FP32, False, (0, 3), id="fp32"),
-        pytest.param(Task(factory=untied), BF16, False, (1, 2), id="bf16"),
+        pytest.param(Task(factory=untied), BF16, False, (1, 2), id="bf16", marks=pytest.mark.slow),
         pytest.param(Task(factory=untied), BF16, True, (0, 3), id="bf16, issued at once"),
-        pytest.param(Task(factory=untied), FP16, False, (1, 2), id="fp16"),
+        pytest.param(Task(factory=untied), FP16, False, (1, 2), id="fp16", marks=pytest.mark.slow),
         pytest.param(Task(factory=untied, optimizer=sgd), BF16, False, (2, 3), id="bf16, an optimizer on shards"),
         pytest.param(Task(factory=untied), BF16, False, (0, 3), id="bf16 at other stages", marks=pytest.mark.slow),
         pytest.param(Task(factory=untied), FP16, False, (0, 3), id="fp16 at other stages", marks=pytest.mark.slow),
@@ -142,8 +142,9 @@ def test_the_next_update_starts_from_outside_writes(
     run_ranks(2, compare_with_gathered, task, more, cases)
 
 
-def test_updates_of_offloaded_masters_start_from_outside_writes(tmp_path: Path) -> None:
-    cases = [(stage, optimizer_on("nvme", str(tmp_path)), {}) for stage in (0, 2)]
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_updates_of_offloaded_masters_start_from_outside_writes(stage: int, tmp_path: Path) -> None:
+    cases = [(stage, optimizer_on("nvme", str(tmp_path)), {})]
     run_ranks(2, compare_with_gathered, Task(factory=untied), BF16, cases)
 
 

@@ -23,7 +23,7 @@ from tests.distributed.training import (
     start,
 )
 from tests.emulated import a_real_gpu
-from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine.optim.backends.fused_update import MAX_CACHED_LISTS
 
 
@@ -88,7 +88,14 @@ def trainable_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, eps=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [trainable_only, adamw], ids=["left out of the optimizer", "among its groups"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        # Adapters are trained by such an optimizer.
+        pytest.param(trainable_only, id="left out of the optimizer", marks=pytest.mark.slow),
+        pytest.param(adamw, id="among its groups"),
+    ],
+)
 def test_frozen_parameters_keep_their_bits_while_gradients_flow_through_them(optimizer: Any) -> None:
     trained = check_every_stage(Task(factory=half_frozen, optimizer=optimizer))[0]
     model = build(half_frozen)
@@ -113,7 +120,7 @@ def all_but_norm_frozen() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_frozen_parameters_have_no_gradient_and_no_optimizer_state(stage: int) -> None:
     whole, frozen = run_ranks(2, memory_of, stage, [TinyLM, all_but_norm_frozen])[0]
     assert frozen.gradients < whole.gradients / 4 and frozen.optimizer < whole.optimizer / 4
@@ -149,7 +156,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("optimizer", [adamw, momentum])
+@pytest.mark.parametrize("optimizer", [adamw, pytest.param(momentum, marks=pytest.mark.slow)])
 def test_a_parameter_without_gradient_keeps_value_moments_and_step_count(optimizer: Any) -> None:
     """Weight decay, decaying moments or a counted step would show in the values of the steps that follow."""
     task = Task(factory=Skipping, data=skipping_on_all_ranks, steps=7, optimizer=optimizer)
@@ -170,8 +177,9 @@ def count_remembered(task: Task, engine: zeroengine.Engine) -> tuple[list[float]
     return found
 
 
-def test_steps_that_fall_behind_at_random_use_no_more_memory() -> None:
-    check_every_stage(Task(factory=Skipping, data=skipping_at_random, steps=40), loop=count_remembered, stages=(1, 3))
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_steps_that_fall_behind_at_random_use_no_more_memory(stage: int) -> None:
+    check_every_stage(Task(factory=Skipping, data=skipping_at_random, steps=40), loop=count_remembered, stages=(stage,))
 
 
 def test_a_module_that_one_rank_skips_gets_the_other_ranks_gradient() -> None:
@@ -190,7 +198,7 @@ def skip_inside_gathered(task: Task, engine: zeroengine.Engine) -> tuple[list[fl
     return losses, norms
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_at_stage_3_one_rank_may_skip_a_module_that_is_gathered(transport: str) -> None:
     task = Task(factory=Skipping, data=skipping_on_rank_1, steps=5)
     check_every_stage(task, loop=skip_inside_gathered, stages=(2, 3), comm={"transport": transport})
@@ -222,7 +230,9 @@ def untied() -> nn.Module:
     return TinyLM(tied=False)
 
 
-@pytest.mark.parametrize("factory", [TinyLM, untied], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "factory", [pytest.param(TinyLM, id="tied"), pytest.param(untied, id="untied", marks=pytest.mark.slow)]
+)
 def test_tied_weights_train_as_one(factory: Any) -> None:
     trained = check_every_stage(Task(factory=factory))[0]
     assert torch.equal(trained.state["tok.weight"], trained.state["head.weight"]) is (factory is TinyLM)

@@ -28,7 +28,7 @@ from tests.distributed.training import (
     train_plainly,
 )
 from tests.emulated import cpu_alone
-from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import TRANSPORTS
 
 EVERY_STAGE = (0, 1, 2, 3)  # of which two each have the same bits with several micro-steps
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10}}
@@ -356,13 +356,19 @@ GRADIENTS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-def with_gradients_in(transport: str) -> dict[str, list[Trained]]:
+# The others differ from these in one of the dtypes.
+SOME_GRADIENTS = (
+    "fp32, accumulated in bf16, sent in fp32",
+    "bf16",
+    "bf16, accumulated in bf16",
+    "fp16, accumulated and sent in fp32",
+)
+
+
+def with_gradients_in(transport: str, names: Sequence[str]) -> dict[str, list[Trained]]:
     task = Task(micro_steps=3, steps=2)
     more = {"comm": {"transport": transport}}
-    found = {
-        name: train_at(stages_of(name, transport), task, some_local, more | given)
-        for name, (given, _) in GRADIENTS.items()
-    }
+    found = {name: train_at(stages_of(name, transport), task, some_local, more | GRADIENTS[name][0]) for name in names}
     found["one micro-step"] = train_at(
         STAGES, Task(steps=3), ordinary_loop, more | BF16 | {"communication_data_type": "fp32"}
     )
@@ -374,11 +380,18 @@ def stages_of(name: str, transport: str) -> Sequence[int]:
     return EVERY_STAGE if transport == "gloo" or name == "bf16" else ((0, 3), (1, 2))[list(GRADIENTS).index(name) % 2]
 
 
-@SHARED_MEMORY_AND_SLOW_GLOO
-def test_gradients_may_accumulate_and_travel_in_another_dtype(transport: str) -> None:
-    ranks = run_ranks(2, with_gradients_in, transport)
+@pytest.mark.parametrize(
+    ("transport", "names"),
+    [
+        pytest.param("shm", SOME_GRADIENTS, id="shm-some"),
+        *(pytest.param(name, tuple(GRADIENTS), id=f"{name}-all", marks=pytest.mark.slow) for name in TRANSPORTS),
+    ],
+)
+def test_gradients_may_accumulate_and_travel_in_another_dtype(transport: str, names: Sequence[str]) -> None:
+    ranks = run_ranks(2, with_gradients_in, transport, names)
     plain = train_plainly(Task(micro_steps=3, steps=2))
-    for name, (_, tolerance) in GRADIENTS.items():
+    for name in names:
+        tolerance = GRADIENTS[name][1]
         for number, stage in enumerate(stages_of(name, transport)):
             means = [sum(both) / 2 for both in zip(*(found[name][number].losses for found in ranks), strict=True)]
             assert means == pytest.approx(plain.losses, rel=tolerance), (name, stage)
@@ -446,6 +459,7 @@ def sequences(step: int, rank: int) -> tuple[torch.Tensor]:
     return (torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(10 * step + rank)),)
 
 
+@pytest.mark.slow  # test_parameters has such modules
 def test_the_stages_agree_where_modules_read_parameters_of_their_children() -> None:
     task = Task(factory=Attention, data=sequences, steps=3)
     for keep in (None, ["attention", "GroupNorm"]):

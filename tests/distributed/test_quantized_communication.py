@@ -92,10 +92,10 @@ def assert_close_and_agreed(cases: list[Any], transport: str) -> None:
             assert losses != exact, zero
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "two-level", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow), "two-level", "nccl"])
 def test_losses_follow_the_exact_ones_and_ranks_compute_with_the_same_values(transport: str) -> None:
     # Two hops, and gathers of quantized parameters on two of the hosts' ranks, are what the others take apart.
-    assert_close_and_agreed({"shm": SHORT, "two-level": SHORT[1:3]}.get(transport, SHORT[2:3]), transport)
+    assert_close_and_agreed({"shm": SHORT[::3], "two-level": SHORT[1:3]}.get(transport, SHORT[2:3]), transport)
 
 
 @pytest.mark.slow
@@ -121,7 +121,11 @@ def exact_values(zero: dict[str, Any]) -> list[bool]:
     return found + [torch.equal(plain[name], value) for name, value in before.items()]
 
 
-@pytest.mark.parametrize("degrees", [{"stage": 3}, {"degrees": SECOND_COPY}], ids=["stage 3", "second copy"])
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"stage": 3}, marks=pytest.mark.slow), {"degrees": SECOND_COPY}],
+    ids=["stage 3", "second copy"],
+)
 def test_shards_gathered_values_and_the_model_in_the_end_stay_exact(degrees: dict[str, Any]) -> None:
     for found in run_ranks(4, exact_values, degrees | WEIGHTS):
         assert all(found)
@@ -142,7 +146,7 @@ def overflow(bits: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_an_overflow_of_one_rank_skips_the_step_and_leaves_no_trace_in_the_errors(bits: int) -> None:
     for updated, same, losses in run_ranks(2, overflow, bits):
         assert not updated and same
@@ -207,7 +211,7 @@ def travelled(world_size: int, zero: dict[str, Any]) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.parametrize("world_size", [64, 1024])
+@pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_a_quarter_of_the_bytes_travels_and_the_scales(world_size: int) -> None:
     whole = run_ranks(1, travelled, world_size, {})[0]
     for zero, kind, share in (

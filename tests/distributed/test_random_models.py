@@ -22,8 +22,9 @@ def assert_right(seeds: Iterable[int]) -> None:
     assert not wrong, describe(wrong)
 
 
-def test_random_models_train_as_plain_pytorch_and_the_same_at_every_stage() -> None:
-    assert_right(SHORT)
+@pytest.mark.parametrize("seeds", [SHORT[::2], pytest.param(SHORT, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_random_models_train_as_plain_pytorch_and_the_same_at_every_stage(seeds: tuple[int, ...]) -> None:
+    assert_right(seeds)
 
 
 FAILED_ONCE = {
@@ -68,9 +69,14 @@ FAILED_ONCE = {
 }
 
 
-def test_recipes_that_failed_once() -> None:
-    wrong = check(list(FAILED_ONCE.values()))
-    names = [name for name, recipe in FAILED_ONCE.items() if recipe in wrong]
+@pytest.mark.parametrize(
+    "recipes",
+    [dict(list(FAILED_ONCE.items())[::3]), pytest.param(FAILED_ONCE, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_recipes_that_failed_once(recipes: dict[str, Recipe]) -> None:
+    wrong = check(list(recipes.values()))
+    names = [name for name, recipe in recipes.items() if recipe in wrong]
     assert not wrong, f"{names}\n{describe(wrong)}"
 
 

@@ -289,9 +289,18 @@ MODELS: list[Callable[[], nn.Module]] = [
     CheckpointedFunctions,
     Forces,
 ]
+# In the normal run other tests have them, or what differs little from them.
+SLOW_MODELS = (LossInAttributes, TensorBesideObject, DirectUses, FunctionSavesWeight, Forces)
 
 
-@in_turn(("factory", "transport"), MODELS, TRANSPORTS)
+@in_turn(
+    ("factory", "transport"),
+    [
+        pytest.param(model, id=model.__name__, marks=pytest.mark.slow if model in SLOW_MODELS else ())
+        for model in MODELS
+    ],
+    TRANSPORTS,
+)
 def test_unhooked_parameter_uses_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
@@ -355,7 +364,13 @@ def test_parameters_that_hooks_of_the_user_save_train_as_plain_pytorch() -> None
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-@pytest.mark.parametrize(("number", "factory"), list(enumerate([BlockTwice, LossInChunks, LossInChunksByRank])))
+@pytest.mark.parametrize(
+    ("number", "factory"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, BlockTwice), (1, LossInChunks))),
+        (2, LossInChunksByRank),
+    ],
+)
 def test_backwards_within_a_backward_lose_no_gradient(
     number: int, factory: Callable[[], nn.Module], transport: str
 ) -> None:
@@ -486,7 +501,10 @@ def train_each(
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-@pytest.mark.parametrize(("number", "factory"), list(enumerate([TinyLM, DirectUses, LossInAttributes])))
+@pytest.mark.parametrize(
+    ("number", "factory"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, TinyLM), (1, DirectUses))), (2, LossInAttributes)],
+)
 def test_several_backwards_through_a_graph_add_up(
     number: int, factory: Callable[[], nn.Module], transport: str
 ) -> None:
@@ -583,7 +601,7 @@ def backward_after_step(stage: int, transport: str) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_backward_through_a_forward_from_before_a_step_is_refused(stage: int) -> None:
     for transport in ("shm", "gloo"):
         for messages in run_ranks(2, backward_after_step, stage, transport):

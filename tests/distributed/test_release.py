@@ -93,7 +93,7 @@ def trained_in_parts(stages: tuple[int, ...], more: dict[str, Any]) -> dict[str,
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("more", [pytest.param({}, id="fp32", marks=pytest.mark.slow), pytest.param(BF16, id="bf16")])
 def test_a_released_model_goes_on_at_another_stage_with_the_same_bits(more: dict[str, Any]) -> None:
     (expected, _) = run_ranks(2, trained_in_parts, (0, 0, 0), more)
     for found in run_ranks(2, trained_in_parts, (3, 1, 2), more):
@@ -122,7 +122,7 @@ def leftovers(transport: str, folder: Path | None) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("transport, monitored", [("shm", True), ("gloo", False)])
+@pytest.mark.parametrize("transport, monitored", [("shm", True), pytest.param("gloo", False, marks=pytest.mark.slow)])
 def test_ten_engines_on_one_model_leak_no_thread_no_descriptor_and_no_tensor(
     tmp_path: Path, transport: str, monitored: bool
 ) -> None:
@@ -174,7 +174,7 @@ def failed_initialize(where: str, stage: int) -> None:
     assert engine.step()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("where", ["schedule", "optimizer"])
 def test_a_failed_initialize_leaves_the_model_as_it_was(where: str, stage: int) -> None:
     run_ranks(2, failed_initialize, where, stage)
@@ -278,7 +278,7 @@ def end_with_states_away(stage: int, folder: str) -> None:
         assert torch.equal(param, masters[name])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_close_brings_back_states_that_are_away(stage: int, tmp_path: Path) -> None:
     run_ranks(2, end_with_states_away, stage, str(tmp_path))
 
@@ -383,7 +383,7 @@ def convolutions() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_release_keeps_the_memory_format_of_parameters(stage: int) -> None:
     model = convolutions()
     before = {name: (param.stride(), param.detach().clone()) for name, param in model.named_parameters()}

@@ -59,7 +59,14 @@ def save_whole(stage: int, precision: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "autocast")], ids=lambda value: str(value)
+    ("stage", "precision"),
+    [
+        pytest.param(0, "fp32", marks=pytest.mark.slow),
+        (1, "bf16"),
+        pytest.param(2, "fp32", marks=pytest.mark.slow),
+        (2, "autocast"),
+    ],
+    ids=lambda value: str(value),
 )
 def test_whole_parameters_can_be_saved_by_any_means(stage: int, precision: str, tmp_path: Path) -> None:
     run_ranks(2, save_whole, stage, precision, str(tmp_path))

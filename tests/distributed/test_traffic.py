@@ -82,7 +82,7 @@ def volume(seen: list[Sent]) -> Counter[str]:
     return total
 
 
-@pytest.mark.parametrize("world_size", [64, 1024])
+@pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_the_volume_of_a_step_is_the_papers(world_size: int) -> None:
     """2 P elements a step at stages 0 to 2 (an all-reduce is a reduce-scatter and a gather), 3 P at stage 3."""
     for stage in range(4):
@@ -134,10 +134,10 @@ IN_BF16 = {"communication_data_type": "bf16"}
     [  # what gradients travel in where they are whole and where they are sharded; and parameters
         ({}, FP32, FP32, FP32),
         (BF16, FP32, LOW, LOW),  # whole ones accumulate in fp32, and are sent as they are
-        (BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}, LOW, LOW, LOW),
-        (BF16 | IN_BF16, LOW, LOW, LOW),
+        pytest.param(BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}, LOW, LOW, LOW, marks=pytest.mark.slow),
+        pytest.param(BF16 | IN_BF16, LOW, LOW, LOW, marks=pytest.mark.slow),
         (BF16 | {"communication_data_type": "fp32"}, FP32, FP32, LOW),
-        (IN_BF16, LOW, LOW, FP32),
+        pytest.param(IN_BF16, LOW, LOW, FP32, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16", "accumulated in bf16", "sent in bf16", "sent in fp32", "fp32 sent in bf16"],
 )
@@ -224,7 +224,7 @@ def received(seen: list[Sent]) -> Counter[tuple[str, int]]:
     return total
 
 
-@pytest.mark.parametrize("world_size", [64, 1024])
+@pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_mics_gathers_within_its_ranks_and_sums_shards_over_the_others(world_size: int) -> None:
     """MiCS (arXiv 2205.00119), section 3.4: gradients are summed in two hops."""
     whole, last, seen = run_ranks(1, traffic_at, world_size, {"parameters": 8}, 1)[0]

@@ -53,7 +53,7 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 KEYS = {"adam": ("exp_avg", "exp_avg_sq", "step"), "sgd": ("momentum_buffer",)}
-OPTIMIZERS = pytest.mark.parametrize("kind", ["adam", "sgd"])
+OPTIMIZERS = pytest.mark.parametrize("kind", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 
 
 def task_of(kind: str, **more: Any) -> Task:
@@ -111,9 +111,14 @@ NEVER, FIRST, LAST, BOTH = (False, False), (True, False), (False, True), (True, 
 
 
 READS = [("adam", NEVER), ("adam", FIRST), ("adam", LAST), ("sgd", LAST), ("sgd", BOTH)]
+SLOW_READS = [("adam", FIRST), ("sgd", LAST)]
 
 
-@in_turn(("read", "stages"), READS, STAGE_IN_TURN)
+@in_turn(
+    ("read", "stages"),
+    [pytest.param(read, id=str(read), marks=pytest.mark.slow if read in SLOW_READS else ()) for read in READS],
+    STAGE_IN_TURN,
+)
 def test_full_values_are_those_of_plain_pytorch(read: tuple[str, tuple[bool, ...]], stages: tuple[int, ...]) -> None:
     """Each case names the optimizer, and which micro-steps of a step run inside ``no_sync``."""
     run_ranks(2, read_beside_plain, *read, stages)
@@ -226,9 +231,14 @@ PRECISIONS = {
 
 
 WRITES = [*(("adam", precision) for precision in PRECISIONS), ("sgd", "fp32"), ("sgd", "bf16")]
+SLOW_WRITES = [("adam", "fp32"), ("adam", "fp16"), ("sgd", "bf16")]
 
 
-@in_turn(("write", "stages"), WRITES, STAGE_IN_TURN)
+@in_turn(
+    ("write", "stages"),
+    [pytest.param(write, id=str(write), marks=pytest.mark.slow if write in SLOW_WRITES else ()) for write in WRITES],
+    STAGE_IN_TURN,
+)
 def test_the_next_step_takes_set_values(write: tuple[str, str], stages: tuple[int, ...]) -> None:
     kind, precision = write
     run_ranks(2, replace_and_step, kind, PRECISIONS[precision], stages)

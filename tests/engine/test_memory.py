@@ -41,7 +41,7 @@ def memory_of(stage: int, ranks: int, bf16: bool) -> tuple[zeroengine.Memory, in
     return engine.memory(), numel, numel // BLOCKS
 
 
-@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("ranks", [pytest.param(16, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_follow_the_formula_and_nothing_else_stays(stage: int, ranks: int) -> None:
     memory, numel, unit = run_ranks(1, memory_of, stage, ranks, True)[0]

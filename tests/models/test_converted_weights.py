@@ -121,8 +121,11 @@ def round_trips(families: list[str], root: Path, stages: tuple[int, ...]) -> Non
             engine.close()
 
 
-def test_weights_of_converted_families_go_in_and_out_as_transformers_has_them(tmp_path: Path) -> None:
-    run_ranks(2, quietly, round_trips, [*CONVERTED, *PLAIN], tmp_path, (0, 3))
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 3), marks=pytest.mark.slow)], ids=str)
+def test_weights_of_converted_families_go_in_and_out_as_transformers_has_them(
+    stages: tuple[int, ...], tmp_path: Path
+) -> None:
+    run_ranks(2, quietly, round_trips, [*CONVERTED, *PLAIN], tmp_path, stages)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.distributed.training import STAGES, Task, make_engine, start, take_st
 from tests.parametrization import TRANSPORTS, in_turn
 from zeroengine import gathered
 
-PRECISIONS = [pytest.param({}, id="fp32"), pytest.param({"bf16": {"enabled": True}}, id="bf16")]
+PRECISIONS = [pytest.param({}, id="fp32", marks=pytest.mark.slow), pytest.param({"bf16": {"enabled": True}}, id="bf16")]
 END = 7
 
 

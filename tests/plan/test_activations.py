@@ -45,6 +45,7 @@ def check_growth(cases: list[tuple[str, str, str]]) -> None:
         assert abs(bytes_of["predicted"] - bytes_of["real"]) < allowance, (case, bytes_of)
 
 
+@pytest.mark.slow  # test_published_memory compares with measured memory
 def test_a_process_grows_by_the_traced_bytes() -> None:
     check_growth(QUICK)
 

@@ -101,7 +101,14 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
 
 
 @pytest.mark.parametrize(
-    ("transport", "world_size", "settings"), [("single", 1, SINGLE), ("shm", 2, SHORT), ("fake", 1024, SHORT)]
+    ("transport", "world_size", "settings"),
+    [
+        pytest.param("single", 1, SINGLE, id="single"),
+        pytest.param("shm", 2, SHORT[::2], id="shm, some"),
+        pytest.param("fake", 1024, SHORT[1::2], id="fake, some"),
+        pytest.param("shm", 2, SHORT, id="shm", marks=pytest.mark.slow),
+        pytest.param("fake", 1024, SHORT, id="fake", marks=pytest.mark.slow),
+    ],
 )
 def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
     whole = WHOLE if world_size == 2 else WHOLE[3:4]
@@ -109,9 +116,18 @@ def test_states_are_predicted_to_the_byte(transport: str, world_size: int, setti
     assert_all_as_predicted(chosen, transport, world_size, tmp_path)
 
 
-def test_states_of_experts_of_which_a_rank_uses_some_are_predicted(tmp_path: Path) -> None:
-    # Without prefetching the experts that a rank does not use are gathered one at a time.
-    settings = [{}, {"prefetch_bucket_size": 0}, {"prefetch_bucket_size": 3000}]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # Without prefetching the experts that a rank does not use are gathered one at a time.
+        [{"prefetch_bucket_size": 0}],
+        pytest.param([{}, {"prefetch_bucket_size": 3000}], marks=pytest.mark.slow),
+    ],
+    ids=["without prefetching", "with it"],
+)
+def test_states_of_experts_of_which_a_rank_uses_some_are_predicted(
+    settings: list[dict[str, int]], tmp_path: Path
+) -> None:
     cases = [Case("experts", 3, zero=zero, more={"units": units}) for units in (EXPERTS, NESTED) for zero in settings]
     assert_all_as_predicted(cases, "gloo", 2, tmp_path)
 

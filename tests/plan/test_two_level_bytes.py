@@ -41,7 +41,7 @@ def staging(transport: str, zero: dict[str, Any]) -> list[dict[str, tuple[int, i
 
 @pytest.mark.parametrize(
     ("transport", "zero"),
-    [("auto", {}), ("auto", QUANTIZED), ("gloo", {})],
+    [("auto", {}), ("auto", QUANTIZED), pytest.param("gloo", {}, marks=pytest.mark.slow)],
     ids=["exact", "quantized", "gloo"],
 )
 def test_memory_that_a_transport_keeps_is_predicted_and_counted(transport: str, zero: dict[str, Any]) -> None:

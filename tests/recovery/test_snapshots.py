@@ -84,7 +84,7 @@ def reference(steps: int) -> list[float]:
     return take_steps(engine_at(3), range(steps))
 
 
-@pytest.mark.parametrize(("num_hosts", "lost"), [(1, None), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("num_hosts", "lost"), [(1, None), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)])
 def test_a_run_goes_on_without_the_memory_of_any_one_host(memory: Path, num_hosts: int, lost: int | None) -> None:
     steps = 5
     held = run_ranks(2, train, memory, num_hosts, steps)

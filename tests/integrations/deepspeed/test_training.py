@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine.integrations.deepspeed as deepspeed
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STAGES
 from tests.integrations.environments import ROOT, run_program
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.deepspeed import parameters
@@ -203,12 +202,12 @@ def habits(stage: int, folder: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_what_scripts_do_by_habit_has_deepspeeds_effect_or_a_better_one(stage: int, tmp_path: Path) -> None:
     run_ranks(2, habits, stage, str(tmp_path))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_script_trains_as_under_ddp_and_resumes_exactly(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

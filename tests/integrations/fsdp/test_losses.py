@@ -40,6 +40,7 @@ def test_losses_and_norms_are_those_of_fsdp2_in_fp32() -> None:
             assert values == pytest.approx(expected, abs=1e-6, rel=1e-6), name
 
 
+@pytest.mark.slow  # the test above has fp32
 @cpu_alone("FSDP2 over Gloo")
 def test_losses_and_norms_are_those_of_fsdp2_in_bf16() -> None:
     for results in run_ranks(2, compare, [LOW]):

@@ -21,7 +21,12 @@ def differences(first: list[float], second: list[float]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def fits(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_script("lightning", HERE / "trainer_script.py", [tmp_path_factory.mktemp("fits")])
+    return run_script("lightning", HERE / "trainer_script.py", [tmp_path_factory.mktemp("fits"), "3"])
+
+
+@pytest.fixture(scope="module")
+def other_fits(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_script("lightning", HERE / "trainer_script.py", [tmp_path_factory.mktemp("fits"), "0", "2"])
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +34,16 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_script("lightning", HERE / "trainer_features_script.py", [tmp_path_factory.mktemp("features")])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_losses_and_validation_are_those_of_ddp_with_a_short_last_window(fits: list[Any], stage: int) -> None:
-    for rank in fits:
+def fits_at(stage: int, request: pytest.FixtureRequest) -> list[Any]:
+    found: list[Any] = request.getfixturevalue("fits" if stage == 3 else "other_fits")
+    return found
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
+def test_losses_and_validation_are_those_of_ddp_with_a_short_last_window(
+    stage: int, request: pytest.FixtureRequest
+) -> None:
+    for rank in fits_at(stage, request):
         found = rank[f"stage {stage}"]
         assert max(differences(rank["ddp"]["losses"], found["losses"])) < CLOSE
         assert max(differences(rank["ddp"]["validation"], found["validation"])) < CLOSE
@@ -45,9 +57,9 @@ def test_a_schedule_by_epoch_steps_as_under_ddp(fits: list[Any]) -> None:
         assert max(differences(by_epoch, rank["stage 3 by epoch"]["losses"])) < CLOSE
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fit_resumes_bit_for_bit_at_the_same_and_another_stage(fits: list[Any], stage: int) -> None:
-    for rank in fits:
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_fit_resumes_bit_for_bit_at_the_same_and_another_stage(stage: int, request: pytest.FixtureRequest) -> None:
+    for rank in fits_at(stage, request):
         resumed = rank["resume"][f"stage {stage}"]
         assert resumed["losses"] == rank["resume"]["full"]["losses"][-14:]
         assert resumed["validation"] == rank["resume"]["full"]["validation"][-len(resumed["validation"]) :]

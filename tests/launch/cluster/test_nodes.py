@@ -255,7 +255,7 @@ def test_a_wrong_configuration_is_refused(launch_on_nodes: Launch, script: Scrip
     assert result.err.startswith("zero-launch: ") and "stag" in result.err and "Did you mean" in result.err, result.err
 
 
-@pytest.mark.slow  # the next test has another reason of the first node
+@pytest.mark.slow  # test_preflight has every problem of a node
 def test_a_port_in_use_is_refused(launch_on_nodes: Launch, script: Script) -> None:
     import socket
 
@@ -270,6 +270,7 @@ def test_a_port_in_use_is_refused(launch_on_nodes: Launch, script: Script) -> No
     assert not Path("started").exists()
 
 
+@pytest.mark.slow  # test_preflight has every problem of a node
 def test_an_address_that_leads_elsewhere_is_refused(launch_on_nodes: Launch, script: Script) -> None:
     result = launch_on_nodes("--master-addr", "127.0.0.1.", script("open('started', 'w')"), hosts="a slots=1\n")
     assert result.code == 2
@@ -318,6 +319,7 @@ def test_an_elastic_run_goes_on_without_a_node(launch_on_nodes: Launch, script: 
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
 
 
+@pytest.mark.slow  # the test above has one that refuses
 def test_a_node_that_is_lost_before_it_has_answered_is_left_out_of_an_elastic_run(
     launch_on_nodes: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,8 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("redirection", "cause"), [("> /dev/full", "No space left on device"), ("| true", "Broken pipe")]
+    ("redirection", "cause"),
+    [pytest.param("> /dev/full", "No space left on device", marks=pytest.mark.slow), ("| true", "Broken pipe")],
 )
 def test_output_that_cannot_be_written_ends_the_run_with_the_cause(
     script: Script, redirection: str, cause: str

@@ -97,6 +97,7 @@ def test_a_daemon_with_an_environment_of_its_own_does_not_survive_the_run(
         bystander.wait()
 
 
+@pytest.mark.slow  # the tests above have a launcher that is killed, and a daemon
 def test_a_daemon_does_not_survive_a_launcher_that_is_killed(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(ESCAPED + "time.sleep(600)"))
     time.sleep(1.5 * SCAN_INTERVAL_S)
