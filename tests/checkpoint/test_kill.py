@@ -21,15 +21,15 @@ from zeroengine.checkpoint.manifest import find_damage
 STEPS = 400
 
 
-def train_until_killed(folder: Path, stage: int, victim: int, delay: float, background: bool) -> None:
-    """Saves after every step, the last three kept. The other rank ends with an error."""
+def train_until_killed(folder: Path, stage: int, victim: int, last: int, delay: float, background: bool) -> None:
+    """Saves after every step, the last three kept. The victim ends after step ``last``, the other rank by an error."""
     engine = engine_at(stage, checkpoint={"keep": 3, "async_save": background}, comm={"timeout_seconds": 10})
     for step in range(STEPS):
         take_steps(engine, range(step, step + 1))
         engine.save_checkpoint(folder)
         if step == 0:
             engine.wait_for_checkpoint()
-        if step == 0 and engine.rank == victim:
+        if step == last and engine.rank == victim:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     raise AssertionError("nobody was killed")
 
@@ -58,7 +58,9 @@ def check_kills(root: Path, count: int, seed: int) -> None:
     resumed: dict[int, list[tuple[int, list[float], Any]]] = {}
     for number in range(count):
         folder, stage = root / str(number), chance.choice((1, 3))
-        arguments = (folder, stage, chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5)
+        victim, delay, background = chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5
+        # On a slow machine the delay alone would be over in the first step each time.
+        arguments = (folder, stage, victim, 2 * (number % 3), delay, background)
         run_ranks(2, outlive, *arguments, missing=(0, 1))
         tag = CheckpointFolder(folder).latest()
         directory = CheckpointFolder(folder)

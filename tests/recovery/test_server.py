@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.processes import wait_for
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import FORMAT, FileRecord, Manifest
 from zeroengine.recovery.server import PeerConnection, RemoteFile, SnapshotServer
@@ -29,9 +30,9 @@ def server(tmp_path: Path) -> Iterator[SnapshotServer]:
     server.writing[TAG] = folder.begin(TAG, 0)
     yield server
     server.end()
-    # Those of torch come and go.
+    # Those of torch come and go, and a request that has been answered takes a moment to end.
     own = ("zeroengine-snapshots", "process_request_thread")
-    assert not [thread for thread in threading.enumerate() if any(name in thread.name for name in own)]
+    wait_for(lambda: not [t for t in threading.enumerate() if any(name in t.name for name in own)], 10)
     assert server.socket.fileno() == -1
     folder.close()
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.checkpoint.load_plan import LoadOptions
-from zeroengine.config.model import Config
 from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
@@ -68,6 +67,7 @@ class Engine:
         optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
         base_optimizer: The optimizer that was passed to ``initialize``, or was built there.
         loss_scaler: The loss scale, and the counters by which a dynamic one adapts.
+        config: The resolved configuration, with the batch sizes of the next step.
         device: The device that the model computes on.
         rank: The number of this rank among all ranks of the engine.
         world_size: The number of these ranks.
@@ -95,7 +95,7 @@ class Engine:
         observers = [digests.begin_forward] if recorder is None else [digests.begin_forward, recorder.begin_forward]
         forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
         self._steps = StepLoop(parts, checkpoints, recorder, forwards)
-        self.module, self.group = parts.setup.model, parts.ranks.group
+        self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
         self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
@@ -329,12 +329,8 @@ class Engine:
             "train_micro_batch_size_per_gpu": micro_batch,
             "train_batch_size": steps * micro_batch * self.num_sample_groups,
         }
-        self._parts.setup.planner.config = self.config.model_copy(update=sizes)
-
-    @property
-    def config(self) -> Config:
-        """The resolved configuration, with the batch sizes of the next step. Checkpoints keep it."""
-        return self._parts.setup.config
+        # Checkpoints take it from the parts, which an engine that has ended lacks.
+        self.config = self._parts.setup.planner.config = self.config.model_copy(update=sizes)
 
     @property
     def gradient_clipping(self) -> float:

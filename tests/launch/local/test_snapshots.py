@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import zeroengine
 from tests.distributed.ranks import run_ranks
 from tests.launch.conftest import Launch, Script, Start
+from tests.launch.local.snapshot_run import start as start_engine
+from tests.launch.local.snapshot_run import take_step
 from tests.launch.processes import wait_for
 
 SCRIPT = """
-from tests.launch.local.test_snapshots import start, take_step
+from tests.launch.local.snapshot_run import start, take_step
 engine = start(every_seconds=0.05)
 print("resumed", engine.resume(), flush=True)
 folder = os.environ["ZEROENGINE_SNAPSHOT_FOLDER"]
@@ -36,23 +36,8 @@ engine.close()
 """
 
 
-def start(**snapshots: float) -> zeroengine.Engine:
-    torch.manual_seed(0)
-    zero = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
-    config = {"train_micro_batch_size_per_gpu": 2, "snapshots": snapshots, **zero}
-    return zeroengine.initialize(torch.nn.Linear(8, 8), config=config)
-
-
-def take_step(engine: zeroengine.Engine) -> float:
-    torch.manual_seed(engine.global_steps * 2 + engine.rank)
-    loss = engine(torch.randn(2, 8)).square().mean()
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
-
-
 def undisturbed() -> list[str]:
-    engine = start()
+    engine = start_engine()
     return [take_step(engine).hex() for _ in range(30)]
 
 
