@@ -24,7 +24,7 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.call_stack import public_call
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.process_groups import all_gather_bytes, leave_to_threads, run_collective, start_all_gather_bytes
-from zeroengine.utils.torch_internals import default_store, process_group_registry
+from zeroengine.utils.torch_internals import default_store, number_of_groups
 
 T = TypeVar("T")
 
@@ -265,9 +265,9 @@ class Group:
         is_subset = len(ranks) < dist.get_world_size() and self.backend != "fake"
         own_groups: list[dist.ProcessGroup | None] = []
         if is_subset:
-            # Ranks find one another by the group's name, which torch derives from the ranks and from the number of
-            # groups that this process belongs to. A rank in fewer groups first joins groups of one to make up for it.
-            num_groups = len(process_group_registry.pg_names)
+            # Ranks find one another by the group's name, which torch derives from the ranks and from a number of
+            # groups of this process. A rank with fewer of them first joins groups of one to make up for it.
+            num_groups = number_of_groups()
             for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
@@ -278,13 +278,13 @@ class Group:
         return group
 
     def _agree_on_group_number(self, ranks: Sequence[int], num_groups: int) -> int:
-        """Return the number of groups that every rank must belong to when it makes the next group of ``ranks``.
+        """Return the ``number_of_groups`` that every rank must have when it makes the next group of ``ranks``.
 
         No number is used twice, because a destroyed group of the same name leaves its addresses in the store.
 
         Args:
             ranks: The ranks of the new group, by torch's numbers. Each rank passes those of its own.
-            num_groups: The number of groups that this rank belongs to.
+            num_groups: That of this rank.
         """
         store = dist.PrefixStore("zeroengine/groups", default_store())
         key = "_".join(map(str, ranks))

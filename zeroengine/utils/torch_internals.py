@@ -309,8 +309,20 @@ default_store: Callable[[], dist.Store] = _find("torch.distributed.distributed_c
 store_of_group: Callable[[dist.ProcessGroup], dist.Store] = _find(
     "torch.distributed.distributed_c10d._get_process_group_store"
 )
-# The process groups that this process belongs to.
-process_group_registry: Any = _find("torch.distributed.distributed_c10d._world")
+_group_registry: Any = _find("torch.distributed.distributed_c10d._world")
+_group_name_code: CodeType = _find("torch.distributed.distributed_c10d._hash_ranks_to_str.__code__")
+
+
+def number_of_groups() -> int:
+    """Return the number from which, with its ranks, torch makes the name of the next group that some ranks make.
+
+    It counts the groups that this process has made in torch 2.15, and those that it belongs to in earlier releases.
+    """
+    if "group_count" in _group_name_code.co_names:
+        return int(_group_registry.group_count)
+    return len(_group_registry.pg_names)
+
+
 flatten_mesh: Callable[[Any], Any] = methodcaller(_attribute("_flatten", dist.DeviceMesh))
 # The namespace of collectives as operations.
 COLLECTIVES = "_c10d_functional"
