@@ -33,8 +33,9 @@ _ADVICE = {
     "no-local-rank": "leave it out: no --local_rank is passed; a rank reads the variable LOCAL_RANK",
     "virtual-local-rank": "leave it out: a rank finds its device by LOCAL_RANK",
     "r redirects enable-each-rank-log": "write --log-dir DIR, which has a file for each rank",
-    "t tee local-ranks-filter duplicate-stdout-filters duplicate-stderr-filters": "leave it out: the output of every "
-    "rank is shown with its number, and --log-dir DIR also writes it to files",
+    "t tee local-ranks-filter log-line-prefix-template duplicate-stdout-filters duplicate-stderr-filters": "leave it "
+    "out: the output of every rank is shown with its number, and --log-dir DIR also writes it to files",
+    "print-completion": "leave it out: zero-launch --help lists the options",
     "logs-specs event-log-handler save-pid monitor-interval role start-method shutdown-timeout signals-to-handle": (
         "leave it out: zero-launch watches the ranks itself, reports who failed first, and forwards signals"
     ),
