@@ -33,8 +33,10 @@ from zeroengine.checkpoint.param_groups import apply_param_groups
 from zeroengine.checkpoint.unused_states import UnusedStates
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.lr_schedules import load_schedule_state
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.partition.layout import ShardSpan
 from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
 
@@ -196,6 +198,26 @@ def _read_tensors(engine: EngineState, path: Path, plan: LoadPlan, options: Load
             numbers["step"] = torch.tensor(float(max(num_steps, 1)), device="cpu")
         if keys:
             shard_state.set_numbers(shard, span, numbers)
+    if not options.weights_only:
+        _set_steps_without_elements(optimizer, plan.names.state_keys if options.optimizer else {}, num_steps)
+
+
+def _set_steps_without_elements(
+    optimizer: ShardedOptimizer, state_keys: Mapping[str, StateKeys], num_steps: int
+) -> None:
+    """Set the step counts that this rank keeps of parameters of which it has no elements, and so reads nothing.
+
+    They count the steps of the run, or none where the checkpoint has no state of the parameter.
+    """
+    for shard in optimizer.shards:
+        state = optimizer.state_of(shard)
+        if state.keys(shard) is None:
+            continue
+        with_elements = {span.param_index for span in state.spans(shard)}
+        for index, slot in enumerate(shard.unit.layout.slots):
+            if index not in with_elements:
+                steps = float(num_steps if state_keys.get(slot.name) else 0)
+                state.set_numbers(shard, ShardSpan(index, 0, 0, 0), {"step": torch.tensor(steps, device="cpu")})
 
 
 def _load_entries(

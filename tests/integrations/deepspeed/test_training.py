@@ -110,6 +110,8 @@ def train_and_resume(stage: int, folder: str) -> dict[str, Any]:
     engine.destroy()
     # Another model continues with the losses that the first one had, bit for bit.
     engine, optimizer, *_ = deepspeed.initialize(model=build(), config=settings(stage))
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert not any(float(state["step"]) for state in optimizer.state.values())
     path, client_state = engine.load_checkpoint(folder)
     resumed = run_steps(engine, 2, STEPS)
     # This holds of parameters of which another rank has all elements too.

@@ -48,12 +48,9 @@ class LocalStateOptimizer(torch.optim.Optimizer):
                         for key, parts in values.items()
                     }
                 elif (state := optimizer.state_of(shard)).keys(shard) is not None:
-                    # As in DeepSpeed, a rank without elements of the parameter has states, which are empty here. It
-                    # loads no step count of it.
+                    # As in DeepSpeed, a rank without elements of the parameter has states, which are empty here.
                     empty = state.of(shard, ShardSpan(index, 0, 0, 0))
-                    steps = {"step": torch.tensor(float(self._engine.global_steps), device="cpu")}
-                    states[param] = {key: empty.read(key) for key in empty.elements}
-                    states[param] |= {key: steps.get(key, number) for key, number in empty.numbers.items()}
+                    states[param] = {key: empty.read(key) for key in empty.elements} | empty.numbers
         return states
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
