@@ -121,7 +121,6 @@ class Sleepy(nn.Module):
 def slow_forward(folder: Path, scratch: Path) -> None:
     dist.init_process_group("gloo")
     inner = build()
-    model = Sleepy(inner) if dist.get_rank() == 1 else nn.Sequential()
     # Every rank has the same modules; the others do not sleep.
     model = Sleepy(inner)
     if dist.get_rank() != 1:

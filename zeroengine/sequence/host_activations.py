@@ -199,27 +199,27 @@ class HostActivations:
         # What is saved in a recomputation is read at once. Tensors of torch.func have no graph.
         if current_graph_task_id() != -1 or functorch_active():
             return
-        found: dict[int, SavedInputs] = {}
+        checkpoints: dict[int, SavedInputs] = {}
         for node, name, saved_tensors in saved_behind(tensors_in(tree), self._first_node):
             inputs = dict(checkpoint for saved in saved_tensors for checkpoint in _checkpoints_around(saved))
             if isinstance(node, CheckpointNode):
                 inputs[id(node)] = SavedInputs(node, name, saved_tensors)
             if inputs:
-                found |= inputs
+                checkpoints |= inputs
                 self._first_node = max(self._first_node, node_number(node) + 1)
         with hidden_from_activation_checkpoint():
             # The walk comes to the latest checkpoint first.
-            for saved_inputs in reversed(found.values()):
+            for saved_inputs in reversed(checkpoints.values()):
                 self._move_inputs(saved_inputs)
 
     def _move_inputs(self, inputs: SavedInputs) -> None:
         """Move those inputs of one checkpoint that are worth it."""
         moved = weakref.WeakSet[HostInput]()
         # A saved tensor has at most one pair of hooks.
-        plain = [at for at, saved in enumerate(inputs.saved) if getattr(saved, "unpack_hook", self) is None]
-        for at, tensor in unpack_saved(inputs.node, inputs.name, inputs.saved, plain):
+        without_hooks = [i for i, saved in enumerate(inputs.saved) if getattr(saved, "unpack_hook", self) is None]
+        for position, tensor in unpack_saved(inputs.node, inputs.name, inputs.saved, without_hooks):
             if (host_input := self._host_input(tensor)) is not None:
-                inputs.saved[at].register_hooks(lambda _, host_input=host_input: host_input, HostInput.read)
+                inputs.saved[position].register_hooks(lambda _, host_input=host_input: host_input, HostInput.read)
                 moved.add(host_input)
         if moved:
             # The copies to the host had the time of a block.

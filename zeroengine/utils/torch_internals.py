@@ -120,7 +120,7 @@ RUN_BACKWARD_CODE: CodeType = _find("torch.autograd.graph._engine_run_backward._
 RAW_SAVED_TENSORS = _attribute("_raw_saved_tensors", torch.autograd.Function)
 RAW_SAVED_PREFIX = "_raw_saved_"
 # Torch 2.11 unpacks all that a node saved under a name, by a public attribute, and no single one.
-_UNPACKS_SINGLE_ONES = hasattr(torch._C._autograd.SavedTensor, "unpack")
+_UNPACKS_SINGLE_ONES = hasattr(_find("torch._C._autograd.SavedTensor"), "unpack")
 # The pair of hooks through which tensors are saved now; None: there are none. Takes whether tracing counts.
 top_saved_tensors_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor, a dict in the order in which they are called.

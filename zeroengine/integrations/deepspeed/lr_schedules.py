@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.optim.lr_schedules import (
-    RATES,
-    one_cycle_momentum,
-    one_cycle_momentum_of_update,
-    params_of_groups,
-)
+from zeroengine.optim.lr_schedules import RATES, one_cycle_momentum, one_cycle_momentum_of_update, params_of_groups
 
 log = logging.getLogger("zeroengine")
 
@@ -230,10 +225,11 @@ class OneCycle(ScheduleOfIterations):
 
     def _write(self) -> None:
         super()._write()
+        if not self.cycle_momentum:
+            return
         for params, group in zip(self._params(), self.optimizer.param_groups, strict=True):
-            if self.cycle_momentum:
-                momentum = one_cycle_momentum_of_update(params, self.last_batch_iteration + 1)
-                group["betas"] = (momentum, *group["betas"][1:])
+            momentum = one_cycle_momentum_of_update(params, self.last_batch_iteration + 1)
+            group["betas"] = (momentum, *group["betas"][1:])
 
 
 SCHEDULES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
@@ -268,8 +264,9 @@ def _check(params: dict[str, Any]) -> None:
         "cycle_first_step_size": 1,
         "cycle_second_step_size": 0,
     }
-    for name in smallest.keys() & params.keys():
-        steps, limit = params[name], smallest[name]
+    for name, limit in smallest.items():
+        # None is no number of steps either.
+        steps = params.get(name, limit)
         if not isinstance(steps, (int, float)) or steps < limit:
             raise ValueError(f"{name} is a number of at least {limit}; found {steps!r}")
     if params.get("warmup_type", "log") not in ("log", "linear"):
