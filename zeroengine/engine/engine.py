@@ -163,7 +163,7 @@ class Engine:
         Raises:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
         """
-        call_checks.check_loss(loss)
+        call_checks.check_loss(loss, self._parts.passes.reducer)
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
