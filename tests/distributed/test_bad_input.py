@@ -359,11 +359,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "loss is detached": (lambda: used(lambda e: e.backward(loss_of(e).detach())), DETACHED),
     "a backward where everything is frozen": (
         lambda: used_frozen(lambda e: e.backward(loss_of(e))),
-        r"backward\(\): all parameters are frozen \(requires_grad=False\), so this engine runs forwards alone",
+        r"backward\(\): all parameters are frozen \(requires_grad=False\), as they are without an optimizer, so this",
     ),
     "a step where everything is frozen": (
         lambda: used_frozen(lambda e: e.step()),
-        r"step\(\): all parameters are frozen \(requires_grad=False\), so this engine runs forwards alone",
+        r"step\(\): all parameters are frozen \(requires_grad=False\), as they are without an optimizer, so this",
     ),
     "a model that is cast afterwards": (
         lambda: replaced(lambda model: model.double(), 0),
