@@ -24,8 +24,8 @@ NUM_SHOWN = 5
 
 
 def check_trains(reducer: Reducer, call: str) -> None:
-    """Check that some parameter gets gradients."""
-    if not any(unit_grads.unit.gets_gradients for unit_grads in reducer.gradients):
+    """Check that some parameter was to get gradients when the engine was made."""
+    if not reducer.gradients:
         raise ZeroEngineError(
             f"{call}: all parameters are frozen (requires_grad=False), as they are without an optimizer, so this "
             "engine runs forwards alone. Let some of them require gradients before initialize(), with an optimizer"
