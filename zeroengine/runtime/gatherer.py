@@ -16,6 +16,7 @@ Units that a backward gathered and did not release are released when it ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -30,6 +31,8 @@ from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
 from zeroengine.runtime.unit import GatherState, Unit, received_bytes
 from zeroengine.utils.compiler_disable import outside_torch_func
+
+log = logging.getLogger("zeroengine")
 
 
 class Gatherer:
@@ -77,6 +80,7 @@ class Gatherer:
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
         self._prefetch_order: PrefetchOrder[Unit] = PrefetchOrder()
         self._last_in_forward: Unit | None = None
+        self._has_noticed_refused = False
         self._prefetch_limits = PrefetchLimits.of_settings(
             config.zero_optimization,
             overlaps=transport.overlaps,
@@ -124,6 +128,18 @@ class Gatherer:
                 self.start(following)
             elif shards is not None:
                 shards.prefetch(following.shard)
+        self._notice_refused()
+
+    def _notice_refused(self) -> None:
+        """Say once that a limit stops what the other one allows."""
+        needed = self._prefetch_order.live_numel_refused
+        if needed and not self._has_noticed_refused and self._transport.rank == 0:
+            limit = self._prefetch_limits.max_live_numel
+            log.info(
+                f"zero_optimization.max_live_parameters ({limit}) stops gathers that prefetch_bucket_size allows: "
+                f"write at least {needed} for them, or ignore this if the memory is needed"
+            )
+        self._has_noticed_refused |= bool(needed)
 
     def is_kept_for_backward(self, unit: Unit) -> bool:
         """Return whether a forward that a backward follows keeps ``unit``: the last unit of a forward is its first."""
