@@ -309,6 +309,8 @@ default_store: Callable[[], dist.Store] = _find("torch.distributed.distributed_c
 store_of_group: Callable[[dist.ProcessGroup], dist.Store] = _find(
     "torch.distributed.distributed_c10d._get_process_group_store"
 )
+# The options of a collective, among them a timeout of its own, which the functions of ``torch.distributed`` lack.
+AllgatherOptions: Any = _find("torch.distributed.distributed_c10d.AllgatherOptions")
 _group_registry: Any = _find("torch.distributed.distributed_c10d._world")
 _group_name_code: CodeType = _find("torch.distributed.distributed_c10d._hash_ranks_to_str.__code__")
 
