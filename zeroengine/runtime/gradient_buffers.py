@@ -22,7 +22,7 @@ from zeroengine.utils.work import Work, current_stream, order_behind_current
 # The most gradients in one launch of ``ops.cast_copy``.
 MAX_TENSORS_PER_LAUNCH = 64
 # Bytes of gradients that may wait for a launch. Until then they occupy memory in addition to the buffer.
-MAX_PENDING_BYTES = 1 << 24
+MAX_PENDING_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
