@@ -20,8 +20,10 @@ from tests.distributed.ranks import run_ranks
 from tests.recorded_streams import Device, Stream, recorded_streams
 from zeroengine import ops
 from zeroengine.comm.transports import nccl
+from zeroengine.engine.assembly import allocator_advice
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import make_engine
+from zeroengine.errors import ZeroEngineError
 
 
 class Switch(torch.autograd.Function):
@@ -128,3 +130,28 @@ def test_memory_does_not_grow_with_the_micro_steps(stage: int, device_is_ahead: 
     live = run_ranks(1, accumulates, stage, device_is_ahead)[0]
     for start in (0, 8):
         assert len(set(live[start + 1 : start + 7])) == 1, live
+
+
+def captures() -> str:
+    """What is said where a graph is captured while ranks communicate."""
+    with engine_on(False, 3, ["first", "second", "head"], 1) as (_, engine), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._parts.passes.forward, "_has_communicators", True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ZeroEngineError) as error:
+            engine(torch.ones(4, 6))
+        patch.undo()
+        engine.backward(engine(torch.ones(4, 6)))
+        engine.step()
+    return str(error.value)
+
+
+def test_a_forward_of_several_ranks_inside_a_graph_is_refused_and_can_be_taken_outside() -> None:
+    assert run_ranks(1, captures)[0].startswith("a forward inside the capture of a CUDA graph, with several ranks: ")
+
+
+def test_fragments_are_advised_against_where_large_buffers_of_several_sizes_come_and_go() -> None:
+    large, small = 1 << 30, 1 << 20
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in str(allocator_advice({large, small}, {}))
+    assert allocator_advice({large}, {}) is None and allocator_advice({small, small + 1}, {}) is None
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert allocator_advice({large, small}, {name: "expandable_segments:True"}) is None

@@ -22,7 +22,7 @@ from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.call_stack import public_call
-from zeroengine.utils.process_finalizer import finalize
+from zeroengine.utils.process_finalizer import exits_with_error, finalize
 from zeroengine.utils.process_groups import (
     all_gather_bytes,
     destroy_group,
@@ -30,7 +30,7 @@ from zeroengine.utils.process_groups import (
     run_collective,
     start_all_gather_bytes,
 )
-from zeroengine.utils.torch_internals import default_store, number_of_groups
+from zeroengine.utils.torch_internals import default_store, high_priority_options, number_of_groups
 
 T = TypeVar("T")
 # A wait that a watchdog surrounds ends when a rank does not answer, not after a time.
@@ -288,10 +288,16 @@ class Group:
             for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
-        group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)
+        options = high_priority_options(limit) if backend == "nccl" else None
+        group = dist.new_group(ranks, limit, backend, options, use_local_synchronization=is_subset)
         for own_group in own_groups:
             dist.destroy_process_group(own_group)
         assert isinstance(group, dist.ProcessGroup)
+        if backend == "nccl":
+            # The first collective connects the ranks, which may take longer than a stalled one is given.
+            with self.long_wait("to connect the ranks' GPUs"):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                torch.cuda.synchronize()
         return group
 
     def _agree_on_group_number(self, ranks: Sequence[int], num_groups: int) -> int:
@@ -425,11 +431,11 @@ def _start(backend: str) -> None:
     else:
         # A store in memory opens no port, so single processes on one machine do not collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if backend == "gloo":
-        # Gloo's threads must not outlive the interpreter. The class lives as long as that does.
-        finalize(Group, _stop)
+    # No thread of the groups may outlive the interpreter, as long as which the class lives.
+    finalize(Group, _stop, backend)
 
 
-def _stop() -> None:
-    if dist.is_initialized():
+def _stop(backend: str) -> None:
+    # After an error a communicator may be stuck in an operation, and ends with the process.
+    if dist.is_initialized() and not (backend == "nccl" and exits_with_error()):
         dist.destroy_process_group()
