@@ -31,6 +31,7 @@ from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
 from zeroengine.runtime.unit import GatherState, Unit, received_bytes
 from zeroengine.utils.compiler_disable import outside_torch_func
+from zeroengine.utils.work import Work
 
 log = logging.getLogger("zeroengine")
 
@@ -56,6 +57,7 @@ class Gatherer:
         has_averages: Whether parameters have the moving averages of the weights, for an evaluation.
         refuse_calls: Ends the stream of the weights that is open and raises, if one is, with the name of a call.
         has_values: Whether the shards hold values. They do not while the parameters are offloaded for a while.
+        state_reads: What still reads states on a stream of its own. The next change of values waits for it.
         gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
@@ -77,6 +79,7 @@ class Gatherer:
         self.refuse_calls: Callable[[str], None] | None = None
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
+        self.state_reads: list[Work] = []
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
         self._prefetch_order: PrefetchOrder[Unit] = PrefetchOrder()
         self._last_in_forward: Unit | None = None
@@ -289,6 +292,9 @@ class Gatherer:
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
         """
         self._abandon_forward()
+        for work in self.state_reads:
+            work.wait_stream()
+        self.state_reads.clear()
         for unit in self._pins_of:
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
             if unit.state is GatherState.GATHERING:
