@@ -174,19 +174,22 @@ def test_wrong_input_says_what_to_write(diff: Diff) -> None:
     b = write_digests(Path("b"))
     (b / "digests.jsonl").unlink()
     (b / "steps.jsonl").unlink()
-    assert diff("a", b) == (
-        2,
-        'zero-diff: b has no digests.jsonl, so its states are not known: write "digests": {"every": 100} in the '
-        "configurations of both runs. For a checkpoint, write its own folder, as in runs/a/step-100",
-    )
+    no_steps = (2, "zero-diff: b has recorded no step yet, so there is nothing to compare")
+    assert diff("a", b) == no_steps
     write_lines(b / "digests.jsonl", [header(UNITS, 2)])
-    assert "b/digests.jsonl has no digests of a step yet" in diff("a", b)[1]
+    assert diff("a", b) == no_steps
     write_lines(b / "digests.jsonl", [header(UNITS, 2, format=2)])
     assert "b/digests.jsonl has digests of format 2, and this zeroengine knows format 1" in diff("a", b)[1]
     code, text = diff("a", "a/run.json")
     assert code == 2 and "a/run.json is a file" in text
     Path("empty").mkdir()
-    assert diff("a", "empty")[0] == 2
+    for path in ("empty", "nowhere"):
+        code, text = diff("a", path)
+        assert code == 2 and f'{path}\') writes one. For a run, write its folder, as in "monitor"' in text
+    bare = write_digests(Path("bare"))
+    for name in ("run.json", "digests.jsonl"):
+        (bare / name).unlink()
+    assert "No settings: bare has no whole run.json." in diff("a", "bare")[1]
     (b / "digests.jsonl").unlink()
     (b / "digests.jsonl").mkdir()
     assert diff("a", b) == (2, "zero-diff: b/digests.jsonl: Is a directory"), "1 would mean that they differ"

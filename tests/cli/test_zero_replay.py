@@ -24,6 +24,7 @@ config = {
     "digests": {"every": 2}, "units": ["0", "1"],
 }
 engine = zeroengine.initialize(model, config=config)
+torch.manual_seed(int(os.environ.get("DATA", 0)))
 loader = engine.dataloader([(torch.randn(8), torch.randn(1)) for _ in range(64)])
 while engine.global_steps < 8:
     for x, y in loader:
@@ -62,6 +63,18 @@ def test_a_replay_differs_from_where_a_bit_was_flipped(
     # The checkpoint of step 3 is found, and the run gave the model the same data.
     assert "steps 5 to 8 on 1 rank, from" in out and "step-3, which is of step 4: its tag leaves skipped" in out
     assert "The inputs" not in out and "the replay differ first at step 8, in" in out and "Settings" not in out
+
+
+@pytest.mark.slow
+def test_a_replay_with_other_data_blames_nothing_else(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("DATA", "1")
+    assert main([str(run), "--step", "8"]) == 1
+    out = " ".join(capfd.readouterr().out.split())
+    assert "The inputs of the model of step 6 differ" in out and '"replay": {"keep": N}' in out
+    assert "memory, a processor" not in out and out.count("on 1 rank, from") == 1, "once is enough"
 
 
 @pytest.mark.slow

@@ -112,6 +112,10 @@ def used(act: Callable[[zeroengine.Engine], Any]) -> None:
     act(initialize(build(), stage=3))
 
 
+def used_frozen(act: Callable[[zeroengine.Engine], Any]) -> None:
+    act(zeroengine.initialize(build().requires_grad_(False), config=config(3, optimizer=None)))
+
+
 def loss_of(engine: zeroengine.Engine) -> torch.Tensor:
     return engine(*batch(0, engine.rank))
 
@@ -353,6 +357,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"takes a scalar loss, found shape \(3,\): reduce it first, such as loss.mean\(\)",
     ),
     "loss is detached": (lambda: used(lambda e: e.backward(loss_of(e).detach())), DETACHED),
+    "a backward where everything is frozen": (
+        lambda: used_frozen(lambda e: e.backward(loss_of(e))),
+        r"backward\(\): all parameters are frozen \(requires_grad=False\), as they are without an optimizer, so this",
+    ),
+    "a step where everything is frozen": (
+        lambda: used_frozen(lambda e: e.step()),
+        r"step\(\): all parameters are frozen \(requires_grad=False\), as they are without an optimizer, so this",
+    ),
     "a model that is cast afterwards": (
         lambda: replaced(lambda model: model.double(), 0),
         r"parameter tok.weight was given another shape, dtype or device after initialize\(\), by .to\(\), .half\(\)",

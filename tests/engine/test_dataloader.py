@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zeroengine
 from tests.distributed.ranks import run_ranks
@@ -30,7 +30,8 @@ class Numbers(Dataset[int]):
 
 
 def loaders(numel: int, world_size: int, batch_size: int, **more: Any) -> list[ResumableLoader]:
-    chosen = {"shuffle": more.pop("shuffle", True), "drop_last": more.pop("drop_last", True)}
+    defaults = {"shuffle": True, "drop_last": True, "repeat_samples": None}
+    chosen = {name: more.pop(name, default) for name, default in defaults.items()}
     settings = {**chosen, "seed": 3, "options": more}
     return [ResumableLoader(Numbers(numel), rank, world_size, batch_size, **settings) for rank in range(world_size)]
 
@@ -70,6 +71,29 @@ def test_the_last_small_batch_is_kept_where_asked_and_has_one_size_on_all_ranks(
     (alone,) = loaders(numel, 1, 5, drop_last=False)
     alone.load_state_dict(ranks[0].state_dict())
     assert set(taken(alone)) == set(range(numel)).difference(*first)
+
+
+@pytest.mark.parametrize("numel", [7, 8, 15, 23, 24])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_samples_that_are_repeated_make_the_batches_of_torchs_sampler(numel: int, drop_last: bool) -> None:
+    ranks = loaders(numel, 2, 4, shuffle=False, drop_last=drop_last, repeat_samples=True)
+    for rank, loader in enumerate(ranks):
+        sampler = DistributedSampler(Numbers(numel), 2, rank, shuffle=False)
+        batches = [own.tolist() for own in DataLoader(Numbers(numel), 4, sampler=sampler, drop_last=drop_last)]
+        assert [own.tolist() for own in loader] == batches and len(loader) == len(batches)
+
+
+def test_set_epoch_begins_another_epoch_and_leaves_the_present_one_where_it_is() -> None:
+    loader, other = loaders(50, 2, 5)[0], loaders(50, 2, 5)[0]
+    epochs = [taken(other), taken(other)]
+    loader.sampler.set_epoch(1)
+    assert taken(loader, 2) == epochs[1][:10]
+    resumed = loaders(50, 2, 5)[0]
+    resumed.load_state_dict(loader.state_dict())
+    resumed.sampler.set_epoch(1)
+    assert taken(resumed) == epochs[1][10:]
+    resumed.sampler.set_epoch(0)
+    assert taken(resumed) == epochs[0] and (resumed.dataset.numel, resumed.batch_size) == (50, 5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])

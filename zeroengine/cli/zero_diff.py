@@ -10,7 +10,7 @@ from pathlib import Path
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest
 from zeroengine.cli.parser import CommandParser, command, write_output
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.utils.formats import MISSING, counted
 from zeroengine.utils.paths import path_argument
 from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
@@ -94,8 +94,17 @@ def _is_run(path: Path) -> bool:
 def _read(path: Path) -> tuple[Side, Callable[[], DigestTable]]:
     if _is_run(path):
         return read_side(path, str(path)), partial(read_digests, path)
-    checkpoint = find_checkpoint(path, None)
+    checkpoint = _find_checkpoint(path)
     return _side_of(path, *checkpoint), partial(_digests_of_checkpoint, *checkpoint)
+
+
+def _find_checkpoint(path: Path) -> tuple[Path, Manifest | None]:
+    try:
+        return find_checkpoint(path, None)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f'{error} For a run, write its folder, as in "monitor": {{"folder": "runs/a"}} of its configuration.'
+        ) from None
 
 
 def _digests_of_checkpoint(path: Path, manifest: Manifest | None) -> DigestTable:
@@ -120,7 +129,7 @@ def _side_of(path: Path, found: Path, manifest: Manifest | None) -> Side:
 
 def _compare_checkpoints(paths: list[Path]) -> DiffReport:
     # Only the tensors need torch, whose import takes seconds.
-    checkpoints = [find_checkpoint(path, None) for path in paths]
+    checkpoints = list(map(_find_checkpoint, paths))
     from zeroengine.checkpoint.tensor_differences import compare_checkpoints
 
     tensors, sentences = compare_checkpoints([path for path, _ in checkpoints])

@@ -67,9 +67,16 @@ def main(argv: list[str] | None = None) -> int:
             if number == 0:
                 sides = [read_side(path, name) for path, name in zip((options.run, folder), names, strict=True)]
                 show(compare_runs(comparison, sides))
-            is_equal = comparison.first() is None
-            if is_equal:
+            is_equal = (difference := comparison.first()) is None
+            if difference is None:
                 break
+            if any(comparison.given(difference.step)):
+                print(
+                    "The replay was given other data than the run, which may be all there is to it: the script goes on "
+                    "with other data from a checkpoint than without one (engine.dataloader() does not), or they have "
+                    'changed. "replay": {"keep": N} in the configuration keeps the inputs of the last N steps.'
+                )
+                return 1
     if len(replays) == 2 and DigestComparison(replays, names).first() is not None:
         print("Two replays differ, so something that the model computes with is not deterministic.")
     elif len(replays) == 2:

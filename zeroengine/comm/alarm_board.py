@@ -217,17 +217,19 @@ def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequenc
 def compare_forwards(num_forwards: Mapping[int, Sequence[int]]) -> str:
     """Return a sentence on the ranks that have begun more forwards than others, or an empty string.
 
+    An evaluation on one rank is named and not the next training step of the others, which have gone on meanwhile.
+
     Args:
         num_forwards: Of each rank, as in ``Divergence.num_forwards``.
     """
-    sentences = ""
+    # Ranks that the first kind keeps from going on have begun fewer of the second, and are not to be held up for that.
     for index, kind in enumerate(("without", "with")):
         ranks = ranks_by_value({rank: numbers[index] for rank, numbers in num_forwards.items()})
         if len(ranks) > 1:
             most, fewest = (f"rank{'s' * (len(ranks[n]) > 1)} {listed(ranks[n], 4)}" for n in (max(ranks), min(ranks)))
             forwards = counted(max(ranks) - min(ranks), "more forward")
-            sentences += f"{most.capitalize()} began {forwards} {kind} gradients than {fewest}. "
-    return sentences
+            return f"{most.capitalize()} began {forwards} {kind} gradients than {fewest}. "
+    return ""
 
 
 def advise_on_units(forwards: str) -> str:

@@ -20,8 +20,9 @@ class Divergence:
 
     Attributes:
         message: The message of the error; "" before it.
-        num_forwards: How many forwards of the model this rank has begun outside of ``zeroengine.gathered``: those
-            without gradients, if they gather anything, and those with gradients. Messages compare them.
+        num_forwards: How many forwards of the model, or of a part of it that is called by itself, this rank has begun
+            outside of ``zeroengine.gathered``: those without gradients, if they gather anything, and those with
+            gradients. Messages compare them.
         engine: A text that the ranks of an engine have in common, and no other engine has; "" before ``name_engine``.
         listeners: By the process group that they exchange over: called with the message.
     """

@@ -219,7 +219,6 @@ def _default_notices(
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
     if config.aio.backend == "libaio":
         yield 'aio.backend "libaio" is not used: io_uring serves instead, and threads where that is not available.'
-    if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:
-        is_torchs = written.get(("optimizer", "params", "torch_adam")) is True
-        value = "0.01, as in DeepSpeed with torch_adam" if is_torchs else "0.0, as in DeepSpeed"
-        yield f"optimizer.params.weight_decay is not given and is {value}; torch.optim.AdamW's own is 0.01."
+    decay, is_torchs = (written.get(("optimizer", "params", name)) for name in ("weight_decay", "torch_adam"))
+    if written.get(("optimizer", "type")) == "AdamW" and decay is None and is_torchs is not True:
+        yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."

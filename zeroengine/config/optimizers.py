@@ -64,7 +64,8 @@ class AdamWFileParams(AdamWParams):
         # DeepSpeed's own files write the key even for AdamW, so true is accepted and left out again.
         if not self.adam_w_mode:
             raise ValueError(
-                'adam_w_mode is false, but the type AdamW always decouples weight decay; write "type": "Adam" for L2'
+                "adam_w_mode is false, but the type AdamW always decouples weight decay, in DeepSpeed as well; leave "
+                'adam_w_mode out, or write "type": "Adam" for L2'
             )
         return self
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 
+from zeroengine.engine.call_checks import check_trains
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.formats import counted
@@ -272,6 +273,7 @@ class Accumulation:
         if not self.has_new_gradients:
             # If the other call has just used the gradients, the error names that call and not a missing backward.
             self._check_other_call(ENGINE_STEP, OPTIMIZER_STEP)
+            check_trains(self._reducer, "step()")
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         return self._next_engine_step_updates
 
@@ -284,6 +286,7 @@ class Accumulation:
         self.check_complete()
         if not self.backwards:
             self._check_other_call(OPTIMIZER_STEP, ENGINE_STEP)
+            check_trains(self._reducer, "optimizer.step()")
             raise ZeroEngineError(
                 "optimizer.step() without backward(): call engine.backward(loss) (or loss.backward()) first"
             )

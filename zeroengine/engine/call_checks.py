@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.forward import Forward
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
@@ -22,7 +23,16 @@ from zeroengine.utils.torch_internals import current_graph_task_id
 NUM_SHOWN = 5
 
 
-def check_loss(loss: Any) -> None:
+def check_trains(reducer: Reducer, call: str) -> None:
+    """Check that some parameter gets gradients."""
+    if not any(unit_grads.unit.gets_gradients for unit_grads in reducer.gradients):
+        raise ZeroEngineError(
+            f"{call}: all parameters are frozen (requires_grad=False), as they are without an optimizer, so this "
+            "engine runs forwards alone. Let some of them require gradients before initialize(), with an optimizer"
+        )
+
+
+def check_loss(loss: Any, reducer: Reducer) -> None:
     """Check that ``Engine.backward`` can compute gradients of ``loss``."""
     if not isinstance(loss, torch.Tensor):
         raise ZeroEngineError(f"backward() takes the loss tensor, found {type(loss).__name__}")
@@ -31,6 +41,7 @@ def check_loss(loss: Any) -> None:
             f"backward() takes a scalar loss, found shape {tuple(loss.shape)}: reduce it first, such as loss.mean()"
         )
     if not loss.requires_grad:
+        check_trains(reducer, "backward()")
         raise ZeroEngineError(
             "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
             "torch.no_grad(), without .detach() or .item()"

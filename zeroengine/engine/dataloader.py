@@ -34,8 +34,12 @@ class ResumableLoader:
         seed: The seed of these orders.
         options: Further arguments of ``torch.utils.data.DataLoader``.
         drop_last: Whether an epoch leaves out what does not fill a batch on every rank.
+        repeat_samples: Whether some samples are repeated so that all ranks have as many. None: where ``drop_last`` is
+            false.
 
     Attributes:
+        dataset: The data set.
+        batch_size: The number of samples of one micro-batch on one rank.
         epoch: The number of the current epoch from 0, or between epochs of the next one.
         cut: Returns the part of a batch that this rank takes.
 
@@ -56,14 +60,19 @@ class ResumableLoader:
         seed: int,
         options: Mapping[str, Any],
         drop_last: bool = True,
+        repeat_samples: bool | None = None,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise ZeroEngineError(
                 f"dataloader() takes a data set with a length and an index; {type(dataset).__name__} has none. For a "
                 "stream use torchdata's StatefulDataLoader and engine.register_stateful(name, loader)."
             )
+        self.dataset, self.batch_size, self._drop_last = dataset, batch_size, drop_last
+        self._repeats_samples = not drop_last if repeat_samples is None else repeat_samples
+        self._rank, self._world_size, self._shuffle, self._seed = rank, world_size, shuffle, seed
+        self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
         # A loader of too few samples would yield nothing, and training would end without an error.
-        if len(dataset) < (world_size * batch_size if drop_last else 1):
+        if not len(dataset) or not len(self):
             raise ZeroEngineError(
                 f"dataloader(): {counted(len(dataset), 'sample')} cannot fill one micro-batch of {batch_size} on "
                 f"{counted(world_size, 'rank')}"
@@ -77,7 +86,6 @@ class ResumableLoader:
             )
         self.epoch = 0
         self.cut: Callable[[Any], Any] = lambda batch: batch
-        self._rank, self._world_size, self._shuffle, self._seed = rank, world_size, shuffle, seed
         # This rank's samples in the epoch, which each epoch replaces.
         self._indices: list[int] = []
         # DataLoader draws a number for its workers whenever an iteration begins. From the global generator the number
@@ -91,7 +99,6 @@ class ResumableLoader:
             drop_last=drop_last,
             **{"generator": self._worker_seeds, **options},
         )
-        self._num_samples, self._samples_per_step, self._drop_last = len(dataset), batch_size * world_size, drop_last
         # Whether the next epoch starts at the position that load_state_dict set.
         self._resumes = False
         # The number of samples of this epoch in the batches that all ranks have yielded, without prefetched batches.
@@ -99,8 +106,8 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""
-        rounded = self._num_samples if self._drop_last else self._num_samples + self._samples_per_step - 1
-        return rounded // self._samples_per_step
+        own = (self._num_samples + self._repeats_samples * (self._world_size - 1)) // self._world_size
+        return own // self.batch_size if self._drop_last else -(-own // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch, or the remaining batches of the epoch whose position was loaded."""
@@ -128,10 +135,22 @@ class ResumableLoader:
         # The remainder is dropped, or the first samples are repeated, so that every rank has the same number of
         # batches. A rank with one more would wait in a collective.
         surplus = max(self._num_samples - self._consumed, 0) % self._world_size
-        stop = self._num_samples - surplus if self._drop_last else self._num_samples + -surplus % self._world_size
+        stop = self._num_samples + -surplus % self._world_size if self._repeats_samples else self._num_samples - surplus
         places = range(self._consumed + self._rank, stop, self._world_size)
         own = order[places.start : stop : self._world_size]
         return [*own, *(order[place % self._num_samples] for place in places[len(own) :])]
+
+    @property
+    def data_sampler(self) -> ResumableLoader:
+        """This object, of which loops call ``set_epoch``."""
+        return self
+
+    sampler = data_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop be the epoch of this number, from its beginning; the present one goes on where it is."""
+        if epoch != self.epoch:
+            self.epoch, self._consumed, self._resumes = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch and the number of its samples that are consumed."""

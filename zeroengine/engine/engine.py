@@ -163,7 +163,7 @@ class Engine:
         Raises:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
         """
-        call_checks.check_loss(loss)
+        call_checks.check_loss(loss, self._parts.passes.reducer)
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
@@ -722,6 +722,7 @@ class Engine:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
+        repeat_samples: bool | None = None,
         **options: Any,
     ) -> ResumableLoader:
         """Return a loader of this rank's share of ``dataset``, whose position is part of every checkpoint.
@@ -734,7 +735,9 @@ class Engine:
             shuffle: Whether each epoch has another order.
             seed: The seed of these orders.
             drop_last: Whether the samples that do not fill a micro-batch on every rank are left out of an epoch. False:
-                they are a smaller one, and some are repeated so that all ranks have as many, as in DistributedSampler.
+                they are a smaller one.
+            repeat_samples: Whether some samples are repeated so that all ranks have as many, as in DistributedSampler;
+                otherwise some are left out. None: where `drop_last` is false.
             options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
         Raises:
@@ -743,7 +746,7 @@ class Engine:
         micro_batch = self.config.train_micro_batch_size_per_gpu if batch_size is None else batch_size
         group = self.sequence_group
         sharing = group.number, group.num_groups
-        loader = ResumableLoader(dataset, *sharing, micro_batch, shuffle, seed, options, drop_last)
+        loader = ResumableLoader(dataset, *sharing, micro_batch, shuffle, seed, options, drop_last, repeat_samples)
         loader.cut = partial(shard_sequence, engine=self)
         # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)

@@ -231,6 +231,8 @@ def _checked(
             f"{call}: since is {since!r:.100}; write the token of an earlier stream, which is stream.token at its end, "
             "or zeroengine.WeightsToken() for all tensors"
         )
+    if not isinstance(arguments.buffers, bool):
+        raise ZeroEngineError(f"{call}: buffers is {arguments.buffers!r:.100}; write True or False")
     if arguments.layout not in ("model", "files"):
         raise ZeroEngineError(f'{call}: layout is {arguments.layout!r}; write "model" or "files"')
     device = engine_device if arguments.device is None else arguments.device

@@ -201,6 +201,10 @@ class Forward:
         all_units, item_units = self._units_of.get(module, []), self._item_units_of.get(module)
         units = [unit for unit in all_units if unit.is_releasable]
         has_grad = torch.is_grad_enabled()
+        is_outermost = not (self.num_model_forwards or self._module_forwards or self._traversal.is_running)
+        if units and is_outermost and not self.gatherer.num_pins:
+            # A part of the model that is called by itself, as in generation, concerns all ranks like the whole.
+            self._num_forwards[has_grad] += 1
         is_tracked = has_grad and not functorch_active()
         needed = units if item_units is None else [*units, *item_units.index_of]
         log = self._enter_log(needed) if needed else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.flat_items import flat_items
 from zeroengine.utils.formats import counted
 from zeroengine.utils.listed import listed
@@ -43,11 +44,13 @@ class Side:
         name: What the user calls it.
         facts: What run.json says, or a manifest in the same form.
         numbers: Those of ``NUMBERS`` by step.
+        is_run: Whether it is a run, and no checkpoint.
     """
 
     name: str
     facts: Mapping[str, Any]
     numbers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    is_run: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return everything that may change the numbers, by dotted key, without secrets."""
@@ -90,7 +93,7 @@ def read_side(folder: Path, name: str) -> Side:
         for record in GrowingLines(folder / STEPS).read()
         if isinstance(record.get("step"), int)
     }
-    return Side(name, RunReader(folder, wait=True).facts, numbers)
+    return Side(name, RunReader(folder, wait=True).facts, numbers, is_run=True)
 
 
 def compare_runs(comparison: DigestComparison, sides: Sequence[Side]) -> DiffReport:
@@ -114,11 +117,17 @@ def compare_records(sides: Sequence[Side], reason: str) -> DiffReport | None:
     """
     settings, differences = different_settings(sides), list(_numbers(sides))
     if not (num_steps := len(sides[0].numbers.keys() & sides[1].numbers.keys())):
+        for side in sides:
+            if side.is_run and not side.numbers:
+                raise ZeroEngineError(f"{side.name} has recorded no step yet, so there is nothing to compare")
         return None
     if differences:
         differences += rounding(sides, settings, [side.facts.get("world_size", 0) for side in sides])
-    compared = f"Compared: losses and learning rates of {counted(num_steps, 'step')}, and settings."
-    return DiffReport([side.name for side in sides], differences, [compared, f"No states: {reason}."], settings)
+    unknown = [side.name for side in sides if not side.facts]
+    and_settings = "" if unknown else ", and settings"
+    compared = [f"Compared: losses and learning rates of {counted(num_steps, 'step')}{and_settings}."]
+    compared += [f"No settings: {' and '.join(unknown)} has no whole run.json."] if unknown else []
+    return DiffReport([side.name for side in sides], differences, [*compared, f"No states: {reason}."], settings)
 
 
 def different_settings(sides: Sequence[Side]) -> Settings:
@@ -136,10 +145,15 @@ def _place(comparison: DigestComparison, first: FirstDifference, names: Sequence
     parts = []
     for kind in comparison.kinds:
         units, of = first.units.get(kind, []), len(comparison.units)
-        where = f"all {of} units" if len(units) == of else f"{len(units)} of {of} units"
+        all_units = f"all {of} units" if of > 1 else "the unit"
+        where = all_units if len(units) == of else f"{len(units)} of {of} units"
         parts.append(f"{kind} differ in {where}" if units else f"{kind} are equal")
     later, different = int((comparison.steps > first.step).sum()), len(comparison.different_steps) - 1
-    after = f" Of {counted(later, 'compared step')} after it, {different:,} differ." if later else ""
+    after = (
+        f" Of {counted(later, 'compared step')} after it, {different:,} differ{'s' if different == 1 else ''}."
+        if later
+        else ""
+    )
     yield f"At that step {', '.join(parts)}.{after}"
 
 

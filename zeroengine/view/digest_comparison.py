@@ -93,7 +93,7 @@ class DigestComparison:
             digits = a.get(kind, ""), b.get(kind, "")
             if len(digits[0]) == len(digits[1]) and digits[0] != digits[1]:
                 ranks = [str(i // 16) for i in range(0, len(digits[0]), 16) if digits[0][i:][:16] != digits[1][i:][:16]]
-                yield f"The {words} of step {step:,} differ on rank {listed(ranks, MAX_NAMES)}."
+                yield f"The {words} of step {step:,} differ on rank{'s' * (len(ranks) > 1)} {listed(ranks, MAX_NAMES)}."
 
     def heat(self) -> dict[str, Any]:
         """Return the picture of units by steps, as JSON types.

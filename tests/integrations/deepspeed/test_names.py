@@ -64,6 +64,39 @@ def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> Non
     assert settings.load_settings({"train_batch_size": 2, "gradient_clipping": 0.0}).gradient_clipping == 0.0
 
 
+def test_sections_of_other_types_are_errors_that_say_what_to_write() -> None:
+    for stage in (2, 3):
+        with pytest.raises(ZeroEngineError, match=r"zero_optimization.offload_param"):
+            settings.load_settings(
+                {"train_batch_size": 2, "zero_optimization": {"stage": stage, "offload_param": True}}
+            )
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r'stage: found "auto"; write 0, 1, 2 or 3'):
+        deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": "auto"}})
+
+
+def test_train_batch_takes_the_data_again_and_again_and_ends_between_steps() -> None:
+    data = [(torch.full((2,), float(number)), torch.tensor(float(number))) for number in range(3)]
+    seen: list[float] = []
+
+    class Seen(nn.Linear):
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            seen.extend(targets.tolist())
+            return (super().forward(inputs)[:, 0] - targets).square().mean()
+
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=Seen(2, 1), training_data=data, config=config)
+    for _ in range(3):
+        engine.train_batch()
+    assert sorted(seen[:3]) == sorted(seen[3:]) == [0.0, 1.0, 2.0]
+    batches = iter([(torch.ones(1, 2), torch.ones(1))] * 3)
+    engine.train_batch(batches)
+    with pytest.raises(ZeroEngineError, match="data_iter ended after 1 of the 2 micro-batches of a step"):
+        engine.train_batch(batches)
+    with pytest.raises(StopIteration):
+        engine.train_batch(batches)
+    engine.destroy()
+
+
 def test_what_frameworks_write_for_auto_is_taken_as_deepspeed_does(caplog: pytest.LogCaptureFixture) -> None:
     zero: dict[str, Any] = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     zero["zero_hpz_partition_size"] = 2

@@ -163,6 +163,9 @@ def habits(stage: int, folder: str) -> None:
     # A larger batch is more micro-steps, and the gradient their mean.
     engine.set_train_batch_size(24)
     assert (engine.gradient_accumulation_steps(), engine.global_samples) == (3, 3 * 8)
+    for wrong in (0, 12, 24.0, True, "24", None):
+        with pytest.raises(ValueError, match="the train batch size is a multiple of 8, found"):
+            engine.set_train_batch_size(wrong)
     for wrong in (0, 2.5, True, "3"):
         with pytest.raises(ZeroEngineError, match="takes positive whole numbers"):
             engine.engine.set_gradient_accumulation_steps(wrong)

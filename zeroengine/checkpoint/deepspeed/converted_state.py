@@ -250,7 +250,7 @@ class ConvertedState:
             "counters": counters,
             # Values that JSON does not know are kept as text, for a person to read.
             "param_groups": json.loads(json.dumps(self._groups(), default=str)),
-            "loss_scaler": _scaler(state),
+            "loss_scaler": _scaler(state) if self._dtype() is torch.float16 else {},
             "config": json.loads(json.dumps(config, default=str)),
         }
 

@@ -165,6 +165,8 @@ class DeepSpeedEngine(EngineCheckpointMethods):
             _check_parameters_used(self.engine)
         updated = self.engine.step()
         self._step_applied = is_boundary and bool(updated)
+        if is_boundary and self.engine.config.scales_loss:
+            self._norm.read()
         if is_boundary and isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.note_step()
 
@@ -241,11 +243,27 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         """Do nothing: gradients are reduced in backward, or in ``step``."""
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Run one whole step of ``training_data`` or ``data_iter``, and return the mean loss of its micro-steps."""
+        """Run one whole step, and return the mean loss of its micro-steps.
+
+        Args:
+            data_iter: Gives the micro-batches. None: ``training_data``, over and over.
+
+        Raises:
+            StopIteration: ``data_iter`` has ended.
+            ZeroEngineError: It ended within a step, or there are no data.
+        """
         batches = data_iter if data_iter is not None else self._batches()
         total: torch.Tensor | None = None
-        for _ in range(self.gradient_accumulation_steps()):
-            batch = next(batches)
+        for number in range(self.gradient_accumulation_steps()):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if not number:
+                    raise
+                raise ZeroEngineError(
+                    f"train_batch(): data_iter ended after {number} of the {self.gradient_accumulation_steps()} "
+                    "micro-batches of a step"
+                ) from None
             loss = self(**batch) if isinstance(batch, dict) else self(*batch)
             self.backward(loss)
             if self.managed_gradient_accumulation():
@@ -264,7 +282,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         if self.training_dataloader is None:
             raise ZeroEngineError("train_batch() without data: pass training_data to initialize(), or data_iter here")
         if self._data_iterator is None:
-            self._data_iterator = iter(self.training_dataloader)
+            self._data_iterator = _epochs(self.training_dataloader)
         return self._data_iterator
 
     def deepspeed_io(
@@ -296,7 +314,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         }
         if data_sampler is not None:
             return DataLoader(dataset, sampler=data_sampler, **options)
-        return self.engine.dataloader(dataset, shuffle=route == "train", **options)
+        return self.engine.dataloader(dataset, shuffle=route == "train", repeat_samples=True, **options)
 
     # -- parameters and the end ------------------------------------------------------------------
 
@@ -322,6 +340,21 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         if not self._is_destroyed:
             self._is_destroyed = True
             self.engine.close()
+
+
+def _epochs(loader: Any) -> Iterator[Any]:
+    """Yield the batches of a loader, again and again.
+
+    Raises:
+        ZeroEngineError: It has none.
+    """
+    while True:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ZeroEngineError("train_batch(): the data loader has no batch: give it more samples")
 
 
 def _check_parameters_used(engine: Engine) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroengine.engine.engine import Engine
-from zeroengine.integrations.deepspeed.optimizer import norm_as_tensor
+from zeroengine.integrations.deepspeed.optimizer import GradientNorm
 from zeroengine.integrations.deepspeed.settings import DeepSpeedConfig
 
 
@@ -28,7 +27,7 @@ class EngineProperties(nn.Module):
         self.engine, self._config = engine, config
         # The samples of all ranks, where every step() updates and no configuration says how many micro-steps it ends.
         self._unmanaged_samples = 0
-        self._last_finite_norm = 0.0
+        self._norm = GradientNorm(engine)
         # What global_samples has beside the present batch size of every step, where that has changed.
         self._samples_of_other_sizes = 0
 
@@ -77,12 +76,9 @@ class EngineProperties(nn.Module):
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """Return the norm of the last step's gradient before clipping (0-d, fp64); None before the first step.
 
-        In fp16 a step that was skipped leaves the finite norm that was read before, or 0, as in DeepSpeed.
+        In fp16 a step that was skipped leaves the norm of the one before, at first 0, as in DeepSpeed.
         """
-        norm = self.engine.grad_norm
-        if norm is not None and self.engine.config.scales_loss:
-            norm = self._last_finite_norm = norm if math.isfinite(norm) else self._last_finite_norm
-        return norm_as_tensor(norm, self.engine.device)
+        return self._norm.read()
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param group."""
@@ -118,9 +114,9 @@ class EngineProperties(nn.Module):
             ValueError: They are no multiple of a micro-step's.
         """
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.engine.num_sample_groups
-        steps, rest = divmod(train_batch_size, per_micro_step)
+        steps, rest = divmod(train_batch_size, per_micro_step) if type(train_batch_size) is int else (0, 0)
         if rest or steps < 1:
-            raise ValueError(f"the train batch size is a multiple of {per_micro_step}, found {train_batch_size}")
+            raise ValueError(f"the train batch size is a multiple of {per_micro_step}, found {train_batch_size!r}")
         self._set_sizes(self.train_micro_batch_size_per_gpu(), steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

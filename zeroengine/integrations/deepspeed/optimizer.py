@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,9 +91,18 @@ class LocalStateOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__} of {self._engine.optimizer!r}"
 
 
-def norm_as_tensor(norm: float | None, device: torch.device) -> torch.Tensor | None:
-    """Return a norm as DeepSpeed does, of which scripts take ``item()``: 0-d, in fp64; None stays."""
-    return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=device)
+class GradientNorm:
+    """The norm of an engine's last gradient as in DeepSpeed: in fp16 a step that is skipped leaves the one before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._last_finite = engine, 0.0
+
+    def read(self) -> torch.Tensor | None:
+        """Return the norm (0-d, in fp64: scripts take ``item()``); None before the first step. Call it at each step."""
+        norm = self._engine.grad_norm
+        if norm is not None and self._engine.config.scales_loss:
+            norm = self._last_finite = norm if math.isfinite(norm) else self._last_finite
+        return None if norm is None else torch.tensor(norm, dtype=torch.float64, device=self._engine.device)
 
 
 class ScaleOfLoss:
@@ -138,9 +148,12 @@ class DeepSpeedOptimizer(LocalStateOptimizer):
         self.loss_scaler = ScaleOfLoss(engine)
         self._skipped_before = 0
         self.overflow = False
+        self._norm = GradientNorm(engine)
 
     def note_step(self) -> None:
-        """Record whether the last step was skipped."""
+        """Record whether the last step was skipped, and in fp16, where a step has waited for it, the norm."""
+        if self._engine.config.scales_loss:
+            self._norm.read()
         skipped = self._engine.skipped_steps
         self.overflow, self._skipped_before = skipped > self._skipped_before, skipped
 
@@ -166,7 +179,7 @@ class DeepSpeedOptimizer(LocalStateOptimizer):
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
-        return norm_as_tensor(self._engine.grad_norm, self._engine.device)
+        return self._norm.read()
 
     @property
     def clip_grad(self) -> float:

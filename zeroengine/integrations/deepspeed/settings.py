@@ -118,7 +118,8 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
         ):
             if zero.pop(old, None) is True:
                 zero.setdefault(new, {"device": "cpu"})
-        device = (zero.get("offload_param") or {}).get("device") or "none"
+        section = zero.get("offload_param")
+        device = (section.get("device") if isinstance(section, dict) else None) or "none"
         is_secondary = zero.get("zero_hpz_partition_size") not in (None, 0, 1)
         asked = {"offload_param": device != "none", "zero_hpz_partition_size": is_secondary}
         for name in [name for name, is_asked in asked.items() if is_asked and zero.get("stage", 0) in (0, 1, 2)]:
@@ -164,6 +165,8 @@ class DeepSpeedConfig:
         self.param_dtype, self.buffer_dtype = data_types.get("param_dtype"), data_types.get("buffer_dtype")
         self.zero_force_ds_cpu_optimizer = self._param_dict.get("zero_force_ds_cpu_optimizer")
         self.zero_config = settings.zero_optimization
+        if settings.zero_optimization.stage == "auto":
+            raise DeepSpeedConfigError('zero_optimization.stage: found "auto"; write 0, 1, 2 or 3, which scripts read')
         self.zero_optimization_stage = int(settings.zero_optimization.stage)
         zero = self._param_dict.get("zero_optimization") or {}
         self.leaf_module, self.enable_sanity_checks = zero.get("leaf_module"), zero.get("enable_sanity_checks") is True
