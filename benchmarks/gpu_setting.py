@@ -1,4 +1,4 @@
-"""The environment of the sections of benchmarks/gpu.py: devices, timing, and processes."""
+"""The environment of the parts of benchmarks/gpu.py: devices, timing, and processes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ import torch
 
 SCRIPT = Path(__file__).with_name("gpu.py")
 Rows = list[Sequence[object]]
+# A part's text, and for each of its questions a number, or in words why there is none.
+Found = tuple[str, Sequence[float | str]]
 
 
 AHEAD = 10_000_000  # of the GPU's cycles, about five milliseconds: it waits so long, and the host gets ahead
 
 
 class Setting:
-    """The device and the sizes of a section."""
+    """The device and the sizes of a part."""
 
-    def __init__(self, rehearse: bool) -> None:
+    def __init__(self, dry_run: bool) -> None:
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
-        self.rehearse = rehearse
-        self.numel = 10_000 if rehearse else 260_000_000  # no power of two: arrays do not meet in the same banks
-        self.rounds = 2 if rehearse else 30
+        self.dry_run = dry_run
+        self.numel = 10_000 if dry_run else 260_000_000  # no power of two: arrays do not meet in the same banks
+        self.rounds = 2 if dry_run else 30
         # layers, width, heads, vocabulary, context: 1.07 G parameters
-        self.model = (2, 64, 2, 128, 32) if rehearse else (20, 2048, 16, 32768, 2048)
-        self.large = (3, 64, 2, 128, 32) if rehearse else (36, 4096, 32, 50257, 2048)  # 7.5 G
+        self.model = (2, 64, 2, 128, 32) if dry_run else (20, 2048, 16, 32768, 2048)
+        self.large = (3, 64, 2, 128, 32) if dry_run else (36, 4096, 32, 50257, 2048)  # 7.5 G
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -83,7 +85,7 @@ def table(head: Sequence[str], rows: Rows) -> str:
 
 def run_self(s: Setting, *arguments: str, timeout: float | None = None) -> str:
     """Run the script in a new process, and return the last line that it prints, which is JSON."""
-    command = [sys.executable, SCRIPT, *arguments, *(["--rehearse"] if s.rehearse else [])]
+    command = [sys.executable, SCRIPT, *arguments, *(["--dry-run"] if s.dry_run else [])]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, **pipes, start_new_session=timeout is not None) as process:
         try:

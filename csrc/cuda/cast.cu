@@ -30,18 +30,22 @@ __device__ inline float value_of(S src, D dst, float scale) {
 template <bool kAccumulate, class S, class D>
 __device__ inline void cast_tile(const S* src, D* dst, int64_t n, float scale) {
   const bool aligned = uintptr_t(src) % sizeof(Pack<S, kPack>) == 0 && uintptr_t(dst) % sizeof(Pack<D, kPack>) == 0;
-  if (n < kTile || !aligned) {
+  // The elements that no whole pack holds: those after the last pack of the last tile, or all.
+  const int64_t packed = aligned ? n / kPack * kPack : 0;
 #pragma unroll 1
-    for (int64_t i = threadIdx.x; i < n; i += kThreads)
-      from_float(value_of<kAccumulate>(src[i], kAccumulate ? dst[i] : D{}, scale), dst + i);
-    return;
-  }
+  for (int64_t i = packed + threadIdx.x; i < n; i += kThreads)
+    from_float(value_of<kAccumulate>(src[i], kAccumulate ? dst[i] : D{}, scale), dst + i);
   Pack<S, kPack> s[kPacks];
 #pragma unroll
-  for (int q = 0; q < kPacks; ++q) s[q] = load<Pack<S, kPack>>(src + (q * kThreads + threadIdx.x) * kPack);
+  for (int q = 0; q < kPacks; ++q) {
+    const int64_t first = (q * kThreads + threadIdx.x) * kPack;
+    if (first < packed) s[q] = load<Pack<S, kPack>>(src + first);
+  }
 #pragma unroll
   for (int q = 0; q < kPacks; ++q) {
-    D* to = dst + (q * kThreads + threadIdx.x) * kPack;
+    const int64_t first = (q * kThreads + threadIdx.x) * kPack;
+    if (first >= packed) break;
+    D* to = dst + first;
     Pack<D, kPack> d = {};
     if constexpr (kAccumulate) d = load<Pack<D, kPack>>(to);
 #pragma unroll

@@ -59,8 +59,20 @@ __device__ inline float to_float(fp16 x) {
 
 // Rounded to nearest even.
 __device__ inline void from_float(float x, float* y) { *y = x; }
-__device__ inline void from_float(float x, bf16* y) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(x)); }
 __device__ inline void from_float(float x, fp16* y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y->bits) : "f"(x)); }
+
+#if __CUDA_ARCH__ < 800  // compute capability 7.5 has neither an instruction that rounds to bf16 nor one for two numbers
+__device__ inline void from_float(float x, bf16* y) {
+  const uint32_t u = bits_of(x);
+  y->bits = x == x ? uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16) : uint16_t(0x7fff);
+}
+template <class T>
+__device__ inline void from_floats(float low, float high, T* y) {
+  from_float(low, y);
+  from_float(high, y + 1);
+}
+#else
+__device__ inline void from_float(float x, bf16* y) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(x)); }
 
 // Two at a time, in one instruction.
 __device__ inline void from_floats(float low, float high, bf16* y) {
@@ -74,6 +86,7 @@ __device__ inline void from_floats(float low, float high, fp16* y) {
   y[0].bits = uint16_t(word), y[1].bits = uint16_t(word >> 16);
 }
 __device__ inline void from_floats(float low, float high, float* y) { y[0] = low, y[1] = high; }
+#endif
 
 __device__ inline void store_words(void* address, uint32_t x, uint32_t y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");

@@ -27,6 +27,23 @@ struct Lane {
   }
 };
 
+// Reads the elements of a lane, 16 bytes at a time where they are aligned, and zeros beyond the slice.
+template <class T>
+__device__ inline void load_lane(const T* from, int count, float* x) {
+  constexpr int kPack = 16 / int(sizeof(T));
+  if (count == kPerLane && uintptr_t(from) % 16 == 0) {
+#pragma unroll
+    for (int p = 0; p < kPerLane; p += kPack) {
+      const auto pack = load<Pack<T, kPack>>(from + p);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) x[p + i] = to_float(pack.v[i]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) x[i] = i < count ? to_float(from[i]) : 0;
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads) quantize(const T* src, char* packets, bf16* error, float decay, Slices slices) {
   const int64_t total = slices.blocks * slices.count;
@@ -35,12 +52,13 @@ __global__ void __launch_bounds__(kThreads) quantize(const T* src, char* packets
     const Lane lane(slices, block);
     const T* from = src + slice * slices.numel + lane.first;
     bf16* kept = error ? error + slice * slices.numel + lane.first : nullptr;
-    float x[kPerLane];
+    float x[kPerLane], errors[kPerLane];
+    load_lane(from, lane.count, x);
+    if (kept) load_lane(kept, lane.count, errors);
     uint32_t magnitude = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      x[i] = i < lane.count ? to_float(from[i]) : 0;
-      if (kept && i < lane.count) x[i] += to_float(kept[i]);
+      if (kept) x[i] += errors[i];
       const uint32_t bits = bits_of(x[i]) & 0x7fffffff;
       magnitude = bits > magnitude ? bits : magnitude;
     }
@@ -55,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const T* src, char* packets
       const uint32_t code = finite ? bits_of(x[i] / step + kRounder) & 0xff : 0;
       if (kept && i < lane.count) {
         const float lost = x[i] - float(int8_t(code)) * step;
-        from_float(finite ? decay * to_float(kept[i]) + (1 - decay) * lost : 0.0f, kept + i);
+        from_float(finite ? decay * errors[i] + (1 - decay) * lost : 0.0f, kept + i);
       }
       if (slices.bits == 4) low |= (code & 15) << 4 * i;
       else if (i < 4) low |= code << 8 * i;

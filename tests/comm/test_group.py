@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
+from zeroengine.comm import group as group_module
 from zeroengine.comm.group import Group, check_gpus
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.utils.process_groups import destroy_group
@@ -67,3 +72,45 @@ def test_groups_of_the_same_ranks_do_not_meet_whichever_group_makes_them() -> No
     for rank, (numbers, sums) in enumerate(run_ranks(4, sums_in_groups_of_groups)):
         assert numbers == ((0, 1) if rank < 2 else (2, 3))
         assert sums == [1.0 if rank < 2 else 5.0] * 12
+
+
+def objects_of_ranks_with_gpus() -> list[object]:
+    """Two of three ranks exchange objects, and would need GPUs for tensors of the group's own backend."""
+    dist.init_process_group("gloo")
+    part = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(group_module, "backend_of", lambda group, device_type: "nccl")
+    patch.setattr(group_module, "check_gpus", lambda *_: None)
+    patch.setattr(torch.cuda, "set_device", lambda _: None)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU"))
+    group = Group(part, torch.device("cuda", 0))
+    return group.all_gather_object((group.rank, "x" * group.rank))
+
+
+def test_ranks_with_gpus_exchange_objects_in_host_memory() -> None:
+    assert run_ranks(3, objects_of_ranks_with_gpus) == [[(0, ""), (1, "x")], [], [(0, ""), (1, "x")]]
+
+
+def waits(watched: bool) -> float | str:
+    """Rank 1 comes to an exchange later than torch's collectives of the group may take."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1.5))
+    group = Group(None, torch.device("cpu"))
+    if watched:
+        group.surround_long_waits(lambda _: nullcontext())
+    group.all_gather_object(0)
+    began = time.monotonic()
+    if group.rank == 1:
+        time.sleep(3)
+    try:
+        group.all_gather_object(group.rank)
+    except ZeroEngineError as error:
+        return str(error)
+    return time.monotonic() - began
+
+
+def test_patience_is_the_watchdog_s_and_not_that_of_torch_s_collectives() -> None:
+    waited = run_ranks(2, waits, True)[0]
+    assert isinstance(waited, float) and waited > 2.5
+    assert "rank 0 lost its peers" in str(run_ranks(2, waits, False)[0])

@@ -110,7 +110,7 @@ class LateCopies:
                 late.behind = Mark(None, None)  # in line
             self.copied[way] += source.nbytes
             if self._late:
-                target.view(torch.uint8).fill_(0xFF)  # NaN, in every floating dtype
+                target.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, in every floating dtype
                 lane.waiting.append(late)
             else:
                 lane.flush()

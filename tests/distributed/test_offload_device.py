@@ -9,6 +9,7 @@ import copy
 import errno
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from torch import nn
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
-from tests.distributed.pretended import Apart, ApartMode, LateCopies
+from tests.distributed.pretended import Apart, ApartMode, Late, LateCopies
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.training import start, take_steps
 from tests.nccl_over_gloo import use_nccl_transport
@@ -237,6 +238,37 @@ def test_checkpoints_load_with_states_on_the_device_or_offloaded(
     more = PRECISIONS[precision] | {"checkpoint": {"async_save": True}}
     for losses in run_ranks(2, saved_and_loaded, 3, which, tmp_path, more):
         assert losses[0] == losses[1] == losses[2]
+
+
+def saved_beside_training(stage: int, path: Path, more: dict[str, Any]) -> tuple[bool, bool]:
+    """Save while the GPU copies the optimizer's states as late as it may, and the host waits for nothing of that."""
+    start()
+    settings = config(stage, **more, checkpoint={"async_save": True})
+    copies, may_read = LateCopies(), threading.Event()
+    wait = Late.wait_host
+
+    def wait_host(late: Late) -> None:
+        may_read.wait()
+        wait(late)
+
+    Late.wait_host = wait_host  # type: ignore[method-assign]
+    engine = engine_of(settings, copies)
+    take_steps(engine, range(2))
+    engine.save_checkpoint(path / "saved")
+    is_under_way = any(lane.waiting for lane in copies._lanes.values())
+    losses = take_steps(engine, range(2, 4))
+    may_read.set()
+    engine.close()
+    other = engine_of(config(stage, **more), None, seed=1)
+    other.load_checkpoint(path / "saved")
+    return is_under_way, losses == take_steps(other, range(2, 4))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "bf16")])
+def test_a_checkpoint_is_copied_beside_the_next_forward_and_before_the_next_update(
+    tmp_path: Path, stage: int, precision: str
+) -> None:
+    assert run_ranks(2, saved_beside_training, stage, tmp_path, PRECISIONS[precision]) == [(True, True)] * 2
 
 
 def test_ratio_keeps_part_on_the_device(tmp_path: Path) -> None:

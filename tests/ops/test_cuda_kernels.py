@@ -584,7 +584,7 @@ MISTAKES = {
         "load<uint64_t>(x + 8 * i), first_word + i",
         "load<uint64_t>(x + 8 * i), first_word",
     ),
-    "a cast off its array": ("cast.cu", "if (n < kTile || !aligned)", "if (!aligned)"),
+    "a cast off its array": ("cast.cu", "n / kPack * kPack", "(n + kPack - 1) / kPack * kPack"),
 }
 
 

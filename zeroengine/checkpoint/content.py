@@ -6,8 +6,8 @@ import io
 import json
 import random
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,9 +17,11 @@ from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import AVERAGE, MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
+from zeroengine.offload.interfaces import Copies
 from zeroengine.partition.storages import storages_of
 from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
+from zeroengine.utils.work import Work
 
 
 @dataclass(frozen=True)
@@ -31,30 +33,48 @@ class CheckpointContent:
         objects: Further values by name, from this rank alone.
         aliases: Further names, and the entries that they stand for.
         about: The fields of the manifest that the engine knows.
+        copies: Copies between the GPU that the tensors are on and the host; None on the CPU.
+        note_read: Takes what still reads states on a stream of its own, for the next update to wait for.
     """
 
     entries: StateEntries
     objects: dict[str, Any]
     aliases: dict[str, str]
     about: dict[str, Any]
+    copies: Copies | None = None
+    note_read: Callable[[Work], None] = field(default=lambda _: None)
 
-    def copied(self, memory: torch.Tensor) -> CheckpointContent:
-        """Return a content whose tensors are copies.
+    def copied(self, memory: torch.Tensor) -> tuple[CheckpointContent, list[Work]]:
+        """Return a content whose tensors are copies, and what to wait for before they are read.
 
         Args:
-            memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them.
+            memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them; from `Copies.host_memory` on a GPU.
         """
-        end = 0
+        end, works = 0, []
         entries = {}
         for name, entry in self.entries.items():
             pieces = []
             for box, tensor in entry.pieces:
                 copy = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                pieces.append((box, copy.copy_(tensor.detach())))
+                pieces.append((box, copy))
+                if (work := self._start_copy(name, copy, tensor.detach())) is not None:
+                    works.append(work)
                 # The next piece may have another dtype, and a view has to begin at a multiple of its element size.
                 end += round_up(tensor.nbytes, COPY_ALIGNMENT)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
-        return CheckpointContent(entries, self.objects, self.aliases, self.about)
+        if self.copies is not None:
+            works.append(self.copies.record_event())
+        return CheckpointContent(entries, self.objects, self.aliases, self.about), works
+
+    def _start_copy(self, name: str, target: torch.Tensor, source: torch.Tensor) -> Work | None:
+        """Copy in the order of the current stream, or start a copy beside it, which is returned."""
+        # The user's code may write what is the model's, at any time and on the current stream.
+        if self.copies is None or name.startswith(MODEL) or self.copies.is_host(source):
+            target.copy_(source, non_blocking=True)
+            return None
+        work = self.copies.copy(target, source)
+        self.note_read(work)
+        return work
 
     @property
     def copy_bytes(self) -> int:
@@ -132,7 +152,9 @@ def collect_content(engine: EngineState, client_state: Any, *, frozen: bool) -> 
     aliases |= {
         AVERAGE + key: AVERAGE + keys[0] for own, keys in names.keys.items() if own in averages for key in keys[1:]
     }
-    return CheckpointContent(entries, objects, aliases, about)
+    return CheckpointContent(
+        entries, objects, aliases, about, engine.placement.copies, tensors.gatherer.state_reads.append
+    )
 
 
 def named_param_groups(tensors: EngineTensors) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import ChainMap
@@ -22,7 +23,7 @@ from zeroengine.checkpoint.manifest import FORMAT, Manifest
 from zeroengine.comm.group import Group
 from zeroengine.config.model import Checkpoint
 from zeroengine.disk.aligned_memory import aligned_zeros
-from zeroengine.errors import CheckpointError
+from zeroengine.errors import CheckpointError, OffloadError
 from zeroengine.offload.placement import Placement
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.process_groups import destroy_group
@@ -105,15 +106,23 @@ class BackgroundWriter:
 
         Args:
             write: Returns why it failed, or None.
-            content: Views of states, which may change once this returns.
+            content: Views of states, which may change once this returns: the model's at once, the optimizer's after
+                `CheckpointContent.note_read`.
         """
         # Growing replaces the memory, since the earlier save has ended and nothing refers to the old one.
         if self._copy_memory.nbytes < content.copy_bytes:
-            self._copy_memory = aligned_zeros(content.copy_bytes, torch.uint8)
+            self._copy_memory = _copy_memory(content)
+        copied, works = content.copied(self._copy_memory)
+
+        def write_copied() -> str | None:
+            for work in works:
+                work.wait_host()
+            return write(copied)
+
         # From here on training may change the states: the thread reads only the copy. The interpreter does not exit in
         # the middle of a save, since it waits for the threads of an executor.
         executor = ThreadPoolExecutor(1, self._name)
-        self._resources.future = future = executor.submit(write, content.copied(self._copy_memory))
+        self._resources.future = future = executor.submit(write_copied)
         executor.shutdown(wait=False)
         return future
 
@@ -125,6 +134,14 @@ class BackgroundWriter:
             error = self._resources.future.result()
         self._resources.future = None
         return error
+
+
+def _copy_memory(content: CheckpointContent) -> torch.Tensor:
+    """Return memory for a copy, page-locked for a GPU where the system allows it: else the host waits for the copy."""
+    if content.copies is not None:
+        with contextlib.suppress(OffloadError):
+            return content.copies.host_memory(content.copy_bytes, torch.uint8)
+    return aligned_zeros(content.copy_bytes, torch.uint8)
 
 
 class CheckpointWriter:

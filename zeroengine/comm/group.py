@@ -22,12 +22,19 @@ from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.call_stack import public_call
-from zeroengine.utils.process_finalizer import finalize
-from zeroengine.utils.process_groups import all_gather_bytes, leave_to_threads, run_collective, start_all_gather_bytes
-from zeroengine.utils.torch_internals import default_store, number_of_groups
+from zeroengine.utils.process_finalizer import exits_with_error, finalize
+from zeroengine.utils.process_groups import (
+    all_gather_bytes,
+    destroy_group,
+    leave_to_threads,
+    run_collective,
+    start_all_gather_bytes,
+)
+from zeroengine.utils.torch_internals import default_store, high_priority_options, number_of_groups
 
 T = TypeVar("T")
-
+# A wait that a watchdog surrounds ends when a rank does not answer, not after a time.
+PATIENCE = timedelta(days=30)
 
 LongWait = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -79,13 +86,19 @@ class Group:
         self.is_collecting_errors, self.num_errors = False, 0
         self.backend = backend_of(group, device.type)
         self.has_peers = self.world_size > 1 and self.backend != "fake"
-        # The device of tensors that the group can send.
-        self._device = torch.device("cpu") if self.backend == "gloo" else device
+        # How long an exchange of objects may take; None: as long as torch's collectives of the group.
+        self._patience: timedelta | None = None
+        # Exchanges objects. A GPU's communicator would first run all that was issued, and would end the process after
+        # minutes, so it serves only to make this group.
+        self._objects = group if backend_of(group, "cpu") == "gloo" else None
         # The check uses the store, because a collective would fail with NCCL's own error, which is less clear. In a
         # group of some ranks it was made of all ranks before.
         if self.backend == "nccl" and self.world_size > 1 and numbers is None:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
+        if self.has_peers and self._objects is None:
+            self._objects = self.new_group("gloo")
+            finalize(self, destroy_group, self._objects)
 
     def long_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Surround a wait for other ranks that may be long. See ``Watchdog.long_wait``.
@@ -109,9 +122,13 @@ class Group:
         # Without peers this rank's value stands for those of all ranks.
         if not self.has_peers:
             return [value] * self.world_size
+        if self._objects is None:
+            values: list[T] = [value] * self.world_size
+            dist.all_gather_object(values, value, self.process_group)
+            return values
         content = pickle.dumps(value)
         with self._meeting(purpose, len(content), call) as numels:
-            return [pickle.loads(row) for row in all_gather_bytes(self.process_group, content, numels, self._device)]
+            return [pickle.loads(row) for row in all_gather_bytes(self._objects, content, numels, self._patience)]
 
     @contextlib.contextmanager
     def _meeting(self, purpose: str, numel: int = 0, call: str = "") -> Iterator[list[int]]:
@@ -130,10 +147,11 @@ class Group:
         number, call = self.numbers[self.rank], call or public_call()
         label = ExchangeLabel(self.divergence.engine, call, purpose, numel)
         self.divergence.check(f"exchange {purpose}")
+        assert self._objects is not None
         try:
             with self.long_wait(str(label)):
                 numels = [LABEL_BYTES] * self.world_size
-                rows = all_gather_bytes(self.process_group, label.encoded(), numels, self._device)
+                rows = all_gather_bytes(self._objects, label.encoded(), numels, self._patience)
                 labels = [ExchangeLabel.decoded(row) for row in rows]
                 for failed, (engine, *_, failure) in zip(self.numbers, labels, strict=True):
                     if failure:
@@ -153,13 +171,12 @@ class Group:
 
     def _tell_peers(self, failure: str) -> None:
         """Take part in the exchange that peers wait in, or come to next, with an error. See ``Divergence``."""
-        # A GPU's communicator would wait for them on the device.
-        if self.has_peers and self.backend == "gloo":
+        if self.has_peers and self._objects is not None:
             # The peers may have ended.
             with contextlib.suppress(RuntimeError):
                 content = ExchangeLabel(self.divergence.engine, public_call(), "", 0, failure).encoded()
-                _, rows = start_all_gather_bytes(self.process_group, content, LABEL_BYTES, self._device)
-                leave_to_threads(self.process_group, rows)
+                _, rows = start_all_gather_bytes(self._objects, content, LABEL_BYTES)
+                leave_to_threads(self._objects, rows)
 
     @contextlib.contextmanager
     def collective_errors(self, purpose: str, fact: T | None = None, call: str = "") -> Iterator[list[T]]:
@@ -271,10 +288,16 @@ class Group:
             for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
-        group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)
+        options = high_priority_options(limit) if backend == "nccl" else None
+        group = dist.new_group(ranks, limit, backend, options, use_local_synchronization=is_subset)
         for own_group in own_groups:
             dist.destroy_process_group(own_group)
         assert isinstance(group, dist.ProcessGroup)
+        if backend == "nccl":
+            # The first collective connects the ranks, which may take longer than a stalled one is given.
+            with self.long_wait("to connect the ranks' GPUs"):
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                torch.cuda.synchronize()
         return group
 
     def _agree_on_group_number(self, ranks: Sequence[int], num_groups: int) -> int:
@@ -329,7 +352,7 @@ class Group:
 
     def surround_long_waits(self, long_wait: LongWait) -> None:
         """Surround waits for other ranks with ``long_wait`` of what they are for, from now on."""
-        self._long_wait = long_wait
+        self._long_wait, self._patience = long_wait, PATIENCE
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
@@ -408,11 +431,11 @@ def _start(backend: str) -> None:
     else:
         # A store in memory opens no port, so single processes on one machine do not collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if backend == "gloo":
-        # Gloo's threads must not outlive the interpreter. The class lives as long as that does.
-        finalize(Group, _stop)
+    # No thread of the groups may outlive the interpreter, as long as which the class lives.
+    finalize(Group, _stop, backend)
 
 
-def _stop() -> None:
-    if dist.is_initialized():
+def _stop(backend: str) -> None:
+    # After an error a communicator may be stuck in an operation, and ends with the process.
+    if dist.is_initialized() and not (backend == "nccl" and exits_with_error()):
         dist.destroy_process_group()

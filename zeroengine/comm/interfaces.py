@@ -61,7 +61,7 @@ from zeroengine.comm.packing import Packing
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.utils.huge_pages import map_in_huge_pages, private_mapping
 from zeroengine.utils.rounding import round_up
-from zeroengine.utils.work import Work
+from zeroengine.utils.work import Work, current_stream, order_behind_current
 
 # The ranks of an operation; None: all ranks, in order.
 Ranks = tuple[int, ...] | None
@@ -120,24 +120,19 @@ class ResizableBuffer:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         # The stream that the memory was allocated on.
-        self._stream = self._current_stream()
-
-    def _current_stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
+        self._stream = current_stream()
 
     def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
         if self.tensor.untyped_storage().size() == 0:
             self.tensor.untyped_storage().resize_(self.tensor.nbytes)
-            self._stream = self._current_stream()
+            self._stream = current_stream()
 
     def free(self) -> None:
         """Free the memory, behind the current stream."""
         # The allocator reuses freed memory at once on the stream that it was allocated on. That stream must therefore
         # wait for kernels of this stream, which may still read the memory.
-        current = self._current_stream()
-        if self._stream is not None and current is not None and self._stream != current:
-            self._stream.wait_stream(current)
+        order_behind_current(self._stream)
         self.tensor.untyped_storage().resize_(0)
 
     def detach(self) -> None:

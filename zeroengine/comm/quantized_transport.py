@@ -36,7 +36,7 @@ from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
-from zeroengine.utils.work import Then, Work, synchronize_stream
+from zeroengine.utils.work import Then, Work, current_stream, order_behind_current, synchronize_stream
 
 GATHER_BITS = 8
 # Issues one hop for each item: its work, and whether it is the last.
@@ -74,14 +74,13 @@ class QuantizedGather:
         arrived = torch.empty(count * packet.numel(), dtype=torch.uint8, device=shard.device)
         work = self._transport.gather.all_gather(arrived, packet, label, ranks)
         self._memory.mark_sent(packet, work)
-        stream = torch.cuda.current_stream(shard.device) if shard.is_cuda else None
+        stream = current_stream()
         packets = (packet, arrived)
 
         def finish() -> None:
             ops.dequantize_sum(full, packets[1], bits=GATHER_BITS, num_slices=count)
             # The packets were allocated on this stream, which may reuse their memory once they were sent and read.
-            if stream is not None and stream != torch.cuda.current_stream(full.device):
-                stream.wait_stream(torch.cuda.current_stream(full.device))
+            order_behind_current(stream)
 
         return Then(work, finish)
 

@@ -40,7 +40,7 @@ class ZeroOptimization(Section):
     param_persistence_threshold: Annotated[Count, AUTO] = 100_000
     """Units with at most this many elements stay gathered at stage 3."""
     max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000
-    """Largest number of elements gathered at one time at stage 3. A unit in use is always gathered."""
+    """Largest number of elements gathered at one time at stage 3. A unit in use and the next one always are."""
     zero_quantized_weights: Annotated[bool, AUTO] = False
     """Inexact: at stage 3, gather parameters for forward and backward as integers of 8 bits with a scale for every 256
     (ZeRO++ qwZ). All ranks compute with the rounded values. Masters, checkpoints and `gathered` stay exact."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -36,6 +37,7 @@ from zeroengine.offload.state_offloader import StateOffloader
 from zeroengine.sequence import model_check, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup
+from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from zeroengine.recovery.snapshots import MemorySnapshots
 
 log = logging.getLogger("zeroengine")
+# From here on the fragments that full buffers of different sizes leave count.
+_LARGE_BUFFER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,30 @@ def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, pass
         notices.insert(0, f"{name} has no effect: every rank holds the parameters whole, as at stages 0 to 2")
     if config.activation_checkpointing.cpu_checkpointing and passes.host_activations is None:
         notices.append("activation_checkpointing.cpu_checkpointing has no effect: activations are in CPU memory")
+    sizes = {unit.numel * unit.dtype.itemsize for unit in partition.units if unit.is_releasable}
+    if ranks.group.device.type == "cuda" and (advice := allocator_advice(sizes, os.environ)):
+        notices.append(advice)
     notices += _notices_of_changes(partition)
     for notice in notices:
         log.warning(notice)
     if config.dump_state:
         print(config.describe(), flush=True)
+
+
+def allocator_advice(sizes: Collection[int], environment: Mapping[str, str]) -> str | None:
+    """Return how to avoid fragments of GPU memory, which buffers of different sizes that come and go leave; or None.
+
+    Args:
+        sizes: The full buffers of units that are released between uses, in bytes.
+        environment: The process's variables.
+    """
+    settings = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments" in settings or len(sizes) < 2 or max(sizes) < _LARGE_BUFFER_BYTES:
+        return None
+    return (
+        f"{len(sizes)} sizes of gathered units, up to {format_byte_size(max(sizes))}, come and go in GPU memory, which "
+        "leaves fragments: start with PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
 
 
 def _notices_of_changes(partition: PartitionedModel) -> Iterator[str]:

@@ -96,6 +96,10 @@ class GPUCopies:
         self._in.synchronize()
         self._out.synchronize()
 
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the host."""
+        return not tensor.is_cuda
+
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory, page-locked unless ``pin`` is False."""
         memory = aligned_zeros(numel, dtype)

@@ -43,6 +43,9 @@ class Copies(Protocol):
     def synchronize(self) -> None:
         """Block the host until every copy so far is done."""
 
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the host."""
+
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new 1-D host memory of zeros, of exactly this size, that can be copied fast."""
 

@@ -68,6 +68,7 @@ class Forward:
         num_forwards: list[int],
     ) -> None:
         self._model, self._units, self._timer, self._num_forwards = model, list(units), timer, num_forwards
+        self._has_communicators = transport.runs_on_streams and transport.has_peers
         self.num_model_forwards = 0
         self.observer: ForwardObserver | None = None
         # Whether the outermost of them began with gradients enabled, the timer's span of it, and the number of the
@@ -115,7 +116,17 @@ class Forward:
     # -- the whole model --------------------------------------------------------------------------
 
     def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell the observer, and begin a pass, if no forward and no backward is in progress."""
+        """Tell the observer, and begin a pass, if no forward and no backward is in progress.
+
+        Raises:
+            ZeroEngineError: A CUDA graph is being captured, over NCCL.
+        """
+        if self._has_communicators and torch.cuda.is_current_stream_capturing():
+            raise ZeroEngineError(
+                "a forward inside the capture of a CUDA graph, with several ranks: a replay would run its collectives "
+                "and nothing of what the host does between them (memory of gathered units, order of ranks, timeouts). "
+                "Leave the engine's model outside of the graph, or train on one rank."
+            )
         if self.observer is not None:
             self.observer.begin(args, kwargs)
         with hidden_from_activation_checkpoint():

@@ -16,6 +16,7 @@ Units that a backward gathered and did not release are released when it ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -30,6 +31,9 @@ from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
 from zeroengine.runtime.unit import GatherState, Unit, received_bytes
 from zeroengine.utils.compiler_disable import outside_torch_func
+from zeroengine.utils.work import Work
+
+log = logging.getLogger("zeroengine")
 
 
 class Gatherer:
@@ -53,6 +57,7 @@ class Gatherer:
         has_averages: Whether parameters have the moving averages of the weights, for an evaluation.
         refuse_calls: Ends the stream of the weights that is open and raises, if one is, with the name of a call.
         has_values: Whether the shards hold values. They do not while the parameters are offloaded for a while.
+        state_reads: What still reads states on a stream of its own. The next change of values waits for it.
         gather_on_demand: Gathers a parameter that is used while it is not None, when every rank runs the same code.
     """
 
@@ -74,9 +79,11 @@ class Gatherer:
         self.refuse_calls: Callable[[str], None] | None = None
         self.deferred_frees = DeferredFrees()
         self.unhooked_uses: dict[Unit, None] = {}
+        self.state_reads: list[Work] = []
         self.gather_on_demand: Callable[[nn.Parameter, str], None] | None = None
         self._prefetch_order: PrefetchOrder[Unit] = PrefetchOrder()
         self._last_in_forward: Unit | None = None
+        self._has_noticed_refused = False
         self._prefetch_limits = PrefetchLimits.of_settings(
             config.zero_optimization,
             overlaps=transport.overlaps,
@@ -124,6 +131,18 @@ class Gatherer:
                 self.start(following)
             elif shards is not None:
                 shards.prefetch(following.shard)
+        self._notice_refused()
+
+    def _notice_refused(self) -> None:
+        """Say once that a limit stops what the other one allows."""
+        needed = self._prefetch_order.live_numel_refused
+        if needed and not self._has_noticed_refused and self._transport.rank == 0:
+            limit = self._prefetch_limits.max_live_numel
+            log.info(
+                f"zero_optimization.max_live_parameters ({limit}) stops gathers that prefetch_bucket_size allows: "
+                f"write at least {needed} for them, or ignore this if the memory is needed"
+            )
+        self._has_noticed_refused |= bool(needed)
 
     def is_kept_for_backward(self, unit: Unit) -> bool:
         """Return whether a forward that a backward follows keeps ``unit``: the last unit of a forward is its first."""
@@ -273,6 +292,9 @@ class Gatherer:
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
         """
         self._abandon_forward()
+        for work in self.state_reads:
+            work.wait_stream()
+        self.state_reads.clear()
         for unit in self._pins_of:
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
             if unit.state is GatherState.GATHERING:

@@ -17,12 +17,12 @@ from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.work import Work
+from zeroengine.utils.work import Work, current_stream, order_behind_current
 
 # The most gradients in one launch of ``ops.cast_copy``.
 MAX_TENSORS_PER_LAUNCH = 64
 # Bytes of gradients that may wait for a launch. Until then they occupy memory in addition to the buffer.
-MAX_PENDING_BYTES = 1 << 24
+MAX_PENDING_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,20 @@ class CastCopies:
         self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
         self._target_addresses: set[int] = set()
         self._nbytes = 0
+        # The stream of the copies so far, in whose order all users of the buffers are.
+        self._stream: torch.cuda.Stream | None = None
+
+    def follow_stream(self) -> None:
+        """Order the current stream behind the copies so far: a model may compute on several.
+
+        Autograd runs a gradient's hooks on the stream of its forward. What waits for a launch is launched on the stream
+        that it came on, whose memory the gradients have.
+        """
+        before, self._stream = self._stream, current_stream()
+        if before is not None and before != self._stream:
+            with torch.cuda.stream(before):
+                self._launch()
+                order_behind_current(self._stream)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
         """Copy ``source`` into ``target``, or add it, at the next flush. ``source`` must not change until then."""
@@ -163,15 +177,19 @@ class CastCopies:
             return
         # The copies of one launch have no order, so two copies to one target need two launches.
         if target.data_ptr() in self._target_addresses:
-            self.flush()
+            self._launch()
         self._pairs[accumulate].append((source, target))
         self._target_addresses.add(target.data_ptr())
         self._nbytes += source.nbytes
         if len(self._target_addresses) >= MAX_TENSORS_PER_LAUNCH or self._nbytes >= MAX_PENDING_BYTES:
-            self.flush()
+            self._launch()
 
     def flush(self) -> None:
-        """Launch all pending copies."""
+        """Launch all pending copies, and order the current stream behind all copies so far."""
+        self.follow_stream()
+        self._launch()
+
+    def _launch(self) -> None:
         for accumulate, pairs in self._pairs.items():
             # All targets of one launch have one dtype, but the dtypes of its sources may differ.
             for dtype in {target.dtype for _, target in pairs}:

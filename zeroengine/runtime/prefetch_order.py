@@ -23,8 +23,10 @@ class Gatherable(Protocol):
 class PrefetchLimits(NamedTuple):
     """How far units are gathered ahead of use.
 
+    Neither stops the very next unit: without that, every gather of a large unit would be waited for.
+
     Attributes:
-        numel: Elements that may be gathered ahead of use. The very next unit may be larger. 0: nothing is.
+        numel: Elements that may be gathered ahead of use. 0: nothing is.
         max_live_numel: Elements of releasable units up to which prefetching continues.
     """
 
@@ -56,6 +58,10 @@ class PrefetchOrder(Generic[U]):
     """Predicts which units come next: the units that followed the same use in the previous pass.
 
     A wrong prediction costs time and never correctness.
+
+    Attributes:
+        live_numel_refused: The elements that would have been live at the last unit that ``max_live_numel`` alone kept
+            from being prefetched. 0: there was none.
     """
 
     def __init__(self) -> None:
@@ -63,6 +69,7 @@ class PrefetchOrder(Generic[U]):
         # The number of uses of each unit in this pass.
         self._num_uses: dict[U, int] = {}
         self._last: Use[U] | None = None
+        self.live_numel_refused = 0
 
     @property
     def last(self) -> U | None:
@@ -115,8 +122,11 @@ class PrefetchOrder(Generic[U]):
                 ahead.add(unit)
                 ahead_numel += unit.numel
             live_numel += unit.numel if unit.is_released else 0
-            is_far = len(ahead) > 1 and ahead_numel > limits.numel
-            if is_far or live_numel > limits.max_live_numel:
+            is_next = len(ahead) == 1
+            if not is_next and ahead_numel > limits.numel:
+                return
+            if not is_next and live_numel > limits.max_live_numel:
+                self.live_numel_refused = live_numel
                 return
             if unit.is_released:
                 yield unit

@@ -57,6 +57,7 @@ class UnitReduces:
 
     def copy_to_slot(self, unit_grads: UnitGradients, index: int, latest: torch.Tensor | None = None) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there. See ``_copy_to``."""
+        self._copies.follow_stream()
         if unit_grads.format.is_sharded and unit_grads not in self._buffer_of:
             self._buffer_of[unit_grads] = self._acquire(unit_grads)
         views = self._buffer_of[unit_grads].param_views if unit_grads.format.is_sharded else unit_grads.param_views
@@ -92,8 +93,17 @@ class UnitReduces:
 
     def launch(self, unit_grads: UnitGradients) -> None:
         """Launch the collective of one unit. Parameters without a gradient count as zeros."""
+        self._finish_done()
         with self._timer.span("reduce", unit_grads.unit.name, "reduce"):
             self._launch(unit_grads)
+
+    def _finish_done(self) -> None:
+        """Finish the reduces that a device has run, which frees their temporary memory before the step waits for all.
+
+        Elsewhere the host's wait may be what runs a reduce, and then all ranks have to wait in one order.
+        """
+        while self._transport.runs_on_streams and self._works and self._works[0][1].done():
+            self._works.pop(0)[1].wait_stream()
 
     def _launch(self, unit_grads: UnitGradients) -> None:
         unit = unit_grads.unit

@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zeroengine.utils.process_finalizer import keep_until_process_ends
-from zeroengine.utils.torch_internals import tensor_use_count
+from zeroengine.utils.torch_internals import AllgatherOptions, tensor_use_count
 
 # A thread of Gloo drops its tensors within microseconds, once it runs.
 DROP_POLL_S = 1e-5
@@ -71,44 +72,47 @@ def run_collective(issue: Callable[..., dist.Work | None], *tensors: torch.Tenso
 
 
 def start_all_gather_bytes(
-    group: dist.ProcessGroup, content: bytes, numel: int, device: torch.device
+    group: dist.ProcessGroup, content: bytes, numel: int, timeout: timedelta | None = None
 ) -> tuple[PendingCollective, torch.Tensor]:
     """Start to gather every rank's bytes, and return the collective and the rows that receive them, in rank order.
 
     torch's ``all_gather_object`` would leave tensors with Gloo's threads. See the note above.
 
     Args:
-        group: The ranks.
+        group: The ranks, of Gloo's backend.
         content: That of this rank.
         numel: The length of a row: that of the longest content.
-        device: The device whose tensors the group can send.
+        timeout: How long it may take. None: as long as the group's collectives.
     """
 
     def gather(row: torch.Tensor, *rows: torch.Tensor) -> dist.Work | None:
-        work: dist.Work | None = dist.all_gather(list(rows), row, group=group, async_op=True)
+        options = AllgatherOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        work: dist.Work | None = group.allgather([list(rows)], [row], options)
         return work
 
-    row = torch.zeros(numel, dtype=torch.uint8, device=device)
+    row = torch.zeros(numel, dtype=torch.uint8, device="cpu")
     row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    rows = torch.empty(group.size(), numel, dtype=torch.uint8, device=device)
+    rows = torch.empty(group.size(), numel, dtype=torch.uint8, device="cpu")
     return PendingCollective(gather, row, *rows), rows
 
 
 def all_gather_bytes(
-    group: dist.ProcessGroup, content: bytes, numels: Sequence[int], device: torch.device
+    group: dist.ProcessGroup, content: bytes, numels: Sequence[int], timeout: timedelta | None = None
 ) -> list[bytes]:
     """Return every rank's bytes, in rank order. See ``start_all_gather_bytes``.
 
     Args:
-        group, content, device: As there.
+        group, content, timeout: As there.
         numels: The number of bytes of each rank's.
 
     Raises:
         RuntimeError: Another rank has ended or cannot be reached.
     """
-    pending, rows = start_all_gather_bytes(group, content, max(numels), device)
+    pending, rows = start_all_gather_bytes(group, content, max(numels), timeout)
     pending.wait()
-    return [own[:numel].numpy().tobytes() for own, numel in zip(rows.cpu(), numels, strict=True)]
+    return [own[:numel].numpy().tobytes() for own, numel in zip(rows, numels, strict=True)]
 
 
 def leave_to_threads(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

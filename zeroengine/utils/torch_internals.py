@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -309,6 +310,25 @@ default_store: Callable[[], dist.Store] = _find("torch.distributed.distributed_c
 store_of_group: Callable[[dist.ProcessGroup], dist.Store] = _find(
     "torch.distributed.distributed_c10d._get_process_group_store"
 )
+# The options of a collective, among them a timeout of its own, which the functions of ``torch.distributed`` lack.
+AllgatherOptions: Any = _find("torch.distributed.distributed_c10d.AllgatherOptions")
+
+
+def high_priority_options(timeout: timedelta | None) -> Any:
+    """Return options of an NCCL group whose kernels start before others that wait; None without NCCL.
+
+    Args:
+        timeout: The group's, which torch compares with that of the options.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        return None
+    options = nccl.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
 _group_registry: Any = _find("torch.distributed.distributed_c10d._world")
 _group_name_code: CodeType = _find("torch.distributed.distributed_c10d._hash_ranks_to_str.__code__")
 

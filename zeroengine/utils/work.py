@@ -101,6 +101,17 @@ class Then:
         return self.finished or self.work.done()
 
 
+def current_stream() -> torch.cuda.Stream | None:
+    """Return the current CUDA stream; None where the process has used no GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def order_behind_current(stream: torch.cuda.Stream | None) -> None:
+    """Let `stream` wait for everything so far on the current stream; where they are one there is nothing to do."""
+    if stream is not None and stream != (current := torch.cuda.current_stream()):
+        stream.wait_stream(current)
+
+
 def synchronize_stream() -> None:
     """Block the host until the current CUDA stream has run everything so far. On CPUs return at once."""
     if torch.cuda.is_initialized():

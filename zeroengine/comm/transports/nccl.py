@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -113,13 +113,13 @@ class NCCLChannel:
         group, places = self._peers_of(ranks)
         if places is None:
             return self.issue(lambda: _all_gather(full, shard, group=group, async_op=True))
-        arrived = torch.empty_like(full)
+        arrived = ResizableBuffer(torch.empty_like(full))
 
         def put_in_order() -> None:
-            torch.index_select(arrived.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
-            arrived.untyped_storage().resize_(0)
+            torch.index_select(arrived.tensor.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
+            arrived.free()
 
-        return Then(self.issue(lambda: _all_gather(arrived, shard, group=group, async_op=True)), put_in_order)
+        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group=group, async_op=True)), put_in_order)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
@@ -129,13 +129,14 @@ class NCCLChannel:
             return self._reduce_by_levels(shard, full, label, accumulate, levels)
         # NCCL can neither cast the sum nor add it to its target.
         direct = not accumulate and shard.dtype is full.dtype
-        target = shard if direct else full.new_empty(shard.numel())
+        temporary = None if direct else ResizableBuffer(full.new_empty(shard.numel()))
+        target = shard if temporary is None else temporary.tensor
         self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
-        if direct:
+        if temporary is None:
             self._writers.record(shard, work)
             return work
-        return self._take_over(work, shard, target, accumulate)
+        return self._take_over(work, shard, target, accumulate, [temporary])
 
     def _reduce_by_levels(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool, levels: tuple[int, ...]
@@ -143,17 +144,21 @@ class NCCLChannel:
         """Reduce-scatter within each level after another, then sum over the ranks that have the same slice."""
         self.record(f"reduce {label}")
         rank, world_size = self._rank, len(self._all_ranks)
+        # torch's works hold their tensors until any stream waits for them. A side stream waits for all but the last one
+        # here, long before the stream that the sums were allocated on does, so they are held until that.
+        partial_sums: list[ResizableBuffer] = []
         summed, below, work = full, 1, None
         for level in levels:
             ranks = ranks_of_level(rank, below, level)
             target = full.new_empty(summed.numel() * below // level)
+            partial_sums.append(ResizableBuffer(target))
             reduce = partial(_reduce_scatter, target, summed, group=self._peers_of(ranks).group, async_op=True)
             work, summed, below = self._issue_after(work, reduce), target, level
         if below < world_size:
             group = self._peers_of(ranks_of_level(rank, below, world_size)).group
             work = self._issue_after(work, partial(dist.all_reduce, summed, group=group, async_op=True))
         assert work is not None
-        return self._take_over(work, shard, summed, accumulate)
+        return self._take_over(work, shard, summed, accumulate, partial_sums)
 
     def _issue_after(self, before: Work | None, run: Callable[[], dist.Work | None]) -> Work:
         """Issue a collective behind the collective ``before``, without making the current stream wait for that."""
@@ -166,16 +171,24 @@ class NCCLChannel:
             before.wait_stream()
             return self.issue(run)
 
-    def _take_over(self, work: Work, shard: torch.Tensor, target: torch.Tensor, accumulate: bool) -> Work:
-        """Return the work that copies or adds the sum in ``target`` to ``shard``, and frees ``target``."""
+    def _take_over(
+        self,
+        work: Work,
+        shard: torch.Tensor,
+        target: torch.Tensor,
+        accumulate: bool,
+        temporaries: Sequence[ResizableBuffer],
+    ) -> Work:
+        """Return the work that copies or adds the sum in ``target`` to ``shard``, and frees the temporaries."""
 
         def take_over() -> None:
             if accumulate:
                 shard.add_(target)
             else:
                 shard.copy_(target)
-            # The watchdog still holds the work, and so the tensor. This frees its memory now, in stream order.
-            target.untyped_storage().resize_(0)
+            for temporary in temporaries:
+                # The watchdog still holds the works, and so the tensors. This frees the memory now, in stream order.
+                temporary.free()
 
         return self._writers.write(shard, work, take_over, accumulate=accumulate)
 
