@@ -235,6 +235,8 @@ def beside_torch(s: Setting) -> Found:
 
 def beside_deepspeed(s: Setting) -> Found:
     """Measure the update beside DeepSpeed's FusedAdam with the same casts."""
+    if not s.on_gpu:
+        return "DeepSpeed's FusedAdam is for GPUs.", ["there is no GPU"]
     try:
         from deepspeed.ops.adam import FusedAdam
     except ImportError as error:
