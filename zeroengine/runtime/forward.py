@@ -121,7 +121,8 @@ class Forward:
         Raises:
             ZeroEngineError: A CUDA graph is being captured, over NCCL.
         """
-        if self._has_communicators and torch.cuda.is_current_stream_capturing():
+        is_on_gpu = self._has_communicators and torch.cuda.is_initialized()
+        if is_on_gpu and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
                 "a forward inside the capture of a CUDA graph, with several ranks: a replay would run its collectives "
                 "and nothing of what the host does between them (memory of gathered units, order of ranks, timeouts). "
