@@ -23,7 +23,7 @@ from tests.checkpoint.models import Model, adamw
 from tests.distributed.models import batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine.errors import ZeroEngineError
-from zeroengine.weights.transfer import start_broadcast
+from zeroengine.weights.transfer import Sender, start_broadcast
 
 BUCKET_BYTES = 7000
 State = dict[str, torch.Tensor]
@@ -324,3 +324,36 @@ def test_receivers_name_a_sender_that_has_died() -> None:
     results = run_ranks(4, senders_that_die, missing=(0, 1))
     assert all("the sender" in error for error in results[2:]), results
     assert "has ended" in results[2]
+
+
+class LockedPages:
+    """CUDA's runtime, which notes what is page-locked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_shared_buckets_are_page_locked_for_a_gpu_as_long_as_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = LockedPages()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    sender = object.__new__(Sender)
+    sender._descriptors = {}
+    bucket = sender._allocate(1 << 20)
+    view, address = bucket[:100], bucket.data_ptr()
+    assert cudart.locked == {address: 1 << 20}
+    del bucket
+    gc.collect()
+    assert cudart.locked == {address: 1 << 20}, "a view still shows the memory"
+    del view
+    gc.collect()
+    assert cudart.locked == {}
+    os.close(sender._descriptors[address])
