@@ -61,7 +61,7 @@ def test_the_templates_of_accelerate_load() -> None:
     assert config.optimizer is not None and "adam_w_mode" not in config.optimizer.params
     assert load(config.to_dict()).to_dict() == config.to_dict()
     params["adam_w_mode"] = False
-    with pytest.raises(ConfigError, match=r'adam_w_mode is false, but the type AdamW .*; write "type": "Adam"'):
+    with pytest.raises(ConfigError, match=r'adam_w_mode is false, but the type AdamW .*, or write "type": "Adam"'):
         load(tree)
 
 
