@@ -95,11 +95,13 @@ def test_ranks_with_gpus_exchange_objects_in_host_memory() -> None:
 
 def waits(watched: bool) -> float | str:
     """Rank 1 comes to an exchange later than torch's collectives of the group may take."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=1.5))
+    dist.init_process_group("gloo")
     group = Group(None, torch.device("cpu"))
     if watched:
         group.surround_long_waits(lambda _: nullcontext())
+    # The ranks have started when the short time begins to count.
     group.all_gather_object(0)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1.5), group.process_group)
     began = time.monotonic()
     if group.rank == 1:
         time.sleep(3)
