@@ -259,6 +259,7 @@ def saved_beside_training(stage: int, path: Path, more: dict[str, Any]) -> tuple
     losses = take_steps(engine, range(2, 4))
     may_read.set()
     engine.close()
+    Late.wait_host = wait  # type: ignore[method-assign]
     other = engine_of(config(stage, **more), None, seed=1)
     other.load_checkpoint(path / "saved")
     return is_under_way, losses == take_steps(other, range(2, 4))
