@@ -138,7 +138,7 @@ PARTS = {
 }
 CHILDREN: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
-    for function in (*(train.train, train.occupy, train.offloaded, train.grow, train.same, train.waits, train.saves),)
+    for function in [train.train, train.occupy, train.offloaded, train.grow, train.same, train.waits, train.saves]
 }
 
 
@@ -162,21 +162,21 @@ def report(s: Setting, minutes: float, output: Path) -> bool:
     answers = {title: [q.answer("not reached", s.dry_run) for q in part.questions] for title, part in PARTS.items()}
     details, failures, succeeded = [heading(s)], [], True
     for title, part in PARTS.items():
-        left = begun + 60 * minutes - time.monotonic()
         start = time.monotonic()
-        found: list[float | str]
+        seconds_left = begun + 60 * minutes - start
+        values: list[float | str]
         try:
-            if left < 5:
+            if seconds_left < 5:
                 raise TimeoutError(f"no time was left of {minutes:g} minutes")
-            text, found = json.loads(run_self(s, "--part", title, timeout=min(left, part.seconds)))
+            text, values = json.loads(run_self(s, "--part", title, timeout=min(seconds_left, part.seconds)))
         except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-            whole = str(error)
+            reason = str(error)
             if isinstance(error, subprocess.TimeoutExpired):
-                whole = f"not done after {error.timeout:.0f} s"
-            text, found = "", [f"failed: {whole.splitlines()[-1][:200]}"] * len(part.questions)
-            failures.append(f"== {title} ==\n{whole}\n")
-        succeeded &= not any(isinstance(value, str) for value in found)
-        answers[title] = [q.answer(value, s.dry_run) for q, value in zip(part.questions, found, strict=True)]
+                reason = f"not done after {error.timeout:.0f} s"
+            text, values = "", [f"failed: {reason.splitlines()[-1][:200]}"] * len(part.questions)
+            failures.append(f"== {title} ==\n{reason}\n")
+        succeeded &= not any(isinstance(value, str) for value in values)
+        answers[title] = [q.answer(value, s.dry_run) for q, value in zip(part.questions, values, strict=True)]
         lines = "\n".join(": ".join(filter(None, row[::2])) for row in answers[title])
         print(f"[{time.monotonic() - begun:3.0f} s] {title}\n{lines}\n", flush=True)
         took = f"{time.monotonic() - start:.0f} s."

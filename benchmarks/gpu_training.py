@@ -6,7 +6,8 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,13 +117,11 @@ def waits(s: Setting) -> dict[str, float]:
     for _ in range(3):
         step(*batch)
         s.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     for _ in range(3):
+        torch.cuda.set_sync_debug_mode("error")
         step(*batch)
         torch.cuda.set_sync_debug_mode("default")
         s.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
     engine.close()
     return {"steps": 3}
 
@@ -204,20 +203,36 @@ def train(s: Setting, way: str) -> dict[str, float]:
     return found | {"issue": timed(s, way, (s.model[0], 64, 2, 128, 32), 1, 2 if s.dry_run else 60)["seconds"]}
 
 
+def in_rounds(
+    s: Setting, name: str, ways: Iterable[str], failed: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+    """Run the child `name` for each way in turn, in two rounds. Return its results, and the reasons of what failed.
+
+    Args:
+        s: The setting.
+        name: The child.
+        ways: Its argument in each process.
+        failed: Ways that are left out, with the reason.
+    """
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    reasons = dict(failed)
+    for _ in range(1 if s.dry_run else 2):
+        for way in [way for way in runs if way not in reasons]:
+            try:
+                runs[way].append(child(s, name, way))
+            except RuntimeError as error:
+                reasons[way] = str(error).splitlines()[-1]
+    return runs, reasons
+
+
 def training(s: Setting) -> Found:
     """Measure steps in bf16 in two rounds: plain PyTorch (fused AdamW), FSDP2, and the engine.
 
-    At stage 3 the engine is rank 0 of 64, with real collectives from memory in place of the wire, and FSDP2 one rank,
-    which copies as much. "The host's work" is a step of a model as deep, of width 64: the GPU waits for the host there.
+    At stage 3 the engine is rank 0 of 64, with real collectives from memory in place of the wire, and updates a 64th of
+    the parameters. FSDP2 is one rank, which copies as much and updates all. "The host's work" is a step of a model as
+    deep, of width 64: the GPU waits for the host there.
     """
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    failed: dict[str, str] = {}
-    for _ in range(1 if s.dry_run else 2):
-        for way in [way for way in WAYS if way not in failed]:
-            try:
-                runs[way].append(child(s, "train", way))
-            except RuntimeError as error:
-                failed[way] = str(error).splitlines()[-1]
+    runs, failed = in_rounds(s, "train", WAYS)
     best = {way: max(run["tokens"] for run in its) for way, its in runs.items() if way not in failed}
     host = {way: min(run["issue"] for run in its) for way, its in runs.items() if way not in failed}
     rows: Rows = [[WAYS[way], f"failed: {reason}", *[""] * 5] for way, reason in failed.items()]
@@ -347,15 +362,9 @@ def offload(s: Setting) -> Found:
 
     Stage 2, world size 1, bf16, `overlap_comm`.
     """
-    runs: dict[str, list[dict[str, float]]] = {"zeroengine": [], "DeepSpeed": []}
-    # It compiles its optimizer at the first use, which takes a minute.
-    failed: dict[str, str] = {} if s.on_gpu else {"DeepSpeed": "there is no GPU"}
-    for _ in range(1 if s.dry_run else 2):
-        for way in [way for way in runs if way not in failed]:
-            try:
-                runs[way].append(child(s, "offloaded", way))
-            except RuntimeError as error:
-                failed[way] = str(error).splitlines()[-1]
+    # DeepSpeed compiles its optimizer at the first use, which takes a minute.
+    left_out = {} if s.on_gpu else {"DeepSpeed": "there is no GPU"}
+    runs, failed = in_rounds(s, "offloaded", ("zeroengine", "DeepSpeed"), left_out)
     rows: Rows = [[way, f"failed: {reason}", "", "", ""] for way, reason in failed.items()]
     for way, its in runs.items():
         if way not in failed:

@@ -37,23 +37,28 @@ class Communicator:
         self.sources: dict[int, torch.Tensor] = {}
 
     def rank(self) -> int:
+        """Return this rank's number."""
         return 0
 
     def size(self) -> int:
+        """Return the number of ranks that there seem to be."""
         return self._world_size
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
+        """Start to copy to `full` the values of all ranks, and return torch's work."""
         source = self.sources[shard.data_ptr()]
         assert source.dtype is full.dtype and source.shape == full.shape
         return self._backend._allgather_base(full, source)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Any:
+        """Start to copy to `shard` the slice of rank 0, to which the others add nothing."""
         own = full[: shard.numel()]
         # Gloo's works of a reduce-scatter never say that they are completed. Of one rank, an all-gather is the same.
         is_gloo = isinstance(self._backend, dist.ProcessGroupGloo)
         return (self._backend._allgather_base if is_gloo else self._backend._reduce_scatter_base)(shard, own)
 
     def all_reduce(self, full: torch.Tensor) -> Any:
+        """Start a sum to which the others add nothing."""
         return self._backend.allreduce([full])
 
 

@@ -6,13 +6,13 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from zeroengine.disk.aligned_memory import Pages, aligned_zeros, pages_of
 from zeroengine.errors import OffloadError
 from zeroengine.offload.interfaces import Direction
+from zeroengine.utils.page_lock import page_lock
 from zeroengine.utils.work import Work
 
 
@@ -121,9 +121,7 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
     Raises:
         OffloadError: The system refuses.
     """
-    cudart: Any = torch.cuda.cudart()
-    address, process = memory.untyped_storage().data_ptr(), os.getpid()
-    code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    code, unlock = page_lock(memory)
     if code:
         raise OffloadError(
             f"{memory.nbytes:,} bytes of CPU memory cannot be page-locked (CUDA error {code}): free memory, offload "
@@ -131,11 +129,5 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
         )
     # A fork would copy all page-locked memory at once.
     pages.madvise(mmap.MADV_DONTFORK)
-
-    def unpin() -> None:
-        # The CUDA runtime may be gone when the interpreter exits.
-        with contextlib.suppress(Exception):
-            cudart.cudaHostUnregister(address)
-
     # The pages stay locked until their last tensor is gone and they are unmapped.
-    pages.before_unmap, pages.owner = unpin, process
+    pages.before_unmap, pages.owner = unlock, os.getpid()

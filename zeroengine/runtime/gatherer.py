@@ -136,13 +136,15 @@ class Gatherer:
     def _notice_refused(self) -> None:
         """Say once that a limit stops what the other one allows."""
         needed = self._prefetch_order.live_numel_refused
-        if needed and not self._has_noticed_refused and self._transport.rank == 0:
+        if not needed or self._has_noticed_refused:
+            return
+        self._has_noticed_refused = True
+        if self._transport.rank == 0:
             limit = self._prefetch_limits.max_live_numel
             log.info(
                 f"zero_optimization.max_live_parameters ({limit}) stops gathers that prefetch_bucket_size allows: "
                 f"write at least {needed} for them, or ignore this if the memory is needed"
             )
-        self._has_noticed_refused |= bool(needed)
 
     def is_kept_for_backward(self, unit: Unit) -> bool:
         """Return whether a forward that a backward follows keeps ``unit``: the last unit of a forward is its first."""

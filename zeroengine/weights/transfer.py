@@ -33,6 +33,7 @@ from torch import nn
 from zeroengine.comm.group import backend_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.listed import listed
+from zeroengine.utils.page_lock import page_lock
 from zeroengine.utils.process_groups import PendingCollective, leave_to_threads
 from zeroengine.utils.torch_internals import store_of_group
 from zeroengine.weights.stream import Bucket, BucketMemory, WeightPiece, WeightStream
@@ -299,16 +300,12 @@ class Sender:
         descriptor = os.memfd_create("zeroengine weights", os.MFD_CLOEXEC)
         memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         self._descriptors[memory.data_ptr()] = descriptor
-        _page_lock(memory)
+        if torch.cuda.is_initialized():
+            # A GPU copies to it. If the system refuses, that is slower.
+            code, unlock = page_lock(memory)
+            if not code:
+                weakref.finalize(memory.untyped_storage(), unlock)
         return memory
-
-
-def _page_lock(memory: torch.Tensor) -> None:
-    """Page-lock memory that a GPU copies to, as long as it is there. If the system refuses, copies are slower."""
-    if torch.cuda.is_initialized():
-        cudart: Any = torch.cuda.cudart()
-        if int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-            weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, memory.data_ptr())
 
 
 def receive_weights(
