@@ -395,3 +395,28 @@ def stalling() -> str:
 def test_a_collective_that_does_not_end_is_noticed_though_nobody_waits_for_it() -> None:
     waited = "rank 0 has waited 1 s (comm.timeout_seconds) for gather blocks.4 (number 4)"
     assert run_ranks(1, stalling)[0] == f"{waited}: rank 0 waits at gather blocks.4 (number 4)."
+
+
+def gathering_in_registered_memory() -> tuple[bool, list[float]]:
+    dist.init_process_group("nccl")
+    transport = open_nccl(Group(None, torch.device("cuda", 0)), 60.0, register_buffers=True)
+    buffer, shard = transport.buffer(1 << 20, torch.float32), transport.empty(1 << 20, torch.float32)
+    sums = []
+    for step in range(3):
+        shard.fill_(step)
+        buffer.allocate()
+        # The communicator's own collective: among one rank the channel only copies.
+        dist.all_gather_into_tensor(buffer.tensor, shard, group=transport.gather.group)
+        sums.append(buffer.tensor.sum().item())
+        buffer.free()
+    registered = transport.registers_memory
+    transport.close()
+    return registered, sums
+
+
+@a_real_one
+def test_buffers_come_and_go_in_memory_that_nccl_has_registered() -> None:
+    registered, sums = run_ranks(1, gathering_in_registered_memory)[0]
+    assert sums == [0.0, float(1 << 20), float(2 << 20)]
+    if not registered:
+        pytest.skip("this NCCL or GPU has no such memory")

@@ -102,7 +102,7 @@ def test_one_mistake_is_one_problem(tree: dict[str, Any]) -> None:
 
 
 def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
-    known = "timeout_seconds, transport"
+    known = "timeout_seconds, transport, register_buffers"
     assert complaint({"comm": {"xyz": 1}}) == f"comm.xyz: unknown key. In comm there are {known}."
     assert "At the top level there are" in complaint({"xyz": 1})
 

@@ -126,11 +126,6 @@ def test_modules_that_keep_fp32_are_none_of_autocast_s_business() -> None:
     assert "keep_fp32_modules has no effect under torch_autocast" in notice
 
 
-def test_registered_memory_has_no_effect_any_more() -> None:
-    assert load({"comm": {"register_buffers": False}}).notices == ()
-    assert load({"comm": {"register_buffers": True}}).notices[0].startswith("comm.register_buffers has no effect")
-
-
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
 def test_a_dtype_may_be_spelt_as_torch_does(spelling: str) -> None:
     tree = {"communication_data_type": spelling, "torch_autocast": {"enabled": True, "dtype": spelling}}

@@ -53,6 +53,8 @@ a second stream that uses a unit behind the first.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -115,17 +117,21 @@ class ResizableBuffer:
 
     Args:
         tensor: The buffer, 1-D, with memory.
+        allocating: Makes the context that memory is allocated in.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(
+        self, tensor: torch.Tensor, allocating: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.tensor, self._allocating = tensor, allocating
         # The stream that the memory was allocated on.
         self._stream = current_stream()
 
     def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
         if self.tensor.untyped_storage().size() == 0:
-            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+            with self._allocating():
+                self.tensor.untyped_storage().resize_(self.tensor.nbytes)
             self._stream = current_stream()
 
     def free(self) -> None:

@@ -25,6 +25,7 @@ class TransportTraits(Protocol):
         sums_in_place: Whether a sum is cast for the target and added to it without memory for the sum alone.
         keeps_memory: Whether memory of ``empty`` that operations send from is never freed: callers use it again.
         shares_pages: Whether full buffers show the memory of other ranks, and take none of their own.
+        registers_memory: Whether buffers lie in memory that NCCL has registered.
         shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
         ranks_per_host: The number of ranks that share memory with this one, itself included; 1 if it is not used.
     """
@@ -38,6 +39,7 @@ class TransportTraits(Protocol):
     sums_in_place: bool = True
     keeps_memory: bool = False
     shares_pages: bool = False
+    registers_memory: bool = False
     shard_align_bytes: int = 1
     ranks_per_host: int = 1
 

@@ -97,7 +97,6 @@ _ROWS = {
         _fixed("aio.single_submit", "requests are submitted as the queue has room"),
         _fixed("aio.overlap_events", "requests are always under way together"),
         _no_effect("aio.use_gds", "states go through CPU memory"),
-        _no_effect("comm.register_buffers", "NCCL copies what it sends into buffers of its own"),
         _fixed("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank"),
         _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
         _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),

@@ -71,6 +71,9 @@ class Comm(Section):
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it is available, and
     Gloo between machines. Shared memory lies in huge pages (2 MiB) on Linux 6.1 and later, unless
     `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `deny`."""
+    register_buffers: Annotated[bool, AUTO] = False
+    """On GPUs with NCCL: keep the buffers of collectives in memory that NCCL registers, which leaves more of a GPU to
+    the model where NVLink or the network can reduce by itself. Such memory serves nothing else once allocated."""
 
 
 def _finite_or_never(value: Any) -> Any:

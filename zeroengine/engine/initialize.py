@@ -152,7 +152,7 @@ def make_engine(
             replicas = open_replicas(group, replica_ranks, comm.transport, comm.timeout_seconds)
             undo.callback(replicas.close)
         sharing = group if replicas is None else replicas.group
-        transport = open_transport(sharing, comm.transport, comm.timeout_seconds)
+        transport = open_transport(sharing, comm.transport, comm.timeout_seconds, comm.register_buffers)
         undo.callback(transport.close)
         # What cannot fit is refused before anything is allocated.
         device: Literal["cpu", "cuda"] = "cuda" if group.device.type == "cuda" else "cpu"

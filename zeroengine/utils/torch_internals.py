@@ -314,6 +314,11 @@ store_of_group: Callable[[dist.ProcessGroup], dist.Store] = _find(
 AllgatherOptions: Any = _find("torch.distributed.distributed_c10d.AllgatherOptions")
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what moves a group's tensors of ``device``, such as a ``ProcessGroupNCCL``."""
+    return group._get_backend(device)
+
+
 def high_priority_options(timeout: timedelta | None) -> Any:
     """Return options of an NCCL group whose kernels start before others that wait; None without NCCL.
 

@@ -16,6 +16,7 @@ from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import FakeTransport, NCCLTransport
+from zeroengine.comm.transports.registered_memory import RegisteredMemory
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport
@@ -62,13 +63,14 @@ def _between_cpus(kind: str, hosts: Sequence[Sequence[int]]) -> type[TransportTr
     return TwoLevelTransport if layout_of(hosts, 0) else GlooTransport
 
 
-def open_transport(group: Group, kind: str, timeout: float) -> Transport:
+def open_transport(group: Group, kind: str, timeout: float, register_buffers: bool = False) -> Transport:
     """Open the fastest transport that all ranks of ``group`` can use. A collective.
 
     Args:
         group: The ranks.
         kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
         timeout: Seconds after which a stalled operation is an error.
+        register_buffers: The configuration's ``comm.register_buffers``.
 
     Raises:
         ZeroEngineError: ``shm`` was asked for on CPUs, and some rank cannot use it.
@@ -76,7 +78,7 @@ def open_transport(group: Group, kind: str, timeout: float) -> Transport:
     if group.world_size == 1:
         return SingleProcessTransport(group.device)
     if group.backend in ("nccl", "fake"):
-        return open_nccl(group, timeout)
+        return open_nccl(group, timeout, register_buffers)
     if group.backend != "gloo":
         raise ZeroEngineError(
             f"torch.distributed runs with the backend {group.backend!r} for {group.device.type} tensors, and "
@@ -113,6 +115,9 @@ def unused_keys(comm: Comm, transport: Transport, device: torch.device) -> Itera
     """Yield a sentence for each key of ``comm`` that has no effect on this transport."""
     if comm.transport == "shm" and device.type != "cpu":
         yield 'comm.transport "shm" has no effect: it is for ranks that compute on CPUs'
+    if comm.register_buffers and not transport.registers_memory:
+        reason = "this NCCL or GPU has no such memory" if transport.name == "nccl" else "it is for ranks over NCCL"
+        yield f"comm.register_buffers has no effect: {reason}"
 
 
 def _open_gloo(group: Group, hosts: Sequence[Sequence[int]], timeout: float) -> GlooTransport:
@@ -140,7 +145,7 @@ def _open_shared_memory(group: Group, ranks: Sequence[int]) -> SharedMemory | st
     return memory if reason is None else reason
 
 
-def open_nccl(group: Group, timeout: float) -> NCCLTransport:
+def open_nccl(group: Group, timeout: float, register_buffers: bool = False) -> NCCLTransport:
     """Open the transport over NCCL, or over the backend that tests use in its place. See ``open_transport``."""
     if group.backend == "fake":
         return FakeTransport(group.process_group, group.process_group, group.device, None)
@@ -148,4 +153,9 @@ def open_nccl(group: Group, timeout: float) -> NCCLTransport:
     # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a gather
     # behind the reduce of another unit.
     gather, reduce = group.new_group(group.backend, nccl_timeout), group.new_group(group.backend, nccl_timeout)
-    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), nccl_timeout)
+    memory = None
+    if register_buffers:
+        # Ranks with different buffers work together, but all are to have the same notice.
+        supported = group.all_gather_object(RegisteredMemory.is_supported(gather, group.device), "of memory for NCCL")
+        memory = RegisteredMemory([gather, reduce], group.device) if all(supported) else None
+    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), nccl_timeout, memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
+from zeroengine.comm.transports.registered_memory import RegisteredMemory
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.process_groups import destroy_group
@@ -252,8 +254,11 @@ class NCCLTransport(TransportTraits):
         device: torch.device,
         watchdog: Watchdog | None,
         timeout: float | None = None,
+        memory: RegisteredMemory | None = None,
     ) -> None:
-        self._timeout = timeout
+        self._timeout, self._memory, self.registers_memory = timeout, memory, memory is not None
+        # What memory is allocated in.
+        self._allocating = nullcontext if memory is None else memory.allocating
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog)
@@ -274,15 +279,19 @@ class NCCLTransport(TransportTraits):
         ):
             for ranks in dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets):
                 if 1 < len(ranks) < self.world_size:
-                    channel.add_group(ranks, group.new_group(group.backend, self._timeout, ranks))
+                    part = group.new_group(group.backend, self._timeout, ranks)
+                    channel.add_group(ranks, part)
+                    if self._memory is not None:
+                        self._memory.add_group(part)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        with self._allocating():
+            return torch.empty(numel, dtype=dtype, device=self._device)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of torch's own memory."""
-        return ResizableBuffer(self.empty(numel, dtype))
+        return ResizableBuffer(self.empty(numel, dtype), self._allocating)
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
@@ -318,6 +327,8 @@ class NCCLTransport(TransportTraits):
             self._watchdog.close()
             # After an error a communicator may be stuck in an operation, and ends with the process.
             if sys.exc_info()[0] is None:
+                if self._memory is not None:
+                    self._memory.close()
                 for group in (*self.gather.groups, *self.reduce.groups, *self.exchange.groups[1:]):
                     destroy_group(group)
 
