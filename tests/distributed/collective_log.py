@@ -38,6 +38,7 @@ from tests.distributed.training import start
 from zeroengine.comm import watchdog
 from zeroengine.comm.transports.choose import open_nccl, open_transport
 from zeroengine.errors import DivergenceError
+from zeroengine.runtime.unit import Unit
 
 CHANNELS = ("gather", "reduce")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -55,11 +56,13 @@ class RankLog:
 
     Attributes:
         launches: The channel and the label of each collective, such as "gather layers.0", in order.
+        memory: When units are gathered, ahead or not, and released, such as "release layers.0", in order.
         losses: What it computed.
         error: The traceback of what ended the training, in which case there are no losses; empty: nothing.
     """
 
     launches: list[str] = field(default_factory=list)
+    memory: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     error: str = ""
 
@@ -105,12 +108,21 @@ class Recorded:
 def recording(log: RankLog) -> Iterator[None]:
     """Record what this rank launches through transports that open meanwhile."""
 
+    def noted(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(unit: Unit, *args: Any, **options: Any) -> Any:
+            log.memory.append(f"{what} {unit.name}")
+            return method(unit, *args, **options)
+
+        return run
+
     def open_recorded(opener: Callable[..., Any], *args: Any) -> Recorded:
         return Recorded(opener(*args), log)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeroengine.engine.initialize.open_transport", partial(open_recorded, open_transport))
         patch.setattr("tests.nccl_over_gloo.open_nccl", partial(open_recorded, open_nccl))
+        for what, method in (("gather", "start_gather"), ("use", "finish_gather"), ("release", "mark_released")):
+            patch.setattr(Unit, method, noted(what, getattr(Unit, method)))
         yield
 
 
@@ -243,6 +255,8 @@ def between_versions(before: Sequence[RankLog], after: Sequence[RankLog]) -> lis
         if not any(channels) and (merged := first_difference(old.launches, new.launches)):
             channels = [f"only in the order of both channels together, {merged}"]
         found += [f"rank {rank} {where}" for where in channels if where]
+        if where := first_difference(old.memory, new.memory):
+            found.append(f"rank {rank} memory {where}")
         if bool(old.error) != bool(new.error):
             found.append(f"rank {rank} {old.end}, and then {new.end}")
         elif repr(old.losses) != repr(new.losses):
