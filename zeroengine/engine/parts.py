@@ -42,12 +42,15 @@ from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward import Backward
+from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.forward import Forward
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.scheduling import ModuleNumbers, make_schedule
 from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.sequence.host_activations import HostActivations
 from zeroengine.utils.byte_counter import call_every
 from zeroengine.utils.malloc_trim import trim_heap
@@ -229,8 +232,9 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
     count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(placement.optimizer_stores)
     # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
     # unit, rather than two copies of the model.
-    for plan, stored in zip(setup.plans, placement.parameter_shards, strict=True):
+    for number, (plan, stored) in enumerate(zip(setup.plans, placement.parameter_shards, strict=True)):
         unit = Unit(
+            number,
             plan,
             ranks.rules.of_unit(plan),
             ranks.transport,
@@ -291,12 +295,17 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     scaler = LossScaler(config.fp16 if config.scales_loss else None)
     collects_copies = device.type == "cuda" if setup.async_step is None else setup.async_step
     stores = partition.placement.optimizer_stores
-    reducer = Reducer(units, transport, config, stores, collects_copies, lambda: scaler.scale, timer)
-    forward = Forward(setup.model, units, transport, reducer, config, timer, ranks.group.divergence.num_forwards)
+    gradients = [
+        UnitGradients(unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store)
+        for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
+    ]
+    modules = ModuleNumbers(setup.model, units)
+    executor = Executor(make_schedule(units, gradients, modules, transport, config), units)
+    reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, timer)
+    num_forwards = ranks.group.divergence.num_forwards
+    forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards)
     for handle in forward.hook_handles:
         setup.undo.callback(handle.remove)
-    # Graphs that outlive the engine are to own no unit.
-    setup.undo.callback(forward.backward.traversal.logs.forget_units)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
     mixed_precision.install(setup.model, config, device, setup.undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.

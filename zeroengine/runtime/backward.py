@@ -1,4 +1,4 @@
-"""The backward in progress: when it begins and ends, and when its gradients are reduced.
+"""Tells the schedule of backwards: when they begin and end, where they are, and which gradients have come.
 
 [Note: When a backward begins and ends]
 ``Engine.backward`` runs a backward and so knows when it begins and ends. A plain ``loss.backward()`` is noticed when it
@@ -22,7 +22,7 @@ Autograd numbers backwards, and reports no end of one that raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -30,17 +30,27 @@ from torch.autograd.graph import get_gradient_edge
 
 from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.autograd_hooks import WeakMethod
+from zeroengine.runtime.autograd_hooks import WeakMethod, register_hook_first
+from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
 from zeroengine.runtime.backward_listener import BackwardListener
-from zeroengine.runtime.cursor import Cursor
+from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.graph_outputs import GraphOutputs
 from zeroengine.runtime.reducer import Reducer
-from zeroengine.runtime.traversal import Traversal
-from zeroengine.runtime.unit import Unit
+from zeroengine.schedule.events import (
+    BackwardBegan,
+    BackwardEnded,
+    BackwardsAbandoned,
+    CallBegan,
+    Reached,
+    ReachedInputs,
+)
+from zeroengine.schedule.visits import Visit, VisitLog
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.torch_internals import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
+    current_graph_task_keeps_graph,
     functorch_active,
     queue_callback,
     will_engine_execute_node,
@@ -51,19 +61,16 @@ _RUN_BY_ENGINE = -1
 
 
 class Backward:
-    """The backwards of the model, whether the engine or the user runs them: when they begin and end.
+    """The backwards of the model, whether the engine or the user runs them.
 
     Args:
-        units: All units.
-        units_of_items: The units of items of lists, which are released after each visit.
+        executor: Does what the schedule says.
         gatherer: Gathers units.
         reducer: Takes the gradients.
-        is_in_forward: Whether a forward of the whole model is in progress.
         requires_scaled_loss: Whether a loss that was not multiplied by the loss scale is refused.
         timer: Times backwards.
 
     Attributes:
-        traversal: Where the backwards are that autograd runs.
         listener: Counts the backwards of a step, once there are steps.
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
@@ -71,20 +78,14 @@ class Backward:
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        units_of_items: set[Unit],
-        gatherer: Gatherer,
-        reducer: Reducer,
-        is_in_forward: Callable[[], bool],
-        requires_scaled_loss: bool,
-        timer: Timer,
+        self, executor: Executor, gatherer: Gatherer, reducer: Reducer, requires_scaled_loss: bool, timer: Timer
     ) -> None:
-        self._gatherer, self._reducer = gatherer, reducer
-        self.traversal = Traversal(units_of_items, gatherer, self, is_in_forward)
-        self._is_in_forward, self._requires_scaled_loss, self._timer = is_in_forward, requires_scaled_loss, timer
-        self._params = [param for unit in units if unit.trainable for param in unit.params]
-        self._units_with_visits = [unit for unit in units if unit.trainable and unit.is_releasable]
+        self._executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
+        self._requires_scaled_loss = requires_scaled_loss
+        self._residency, self._backwards = executor.schedule.residency, executor.schedule.backwards
+        self._logs = executor.schedule.logs
+        self._outputs = GraphOutputs(WeakMethod(self, Backward.follow))
+        self._params = [param for unit in executor.units if unit.trainable for param in unit.params]
         self.listener = BackwardListener()
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
@@ -112,7 +113,7 @@ class Backward:
         self.finish()
         span = self._timer.begin("backward")
         # Autograd comes to the loss first.
-        handle = loss.register_hook(WeakMethod(self.traversal, Traversal.follow_backward))
+        handle = loss.register_hook(WeakMethod(self, Backward.follow))
         try:
             # The listener, too, asks who runs the backward that begins.
             self.run_by_engine = True
@@ -163,7 +164,7 @@ class Backward:
     def enter_forward(self) -> None:
         """Note a forward of the whole model that begins outside of any backward: the previous backward has ended."""
         # Autograd did not report the end of a backward that raised.
-        self.traversal.abandon()
+        self._abandon()
         self.finish()
         if torch.is_grad_enabled():
             self.listener.begin_forward()
@@ -174,33 +175,80 @@ class Backward:
         """Note that a forward of the whole model has ended or raised outside of any backward."""
         self._reducer.user_gradients.resume()
 
-    # -- gradients --------------------------------------------------------------------------------
+    def note_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what the latest forward of the whole model has returned."""
+        self._outputs.add(self._logs.latest, tensors)
 
-    def _close_unused(self) -> None:
-        """Let units be reduced that this backward does not use."""
-        if self.traversal.is_running:
-            self.reduce_if_over(self._units_with_visits)
+    # -- where autograd is ------------------------------------------------------------------------
 
-    def note_begin(self, cursor: Cursor) -> None:
-        """Note that autograd has begun the backward of ``cursor``."""
+    def follow(self) -> bool:
+        """Return whether autograd is running a backward. Tell the schedule, once."""
+        task = current_graph_task_id()
+        if task < 0:
+            return False
+        if self._backwards.is_known(task):
+            return True
+        is_outermost, accumulates = is_outermost_backward(), not is_autograd_grad()
+        contained, shown = self._outputs.of_backward() if is_outermost or not self._backwards.is_running else ([], [])
+        # Autograd drops the callback if the backward raises. ``_abandon`` then forgets it.
+        queue_callback(partial(self._end_task, task, is_outermost))
+        self._executor.tell(BackwardBegan(task, is_outermost, accumulates, contained, shown))
+        self._note_begin(task, is_outermost and accumulates)
+        return True
+
+    def expect(self, log: VisitLog, visit: Visit, outputs: Iterable[torch.Tensor]) -> None:
+        """Let autograd report when it comes to ``outputs``, which ``visit`` of ``log`` has returned."""
+        for tensor in outputs:
+            # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook. A
+            # module may return what a module inside of it has returned. The backward comes to the outer one first.
+            register_hook_first(tensor, WeakMethod(self, Backward._reach, log, visit))
+
+    def _reach(self, log: VisitLog, visit: Visit) -> None:
+        if self.follow():
+            keeps_graph, extends_graph = current_graph_task_keeps_graph(), torch.is_grad_enabled()
+            self._executor.tell(Reached(current_graph_task_id(), log, visit, keeps_graph, extends_graph))
+
+    def reach_inputs(self, log: VisitLog, visit: Visit) -> None:
+        """Tell the schedule that autograd has come to what was made before ``visit`` of ``log`` began."""
+        if self.follow():
+            self._executor.tell(ReachedInputs(current_graph_task_id(), log, visit))
+
+    def _end_task(self, task: int, is_outermost: bool) -> None:
+        """End a backward that has not raised."""
+        self._executor.tell(BackwardEnded(task))
+        self._end_pass()
+        self._note_end(task, is_outermost)
+
+    def _abandon(self) -> None:
+        """Forget backwards that raised. Call this where none can be in progress."""
+        self._executor.tell(BackwardsAbandoned())
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        if not (self._backwards.is_running or self._residency.num_forwards):
+            self._gatherer.deferred_frees.warn_of_memory()
+
+    def _note_begin(self, task: int, is_plain: bool) -> None:
+        """Note that autograd has begun a backward. ``is_plain``: unless the engine runs it, a ``loss.backward()``."""
         if self.run_by_engine:
-            if cursor is self.traversal.cursors[0]:
-                self._close_unused()
-        elif cursor.is_outermost and cursor.accumulates:
+            if self._backwards.is_first(task):
+                # Units that it does not use may be reduced now.
+                self._executor.tell(CallBegan())
+        elif is_plain:
             if self._will_produce_gradients():
                 # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
                 self._note_gradient()
             elif not self._wants_gradients():
                 self.listener.check_frozen_backward()
 
-    def note_end(self, cursor: Cursor) -> None:
-        """Note that autograd has ended the backward of ``cursor``, which has not raised."""
+    def _note_end(self, task: int, is_outermost: bool) -> None:
+        """Note that autograd has ended a backward, which has not raised."""
         # The gradients that ``torch.autograd.grad`` returns are none of parameters.
-        if cursor.number not in self._producing:
+        if task not in self._producing:
             return
-        self._producing.remove(cursor.number)
-        self._ended.add(cursor.number)
-        if cursor.is_outermost:
+        self._producing.remove(task)
+        self._ended.add(task)
+        if is_outermost:
             self._is_in_call = False
             if self.in_progress:
                 try:
@@ -209,26 +257,7 @@ class Backward:
                     self._run_raised = True
                     raise
 
-    def reduce_if_over(self, units: Iterable[Unit]) -> None:
-        """Let those of ``units`` be reduced that the backwards use no more."""
-        if not self.is_producing_gradients:
-            return
-        closed = [unit for unit in units if self.traversal.is_over(unit) and self._reducer.complete_with_zeros(unit)]
-        for unit in closed:
-            self._note_complete(unit)
-        if closed:
-            self.advance()
-
-    def advance(self) -> None:
-        """Let units be reduced of which no visit is pending any more."""
-        if self.is_producing_gradients:
-            self._reducer.advance(self.traversal.is_pending)
-
-    def _note_complete(self, unit: Unit) -> None:
-        self._timer.name_backward(unit.name)
-        # A forward in progress, such as a recomputation, may use the unit again before it ends.
-        if not self._is_in_forward():
-            self._gatherer.release_unhooked_use(unit)
+    # -- gradients --------------------------------------------------------------------------------
 
     def _post_accumulate_grad(self, number: int, unit_index: int, index: int) -> None:
         unit_grads, (hooks, own_number) = self._reducer.gradients[unit_index], self._hooks[number]
@@ -237,16 +266,16 @@ class Backward:
         gradient, param.grad = param.grad, None
         is_last_hook = next(reversed(hooks)) == own_number
         # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
-        self.traversal.follow_backward()
+        self.follow()
         self._note_gradient()
         if not is_last_hook:
             # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.
             # The end of the backward takes what they leave.
             param.grad = gradient
             return
-        if self._reducer.add(unit_grads, index, gradient):
-            self._note_complete(unit_grads.unit)
-            self.advance()
+        self._reducer.add(unit_grads, index, gradient)
+        if self._reducer.is_complete(unit_grads):
+            self._timer.name_backward(unit_grads.unit.name)
         self._reducer.progress()
 
     def _note_gradient(self) -> None:
@@ -257,13 +286,13 @@ class Backward:
             ZeroEngineError: The listener refuses the backward.
         """
         if not self.run_by_engine:
-            number = self.traversal.current().number
+            number = self._backwards.current(current_graph_task_id()).number
             is_next_call, self._is_in_call = self.in_progress and not self._is_in_call, True
             if number not in self._producing:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._producing.add(number)
                 self._begin_plain_span()
-            first = self.traversal.cursors[0]
+            first = self._backwards.cursors[0]
             if first.is_outermost:
                 self._producing.add(first.number)
             if is_next_call:
@@ -315,7 +344,7 @@ class Backward:
             # A hook that the user registered since ``initialize`` is to find the gradient, so it comes first.
             if len(hooks) > 1:
                 hooks[own_number] = hooks.pop(own_number)
-        self._close_unused()
+        self._executor.tell(CallBegan())
 
     def _end(self) -> None:
         # If all parameters are frozen, the backward belongs to the loss of another model.
@@ -331,12 +360,6 @@ class Backward:
             self._run_raised = True
             raise
         self.in_progress = self._is_in_call = False
-
-    @property
-    def is_producing_gradients(self) -> bool:
-        """Whether the backward that runs now accumulates gradients."""
-        # Between two plain calls ``torch.autograd.grad`` may run, which says nothing about the second one.
-        return self.in_progress and (self.run_by_engine or self._is_in_call)
 
     @property
     def _is_executing(self) -> bool:
@@ -373,7 +396,7 @@ class Backward:
             self._run_raised = False
             self._producing.clear()
             self.in_progress = self._is_in_call = False
-            self.traversal.abandon()
+            self._abandon()
             self._reducer.drop_gradients()
             self.listener.fail_backward(after_others)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.scheduling import ModuleNumbers
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import latest_node_number
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.torch_internals import StopRecomputation, is_function_forward, node_number
+from zeroengine.utils.torch_internals import StopRecomputation, is_function_forward, next_node_number, node_number
 
 VISIBLE = nullcontext()
 
@@ -86,13 +86,7 @@ def function_node_number() -> int | None:
     contexts = (value for value in forward.f_locals.values() if isinstance(value, torch.autograd.function.FunctionCtx))
     context: Any = next(contexts, None)
     # A Function with ``setup_context`` has no context yet. Its node was the latest one when its forward began.
-    return latest_node_number() if context is None else node_number(context)
-
-
-def present_node_number() -> int:
-    """Return the number of the node of the checkpoint that runs now, or of the latest node."""
-    number = None if torch.is_grad_enabled() else function_node_number()
-    return latest_node_number() if number is None else number
+    return next_node_number() - 1 if context is None else node_number(context)
 
 
 def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
@@ -110,18 +104,15 @@ def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
 
 
 def register_hooks(
-    listener: ForwardListener,
-    model: nn.Module,
-    units_of: Mapping[nn.Module, list[Unit]],
-    holders: Iterable[nn.Module],
+    listener: ForwardListener, model: nn.Module, units: Sequence[Unit], numbers: ModuleNumbers
 ) -> list[Any]:
     """Notify ``listener`` of the forwards of ``model``, and of modules that need units or hold lists of units.
 
     Args:
         listener: Is notified.
         model: The whole model.
-        units_of: The units that each module's forward needs.
-        holders: The modules that hold lists of units.
+        units: All units, by number.
+        numbers: The modules that need them.
 
     Returns:
         The handles of the hooks.
@@ -142,11 +133,13 @@ def register_hooks(
 
     # By module: whether the end of its forward matters. Where each rank updates a part of a unit that is never
     # released, the next forward must wait for the all-gather of the step, so such modules need hooks as well.
-    modules = {
-        module: any(unit.is_releasable for unit in units)
-        for module, units in units_of.items()
-        if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in units)
-    } | dict.fromkeys(holders, True)
+    modules: dict[nn.Module, bool] = {}
+    for module, number in numbers.number_of.items():
+        needed = [units[unit] for unit in numbers.units_of[number]]
+        if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in needed):
+            modules[module] = any(unit.is_releasable for unit in needed)
+        if number in numbers.lists:
+            modules[module] = True
     handles: list[Any] = []
     # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), because otherwise its units would never be released.

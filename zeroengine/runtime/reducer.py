@@ -25,19 +25,12 @@ is computed on the way (``OffloadedGradients``).
 
 Outside of a backward ``param.grad`` is None, or the user's: see "Who owns param.grad" in ``user_gradients.py``.
 
-[Note: Units are reduced in one order]
-Every rank reduces the units in the reverse of their order. A unit that is complete early waits for the units before
-it. A unit with unused parameters never completes. It is reduced with zeros for the missing gradients when all visits of
-it are over (see "One order of collectives" in ``visit_log.py``), or when the whole backward ends. So ranks that use
-different parameters agree on every collective, and a rank that waits for memory of an earlier reduce does not wait for
-the end of another rank's backward, which may need its own gathers.
-
-A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
+A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``schedule/reduces.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -47,15 +40,15 @@ from zeroengine.config import Config
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.ops import digest
 from zeroengine.runtime.autograd_hooks import WeakMethod
-from zeroengine.runtime.bucket_queue import BucketQueue
+from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.released_parameter import drop_gradient_of
-from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.runtime.unit_reduces import UnitReduces
 from zeroengine.runtime.user_gradients import UserGradients
+from zeroengine.schedule import events
+from zeroengine.schedule.actions import Complete, Fate, Reduce, TakeWaiting
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 
@@ -64,7 +57,6 @@ class Reducer:
 
     Args:
         config: The resolved configuration.
-        stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
         collects_copies: Whether copies into buffers are collected and launched together, which saves time on a GPU.
         loss_scale: Returns the factor of the loss.
         timer: Times reduces.
@@ -78,39 +70,47 @@ class Reducer:
         assigned_digests: By parameter, the digest of what user code assigned after the unit was reduced in this step,
             0-d. None: the gradient was dropped, or the parameter is frozen.
         has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
-        reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
-        is_last_microbatch: Whether the backward in progress is probably the last one before the update.
     """
 
     def __init__(
         self,
-        units: Iterable[Unit],
+        executor: Executor,
+        gradients: Sequence[UnitGradients],
         transport: Transport,
         config: Config,
-        stores: Sequence[OffloadStore | None],
         collects_copies: bool,
         loss_scale: Callable[[], float],
         timer: Timer,
     ) -> None:
-        units = list(units)
-        self._transport = transport
+        self._executor, self._order, self._transport = executor, executor.schedule.reduces, transport
         self.micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
-        self.gradients = [
-            UnitGradients(
-                unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store
-            )
-            for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
-        ]
-        self._gradients_of = {unit_grads.unit: unit_grads for unit_grads in self.gradients}
-        self.reduces = UnitReduces(self.gradients, transport, config, collects_copies, timer)
-        self._queue = BucketQueue(self.gradients[::-1], config.zero_optimization.reduce_bucket_size or 0)
-        self.reduces_gradients = self.is_last_microbatch = True
-        # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have, and that have
-        # ended. ``Engine.backward`` counts as none.
-        self._expected_calls, self._num_ended_calls, self._run_by_engine = 1, 0, False
+        self.gradients = gradients
+        self._gradients_of = {unit_grads.unit.number: unit_grads for unit_grads in gradients}
+        self.reduces = UnitReduces(gradients, transport, config, collects_copies, timer)
         self.has_late_gradients = False
-        self.user_gradients = UserGradients(units, self.gradients)
+        self.user_gradients = UserGradients(executor.units, gradients)
         self.assigned_digests: dict[nn.Parameter, torch.Tensor | None] = {}
+        executor.let_perform(Complete, self._complete)
+        executor.let_perform(TakeWaiting, self._take_waiting)
+        executor.let_perform(Reduce, self._reduce)
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether gradients are reduced over the ranks; False inside ``no_sync``."""
+        return self._order.reduces_gradients
+
+    @reduces_gradients.setter
+    def reduces_gradients(self, reduces: bool) -> None:
+        self._order.reduces_gradients = reduces
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the backward in progress is probably the last one before the update."""
+        return self._order.is_last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, is_last: bool) -> None:
+        self._order.is_last_microbatch = is_last
 
     def divisor(self) -> float:
         """Return the number that a summed gradient is divided by for the mean over ranks and micro-steps.
@@ -120,6 +120,25 @@ class Reducer:
         copies = self._transport.world_size * self.micro_steps_in_mean
         return copies * self._loss_scale() / (self.reduces.predivide * self.gradient_factor)
 
+    # -- what the schedule says -------------------------------------------------------------------
+
+    def _complete(self, action: Complete) -> None:
+        unit_grads = self._gradients_of[action.unit]
+        if action.takes_written:
+            self._accept_written(unit_grads, action.fate)
+        if action.takes_waiting and action.fate is Fate.TAKEN:
+            for index, count in enumerate(self._order.arrived(action.unit)):
+                if not count and index in unit_grads.deferred_grads:
+                    self.reduces.copy_to_slot(unit_grads, index)
+
+    def _take_waiting(self, action: TakeWaiting) -> None:
+        unit_grads = self._gradients_of[action.unit]
+        for index in sorted(unit_grads.deferred_grads):
+            self.reduces.copy_to_slot(unit_grads, index)
+
+    def _reduce(self, action: Reduce) -> None:
+        self.reduces.launch(self._gradients_of[action.unit])
+
     # -- backward ---------------------------------------------------------------------------------
 
     def begin_backward(self, *, by_engine: bool) -> None:
@@ -128,10 +147,7 @@ class Reducer:
         Args:
             by_engine: Whether ``Engine.backward`` runs the backward, rather than plain calls.
         """
-        self._num_ended_calls, self._run_by_engine = 0, by_engine
-        self._queue.restart()
-        for unit_grads in self.gradients:
-            unit_grads.expect_gradients()
+        self._executor.tell(events.GradientsBegan(by_engine))
 
     def begin_call(self) -> None:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""
@@ -139,51 +155,35 @@ class Reducer:
         self.take_assigned_gradients()
         self.user_gradients.restart()
 
-    def _is_reduced_in_backward(self, unit_grads: UnitGradients) -> bool:
-        """Return whether the backward in progress reduces the unit, now or at its end."""
-        if unit_grads.format.is_sharded:
-            return self.reduces_gradients
-        # These gradients are reduced once, at the end of a step.
-        is_last = self.reduces_gradients and self.is_last_microbatch
-        return is_last and not unit_grads.launched_in_step
-
-    def _is_deferred(self, unit_grads: UnitGradients) -> bool:
-        """Return whether a new gradient must wait: inside no_sync, or because the reduce of its unit has begun."""
-        if self._is_reduced_in_backward(unit_grads):
-            # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
-            return not unit_grads.num_pending
-        # Gradients that are not sharded are added to the kept sum even inside no_sync.
-        return unit_grads.format.is_sharded or unit_grads.launched_in_step
-
-    def add(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor | None) -> bool:
-        """Add a gradient that autograd has computed. Return whether the unit has all its gradients.
+    def add(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient that autograd has computed.
 
         Args:
             unit_grads: The gradients of the parameter's unit.
             index: The index of the parameter in the unit.
             gradient: In the shape of the parameter. None: a Function returned none.
         """
-        is_deferred = self._is_deferred(unit_grads)
-        if self._num_further_calls == 0:
-            unit_grads.count_arrival(index)
+        number = unit_grads.unit.number
         if gradient is not None:
-            self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
-        return not unit_grads.num_pending
+            self._accept(unit_grads, index, gradient, self._order.fate(number))
+        self._executor.tell(events.GradientArrived(number, index))
+
+    def is_complete(self, unit_grads: UnitGradients) -> bool:
+        """Return whether no gradient of a unit is to come."""
+        return self._order.is_complete(unit_grads.unit.number)
 
     def progress(self) -> None:
         """Let reduces in progress proceed: peers may have become ready for a sum since this rank launched it."""
         self._transport.progress()
 
-    def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, *, is_deferred: bool) -> None:
+    def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, fate: Fate) -> None:
         """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""
         # A backward with create_graph=True gives the gradient a history.
         gradient = gradient.detach()
-        if not is_deferred:
+        if fate is Fate.TAKEN:
             self.reduces.copy_to_slot(unit_grads, index, gradient)
             return
-        # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
-        is_late = unit_grads.launched_in_step or self._is_reduced_in_backward(unit_grads)
-        self.has_late_gradients = self.has_late_gradients or is_late
+        self.has_late_gradients = self.has_late_gradients or fate is Fate.LATE
         # Micro-steps inside no_sync add up in the accumulation dtype.
         if index in unit_grads.deferred_grads:
             unit_grads.deferred_grads[index].add_(gradient)
@@ -192,56 +192,19 @@ class Reducer:
             # The user may hold the tensor, to which others will be added.
             unit_grads.deferred_grads[index] = dense.to(unit_grads.format.dtype, copy=True)
 
-    def complete_with_zeros(self, unit: Unit) -> bool:
-        """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
-        unit_grads = self._gradients_of[unit]
-        if not unit_grads.num_pending or self._num_further_calls > 0:
-            return False
-        self._accept_written(unit_grads)
-        self._copy_earlier_gradients(unit_grads)
-        unit_grads.num_pending = 0
-        return True
-
-    @property
-    def _num_further_calls(self) -> int:
-        """The number of plain ``loss.backward()`` calls that are expected after the present one.
-
-        A backward is expected to have as many calls as the previous one had. Below 0: it has had more.
-        """
-        return 0 if self._run_by_engine else self._expected_calls - 1 - self._num_ended_calls
-
     def end_call(self) -> None:
         """Note that a plain call has ended. Let all units be reduced that have not been, unless another is expected."""
-        self._end_units(accepts_written=True, ends=self._num_further_calls <= 0)
+        self._executor.tell(events.CallEnded())
         self.user_gradients.watch()
-        self._num_ended_calls += 1
 
-    def _end_units(self, *, accepts_written: bool, ends: bool = True) -> None:
-        # Unit by unit, so that the buffer of one serves another as soon as it was reduced.
-        for unit_grads in self._queue.order:
-            if accepts_written:
-                self._accept_written(unit_grads)
-            if ends:
-                self._copy_earlier_gradients(unit_grads)
-                unit_grads.stop_expecting()
-                self.advance()
-
-    def _accept_written(self, unit_grads: UnitGradients) -> None:
+    def _accept_written(self, unit_grads: UnitGradients, fate: Fate) -> None:
         """Accept the gradients that a Function or a hook of the user has left in ``param.grad`` in this backward."""
         with DisableTorchFunctionSubclass():
             written = [(i, p.grad) for i, p in enumerate(unit_grads.unit.params) if p.grad is not None]
-        is_deferred = self._is_deferred(unit_grads)
         for index, gradient in written:
             drop_gradient_of(unit_grads.unit.params[index])
             assert gradient is not None
-            self._accept(unit_grads, index, gradient, is_deferred=is_deferred)
-
-    def _copy_earlier_gradients(self, unit_grads: UnitGradients) -> None:
-        """Copy the gradients of earlier backwards inside no_sync of parameters that have none in this backward."""
-        if not self._is_deferred(unit_grads):
-            for index, count in enumerate(unit_grads.arrived_counts):
-                if not count and index in unit_grads.deferred_grads:
-                    self.reduces.copy_to_slot(unit_grads, index)
+            self._accept(unit_grads, index, gradient, fate)
 
     def end_backward(self) -> int:
         """Launch the reduces that were not launched during the backward, in order.
@@ -249,48 +212,26 @@ class Reducer:
         Returns:
             The number of plain calls that the backward consists of; 0 for ``Engine.backward``.
         """
-        num_calls = self._num_ended_calls
-        self._expected_calls = num_calls or self._expected_calls
-        # After a plain call the user may have assigned gradients since the call ended.
-        self._end_units(accepts_written=not num_calls)
-        for unit_grads in self._queue.take_bucket():
-            self.reduces.launch(unit_grads)
+        self._executor.tell(events.GradientsEnded())
         self.reduces.flush_copies()
         self.user_gradients.watch()
-        return num_calls
-
-    def advance(self, is_pending: Callable[[Unit], bool] | None = None) -> None:
-        """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full.
-
-        Args:
-            is_pending: Returns whether a backward that runs has visits of a unit to come. None: no backward runs.
-        """
-
-        def is_ready(unit_grads: UnitGradients) -> bool:
-            return not (unit_grads.num_pending or (is_pending is not None and is_pending(unit_grads.unit)))
-
-        for unit_grads in self._queue.queue_in_order(is_ready, self._is_reduced_in_backward):
-            self.reduces.launch(unit_grads)
+        return self._order.num_calls
 
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
         """Return with every gradient reduced into ``flat_grads``, except late gradients. Call this on every rank."""
-        for unit_grads in self._queue.order:
-            # Units whose micro-steps were all inside no_sync have not been reduced.
-            if not unit_grads.launched_in_step:
-                for index in sorted(unit_grads.deferred_grads):
-                    self.reduces.copy_to_slot(unit_grads, index)
-                self.reduces.launch(unit_grads)
+        self._executor.tell(events.StepBegan())
         self.reduces.wait()
 
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
-        self.reduces.reduce_late(self._queue.order)
+        self.reduces.reduce_late([self._gradients_of[unit] for unit in self._order.order])
         self.has_late_gradients = False
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""
+        self._executor.tell(events.StepEnded())
         for unit_grads in self.gradients:
             unit_grads.end_step()
         self.assigned_digests.clear()
@@ -300,10 +241,9 @@ class Reducer:
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
         self.reduces.drop()
-        self._queue.take_bucket()
+        self._executor.tell(events.GradientsDropped())
         self.has_late_gradients = False
         for unit_grads in self.gradients:
-            unit_grads.num_pending = 0
             unit_grads.deferred_grads.clear()
         self.user_gradients.drop()
         self.end_step()

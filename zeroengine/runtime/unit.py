@@ -17,7 +17,6 @@ stride 0 to the parameter's shape. Its class is also swapped, so that a use of i
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -38,16 +37,9 @@ from zeroengine.runtime.gathered_writes import GatheredWrites
 from zeroengine.runtime.original_parameters import OriginalParameters
 from zeroengine.runtime.released_parameter import Resolver, mark_released
 from zeroengine.runtime.secondary_shard import SecondaryShard
+from zeroengine.schedule.residency import GatherState
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 from zeroengine.utils.work import Work
-
-
-class GatherState(enum.Enum):
-    """Whether a unit's parameters hold their values. See the note above."""
-
-    RELEASED = "released"  # a use of a parameter needs a gather first
-    GATHERING = "gathering"  # the all-gather is in progress; values may be stale or absent
-    GATHERED = "gathered"  # parameters hold their values
 
 
 class Unit:
@@ -66,6 +58,7 @@ class Unit:
         checks_writes: See ``GatheredWrites``.
 
     Attributes:
+        number: The unit's index among all units.
         modules: The modules whose forward needs this unit.
         root: The module that holds all of its parameters, if there is one.
         full_buffer: The memory of the whole parameters.
@@ -79,6 +72,7 @@ class Unit:
 
     def __init__(
         self,
+        number: int,
         plan: UnitPlan,
         degrees: Degrees,
         transport: Transport,
@@ -88,6 +82,7 @@ class Unit:
         quantized: QuantizedGather | None = None,
         checks_writes: bool = False,
     ) -> None:
+        self.number = number
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.has_master, self.modules, self.root = plan.has_master, plan.modules, plan.root
         self.algorithm = plan.algorithm

@@ -4,8 +4,6 @@
 Lists have one entry for each parameter. The reducer calls every method named here.
 
     attribute             set by ...                                      cleared by ...
-    num_pending           ``expect_gradients``: how many are to come    ``count_arrival``, ``stop_expecting``, a drop,
-                                                                        ``Reducer.complete_with_zeros``
     deferred_grads        a gradient inside no_sync, or a late one        the next copy of it, or a drop
     slot_filled           the copy of a gradient to where it is           the launch of its reduce (if sharded), or
                           reduced from                                    ``end_step`` (if not)
@@ -17,22 +15,6 @@ Lists have one entry for each parameter. The reducer calls every method named he
 ``has_grad``. It also clears ``squared_norm``, or moves the value to ``deferred_grads`` and clears ``slot_filled``.
 
 ``Reducer.end_step`` runs after an update and when gradients are dropped.
-
-[Note: Several gradients of one parameter]
-Within one backward autograd adds up all gradients of a parameter and passes on their sum. But a backward may contain
-others: each reentrant checkpoint runs its own, and so does a Function whose backward calls ``torch.autograd``. A
-parameter that several of them use gets a gradient from each. So a unit is complete when each parameter has received as
-many gradients as in the previous backward. The first time, gradients may arrive after their unit was complete. Such
-*late* gradients wait on this rank and are reduced with those of the next micro-step, or before the update
-(``Reducer.reduce_late_gradients``). No other rank knows of them. Before a step, the backends on the host ask all ranks
-whether they have any. ``AsyncUpdate`` cannot ask without waiting, so there all ranks must have late gradients or none.
-
-Several plain ``loss.backward()`` calls without a forward in between are one backward, too. Only in the last of them are
-gradients counted and units complete, which is the call with the number that the last call of the previous backward had.
-The gradients of the calls before it wait where they are reduced from, and those of further calls are late.
-
-Whether a gradient is late decides in which order gradients are added, and so their last bits. It depends on these
-counts alone, never on the moment at which a reduce is launched, so the degrees of parameters change no bit.
 """
 
 from __future__ import annotations
@@ -124,7 +106,7 @@ class GradientFormat(NamedTuple):
 
 
 class UnitGradients:
-    """The summed gradients that this rank keeps of one unit, and how far the micro-step in progress is.
+    """The summed gradients that this rank keeps of one unit.
 
     Args:
         dtype: The dtype in which gradients accumulate and are kept.
@@ -135,8 +117,6 @@ class UnitGradients:
         format: The dtypes, and what follows from them.
         flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout if they are not sharded.
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
-        expected_counts: The number of gradients that each parameter got in the previous backward.
-        arrived_counts: The number of gradients that each parameter has got in this backward.
         deferred_grads: By the parameter's index, in its shape, of ``dtype``.
         squared_norm: 0-D, float64.
     """
@@ -173,9 +153,6 @@ class UnitGradients:
         num_params = len(unit.params)
         self.squared_norm: torch.Tensor | None = None
         self.deferred_grads: dict[int, torch.Tensor] = {}
-        self.expected_counts = [1] * num_params
-        self.arrived_counts = [0] * num_params
-        self.num_pending = 0
         self.slot_filled = [False] * num_params
         self.has_grad = [False] * num_params
         self.launched_in_step = False
@@ -184,25 +161,6 @@ class UnitGradients:
     def numel(self) -> int:
         """The elements of the unit's flat buffer, padding included."""
         return self.unit.numel
-
-    def expect_gradients(self) -> None:
-        """Wait for as many gradients of each parameter as in the previous backward."""
-        self.arrived_counts = [0] * len(self.expected_counts)
-        self.num_pending = len(self.expected_counts)
-
-    def count_arrival(self, index: int) -> None:
-        """Count one more gradient of parameter ``index`` in this backward."""
-        self.arrived_counts[index] += 1
-        # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is late
-        # if the unit was complete already.
-        if self.num_pending and self.arrived_counts[index] == self.expected_counts[index]:
-            self.num_pending -= 1
-
-    def stop_expecting(self) -> None:
-        """Remember how many gradients each parameter got in this backward, and wait for no more."""
-        # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
-        self.expected_counts = [max(1, count) for count in self.arrived_counts]
-        self.num_pending = 0
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""

@@ -1,4 +1,4 @@
-"""The most bytes of units that are gathered at one time, by playing a pass through the rules of the gatherer.
+"""The most bytes of units that are gathered at one time, by the schedule of a step that is played without memory.
 
 Modules are taken to run in the order in which the model registers them, one call each. A model that runs them in
 another order gathers the same units, and may have other pairs of them gathered at one time.
@@ -6,13 +6,18 @@ another order gathers the same units, and may have other pairs of them gathered 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+
+from torch import nn
 
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.prefetch_order import PrefetchLimits, PrefetchOrder
+from zeroengine.schedule import events
+from zeroengine.schedule.actions import Gather, Prefetch, Release
+from zeroengine.schedule.prefetch_order import PrefetchLimits
+from zeroengine.schedule.residency import Ahead, UnitFacts
+from zeroengine.schedule.schedule import Schedule
+from zeroengine.schedule.visits import Visit, VisitLog
 
 
 @dataclass(eq=False)
@@ -23,13 +28,11 @@ class GatheredUnit:
         plan: The unit.
         numel: The elements of its full buffer.
         gathers_ahead: Whether its gather may start ahead of its use.
-        is_released: Whether it is released at the moment of the pass that is played.
     """
 
     plan: UnitPlan
     numel: int
     gathers_ahead: bool
-    is_released: bool = field(default=True, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -37,76 +40,100 @@ class GatheredUnit:
         return self.numel * self.plan.dtype.itemsize
 
 
-class _Use(NamedTuple):
-    """The time in which a module, or the backward of several, needs a unit."""
-
-    start: int
-    stop: int
-    unit: GatheredUnit
-
-
 def most_gathered_bytes(units: Sequence[GatheredUnit], limits: PrefetchLimits) -> int:
     """Return the most bytes of ``units``, which are in the order of registration, that are gathered at one time."""
-    forward = [use for unit in units for use in _forward_uses(unit)]
-    backward = [use for unit in units for use in _backward_uses(unit)]
-    last = max(forward, key=lambda use: use.start, default=None)
-    # The unit that a forward needs last stays gathered for the backward.
-    kept = last.unit if last is not None else None
-    return max(_most_in_pass(forward, None, limits), _most_in_pass(backward, kept, limits, ends_first=False))
+    step = _Step(units, limits)
+    # The second step gathers ahead what the first one has learned.
+    step.play()
+    step.play()
+    return step.most
 
 
-def _forward_uses(unit: GatheredUnit) -> Iterator[_Use]:
-    for module, position in zip(unit.plan.modules, unit.plan.positions, strict=True):
-        yield _Use(position, position + sum(1 for _ in module.modules()), unit)
+class _Step:
+    """A step of one rank, without memory.
 
+    Attributes:
+        most: The most bytes that were gathered at one time.
+    """
 
-def _backward_uses(unit: GatheredUnit) -> Iterator[_Use]:
-    # Time runs from high positions to low ones.
-    uses = [_Use(-use.stop, -use.start, unit) for use in _forward_uses(unit)]
-    if not unit.plan.trainable:
-        return iter(uses)
-    # A trainable unit is released when all of its parameters have their gradients.
-    return iter([_Use(min(use.start for use in uses), max(use.stop for use in uses), unit)] if uses else [])
+    def __init__(self, units: Sequence[GatheredUnit], limits: PrefetchLimits) -> None:
+        self._units = units
+        facts = [
+            UnitFacts(
+                unit.plan.name,
+                unit.numel,
+                is_trained=unit.plan.trainable,
+                ahead=Ahead.GATHER if unit.gathers_ahead else Ahead.NOTHING,
+            )
+            for unit in units
+        ]
+        numbers: dict[nn.Module, int] = {}
+        units_of: list[list[int]] = []
+        places: list[tuple[int, int]] = []
+        for number, unit in enumerate(units):
+            for module, position in zip(unit.plan.modules, unit.plan.positions, strict=True):
+                if module not in numbers:
+                    numbers[module] = len(units_of)
+                    units_of.append([])
+                    places.append((position, position + sum(1 for _ in module.modules())))
+                units_of[numbers[module]].append(number)
+        self._schedule = Schedule(facts, [1] * len(units), units_of, {}, limits)
+        # A module ends before the next one begins, and an outer one begins before what is inside of it.
+        self._order = sorted(
+            [(start, 1, -stop, True, module) for module, (start, stop) in enumerate(places)]
+            + [(stop, 0, -start, False, module) for module, (start, stop) in enumerate(places)]
+        )
+        self._units_of = units_of
+        self._live: set[int] = set()
+        self._nbytes = self.most = 0
 
+    def play(self) -> None:
+        """Play a step."""
+        visits = list(self._forward())
+        log = visits[-1][0] if visits else None
+        self._tell(events.GradientsBegan(by_engine=True))
+        self._tell(events.CallBegan())
+        self._tell(events.BackwardBegan(1, contained=[log] if log else [], shown=[log] if log else []))
+        # Autograd adds up the gradients of a unit that several modules need, so it has them after the last of these.
+        remaining = [sum(unit in needed for needed in self._units_of) for unit in range(len(self._units))]
+        complete: list[int] = []
+        for visit_log, visit in reversed(visits):
+            self._complete(complete)
+            self._tell(events.Reached(1, visit_log, visit))
+            for unit in visit.units:
+                remaining[unit] -= 1
+                if not remaining[unit] and self._units[unit].plan.trainable:
+                    complete.append(unit)
+        self._complete(complete)
+        self._tell(events.BackwardEnded(1))
+        self._tell(events.GradientsEnded())
+        self._tell(events.StepEnded())
 
-def _most_in_pass(
-    uses: Sequence[_Use], kept: GatheredUnit | None, limits: PrefetchLimits, *, ends_first: bool = True
-) -> int:
-    # In forward a module releases its units before the next one begins. In backward the gradient of one tensor begins
-    # the backward of the module that made it, and then ends that of the module that took it.
-    order = (0, 1) if ends_first else (1, 0)
-    events = sorted(
-        [(use.stop, order[0], False, index) for index, use in enumerate(uses)]
-        + [(use.start, order[1], True, index) for index, use in enumerate(uses)]
-    )
-    prefetch_order: PrefetchOrder[GatheredUnit] = PrefetchOrder()
-    # The pass before this one had the same visits.
-    for _, _, begins, index in events:
-        if begins:
-            prefetch_order.note_use(uses[index].unit, in_backward=False)
-    prefetch_order.start_pass()
-    for use in uses:
-        use.unit.is_released = True
-    num_users: Counter[GatheredUnit] = Counter()
-    nbytes = live_numel = 0
+    def _complete(self, units: list[int]) -> None:
+        for unit in units:
+            self._tell(events.GradientArrived(unit, 0))
+        units.clear()
 
-    def mark(unit: GatheredUnit, *, is_released: bool) -> None:
-        nonlocal nbytes, live_numel
-        if unit.is_released != is_released:
-            unit.is_released, sign = is_released, -1 if is_released else 1
-            nbytes, live_numel = nbytes + sign * unit.nbytes, live_numel + sign * unit.numel
+    def _forward(self) -> Iterator[tuple[VisitLog, Visit]]:
+        node = 0
+        self._tell(events.ForwardBegan(has_grad=True))
+        for _, _, _, begins, module in self._order:
+            node += 1
+            moment = events.Moment(True, node)
+            if begins:
+                self._tell(events.Entered(module, moment))
+            # Modules that share parts of theirs may overlap, and an outer one that ends takes the inner ones with it.
+            elif (call := self._schedule.forwards.call_of(module)) is not None:
+                self._tell(events.Left(module, moment, last_node=node - 1))
+                yield call.log, call.visit
+        self._tell(events.ForwardEnded())
 
-    if kept is not None:
-        mark(kept, is_released=False)
-    most = nbytes
-    for _, _, begins, index in events:
-        unit = uses[index].unit
-        num_users[unit] += 1 if begins else -1
-        if begins or not num_users[unit]:
-            mark(unit, is_released=not begins)
-        if begins:
-            prefetch_order.note_use(unit, in_backward=False)
-            for following in prefetch_order.to_prefetch(limits, live_numel):
-                mark(following, is_released=not following.gathers_ahead)
-            most = max(most, nbytes)
-    return most
+    def _tell(self, event: events.Event) -> None:
+        for action in self._schedule.handle(event):
+            if isinstance(action, Gather | Prefetch) and action.unit not in self._live:
+                self._live.add(action.unit)
+                self._nbytes += self._units[action.unit].nbytes
+                self.most = max(self.most, self._nbytes)
+            elif isinstance(action, Release):
+                self._live.discard(action.unit)
+                self._nbytes -= self._units[action.unit].nbytes

@@ -11,10 +11,10 @@ import torch
 from zeroengine.comm.memory_reuse import ENOUGH_BUFFERS, buffer_to_reuse
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.bucket_queue import BucketQueue
 from zeroengine.runtime.gradient_buffers import buffer_numel
 from zeroengine.runtime.offloaded_gradients import StagingBuffer, staging_buffer_to_reuse
 from zeroengine.runtime.unit_gradients import GradientFormat
+from zeroengine.schedule.bucket_queue import BucketQueue
 from zeroengine.utils.work import Completed
 
 # A pool that waits for the oldest of its buffers has so many besides those that are being filled.
@@ -72,11 +72,12 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
             as the slowest peer causes.
     """
     largest = max((flow.numel for flow in flows), default=0)
-    queue = BucketQueue(flows[::-1], bucket_numel)
+    order = flows[::-1]
+    queue = BucketQueue(range(len(order)), [flow.numel for flow in order], bucket_numel)
     # A unit begins before it completes, also where both happen in one module.
     events = sorted(
-        [(-flow.first, 0, index) for index, flow in enumerate(queue.order)]
-        + [(-flow.last, 1, index) for index, flow in enumerate(queue.order)]
+        [(-flow.first, 0, index) for index, flow in enumerate(order)]
+        + [(-flow.last, 1, index) for index, flow in enumerate(order)]
     )
     counts: Counter[BufferKey] = Counter()
     num_idle: Counter[BufferKey] = Counter()
@@ -91,8 +92,8 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
         num_idle[key] -= not is_new
         return key
 
-    def launch(bucket: Sequence[GradientFlow]) -> None:
-        for flow in bucket:
+    def launch(bucket: Sequence[int]) -> None:
+        for flow in map(order.__getitem__, bucket):
             if not flow.format.reduced_in_place:
                 # Gradients that are not sharded go to where they are kept, and reach a buffer only at the launch.
                 num_idle[in_use.pop(flow) if flow in in_use else acquire(flow)] += 1
@@ -103,10 +104,10 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
         for flow in flows:
             flow.is_ready = False
         for _, ends, index in events:
-            flow = queue.order[index]
+            flow = order[index]
             if ends:
                 flow.is_ready = True
-                launch(queue.queue_in_order(lambda flow: flow.is_ready, lambda _: True))
+                launch(queue.queue_in_order(lambda index: order[index].is_ready, lambda _: True))
             elif flow.format.is_sharded:
                 in_use[flow] = acquire(flow)
         launch(queue.take_bucket())

@@ -41,7 +41,7 @@ from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
 from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
 from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes, units_of_plans, value_bytes
-from zeroengine.runtime.prefetch_order import PrefetchLimits
+from zeroengine.schedule.prefetch_order import PrefetchLimits
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("buckets", "gathered", "staging", "quantized")

@@ -1,12 +1,11 @@
-"""Where one backward is in the logs that it contains. See "One order of collectives" in ``visit_log.py``."""
+"""Where one backward is in the logs that it contains. See "One order of collectives" in ``visits.py``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.visit_log import Place, Visit, VisitLog
+from zeroengine.schedule.visits import Place, Visit, VisitLog
 
 
 class Cursor:
@@ -42,10 +41,10 @@ class Cursor:
         self._reached: set[Visit] = set()
         self.logs: set[VisitLog] = set()
         self._unknown = set(unknown)
-        self._num_pending: Counter[Unit] = Counter()
-        self._num_active: Counter[Unit] = Counter()
+        self._num_pending: Counter[int] = Counter()
+        self._num_active: Counter[int] = Counter()
         # Units of which nothing shows when they are over.
-        self._untracked: set[Unit] = set()
+        self._untracked: set[int] = set()
         for log in contained:
             self.join(log)
 
@@ -76,7 +75,7 @@ class Cursor:
         self._pending.pop()
         self._num_pending.subtract(visit.units)
 
-    def needs_next(self, unit: Unit) -> bool:
+    def needs_next(self, unit: int) -> bool:
         """Return whether the next pending visit needs ``unit``."""
         return bool(self._pending) and unit in self._pending[-1].units
 
@@ -107,25 +106,25 @@ class Cursor:
             self._num_active.subtract(visit.units)
         return over
 
-    def recomputed_visit(self, units: Sequence[Unit]) -> Visit | None:
+    def recomputed_visit(self, units: Sequence[int]) -> Visit | None:
         """Return the next pending visit that is recomputed and needs one of ``units``."""
         wanted = set(units)
         recomputed = (visit for visit in reversed(self._pending) if visit.is_recomputed)
         return next((visit for visit in recomputed if not wanted.isdisjoint(visit.units)), None)
 
-    def is_recomputing(self, units: Sequence[Unit]) -> bool:
+    def is_recomputing(self, units: Sequence[int]) -> bool:
         """Return whether a recomputed visit that the cursor has come to needs one of ``units``."""
         return any(visit.is_recomputed and not set(units).isdisjoint(visit.units) for visit in self._active)
 
-    def is_pending(self, unit: Unit) -> bool:
+    def is_pending(self, unit: int) -> bool:
         """Return whether visits of ``unit`` are known to come."""
         return self._num_pending[unit] > 0
 
-    def is_active(self, unit: Unit) -> bool:
+    def is_active(self, unit: int) -> bool:
         """Return whether a visit of ``unit`` is in progress."""
         return self._num_active[unit] > 0
 
-    def is_over(self, unit: Unit) -> bool:
+    def is_over(self, unit: int) -> bool:
         """Return whether this backward uses ``unit`` no more."""
         if self.is_pending(unit) or self.is_active(unit) or unit in self._untracked:
             return False

@@ -42,28 +42,13 @@ are pending until the backward ends.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch.autograd.graph import Node
-
-from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.torch_internals import current_graph_task_keeps_graph, next_node_number, will_engine_execute_node
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 # The most visits of one log that are followed: the latest ones. Outside of forwards of the whole model, modules may be
 # called for ever without a backward.
 MAX_VISITS = 10_000
-
-# The number that autograd gives to the next node that this thread makes.
-
-
-def latest_node_number() -> int:
-    """Return the number of the latest node that this thread has made."""
-    return next_node_number() - 1
 
 
 class Place(NamedTuple):
@@ -89,7 +74,7 @@ class Visit:
 
     __slots__ = ("first_node", "is_recomputed", "place", "units")
 
-    def __init__(self, units: Sequence[Unit], first_node: int) -> None:
+    def __init__(self, units: Sequence[int], first_node: int) -> None:
         self.units, self.first_node = list(units), first_node
         self.place = Place(sys.maxsize, 0)
         self.is_recomputed = False
@@ -99,6 +84,7 @@ class VisitLog:
     """The visits of one forward of the whole model, or of a recomputation. The graph owns it.
 
     Args:
+        thread: The thread that it begins in.
         is_recomputation: Whether a backward runs the forward again, as a checkpoint does.
 
     Attributes:
@@ -107,18 +93,15 @@ class VisitLog:
         has_run: Whether a backward has come to it.
         is_retained: Whether such a backward retained the graph, so that another one may come.
         has_one_order: Whether autograd runs the visits in descending order of their places.
-        thread: The thread that it began in.
-        inner_nodes: One for each output of the model whose graph is alive.
     """
 
-    def __init__(self, *, is_recomputation: bool = False) -> None:
-        self.is_recomputation = is_recomputation
+    def __init__(self, thread: int = 0, *, is_recomputation: bool = False) -> None:
+        self.thread, self.is_recomputation = thread, is_recomputation
         self.visits: list[Visit] = []
-        self.untracked: set[Unit] = set()
+        self.untracked: set[int] = set()
         self.has_run = self.is_retained = False
         self.has_one_order = True
-        self.inner_nodes: weakref.WeakSet[InnerNode] = weakref.WeakSet()
-        self.thread, self._num_visits = threading.get_ident(), 0
+        self._num_visits = 0
 
     @property
     def may_run(self) -> bool:
@@ -135,18 +118,19 @@ class VisitLog:
         self._num_visits += 1
         visit.place = Place(node_number, self._num_visits)
 
-    def add(self, visits: Iterable[Visit]) -> None:
-        """Add visits that have their places."""
+    def add(self, visits: Iterable[Visit], thread: int) -> None:
+        """Add visits that have their places, and that ended in ``thread``."""
         self.visits += visits
         del self.visits[:-MAX_VISITS]
-        self.has_one_order = self.has_one_order and self.thread == threading.get_ident()
+        self.has_one_order = self.has_one_order and self.thread == thread
 
-    def add_recomputed(self, units: Sequence[Unit], node_number: int) -> None:
+    def add_recomputed(self, units: Sequence[int], node_number: int, thread: int) -> None:
         """Add units that a reentrant checkpoint uses now without gradients, and again in backward.
 
         Args:
             units: The units.
             node_number: The number of the checkpoint's node.
+            thread: The thread that this runs in.
         """
         last = self.visits[-1] if self.visits else None
         if last is not None and last.is_recomputed and last.place.node_number == node_number:
@@ -155,82 +139,49 @@ class VisitLog:
         visit = Visit(units, node_number)
         visit.is_recomputed = True
         self.set_place(visit, node_number)
-        self.add([visit])
+        self.add([visit], thread)
 
-    def note_run(self) -> None:
-        """Note that a backward has come to it."""
+    def note_run(self, *, keeps_graph: bool) -> None:
+        """Note that a backward has come to it, and whether that retains the graph."""
         self.has_run = True
-        self.is_retained = self.is_retained or current_graph_task_keeps_graph()
-
-
-class InnerNode:
-    """A node of a forward's graph, one below an output of the model: autograd runs it if it runs the output's node.
-
-    It is a hook of the output's node, which so owns it, and with it the inner node, which the graph owns as well.
-    """
-
-    def __init__(self, node: Node, output_reached: Callable[[], None]) -> None:
-        self.node, self._output_reached = node, output_reached
-
-    @disable_compile
-    def __call__(self, *_: Any) -> None:
-        """Report that autograd has come to the output."""
-        self._output_reached()
+        self.is_retained = self.is_retained or keeps_graph
 
 
 class VisitLogs:
     """The logs of the forwards of the whole model whose graphs are alive.
 
     Args:
-        output_reached: Called when autograd comes to an output of the model. The graph owns it.
+        thread: The thread that begins.
 
     Attributes:
         latest: The log of the latest forward.
     """
 
-    def __init__(self, output_reached: Callable[[], None]) -> None:
-        self._output_reached = output_reached
+    def __init__(self, thread: int) -> None:
         self._alive: weakref.WeakSet[VisitLog] = weakref.WeakSet()
-        self.latest = VisitLog()
+        self.begin(thread)
+
+    def begin(self, thread: int) -> None:
+        """Begin the log of a forward, which begins in ``thread``."""
+        self.latest = VisitLog(thread)
         self._alive.add(self.latest)
 
-    def begin(self) -> None:
-        """Begin the log of a forward."""
-        self.latest = VisitLog()
-        self._alive.add(self.latest)
-
-    def end(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note what the latest forward has returned."""
-        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-            below = (inner for inner, _ in node.next_functions if inner is not None)
-            # All forwards share the nodes of parameters.
-            inner = next((inner for inner in below if inner.name() != "torch::autograd::AccumulateGrad"), None)
-            if inner is not None:
-                hook = InnerNode(inner, self._output_reached)
-                node.register_prehook(hook)
-                self.latest.inner_nodes.add(hook)
-
-    def continue_latest(self) -> None:
+    def continue_latest(self, thread: int) -> None:
         """Note a call outside of a forward of the whole model. It belongs to the latest one, or to a new one."""
         if not self.latest.may_run:
-            self.begin()
+            self.begin(thread)
 
-    def forget_units(self) -> None:
-        """Let the graphs that are alive own no unit any more, because the engine ends."""
-        for log in self._alive:
-            log.untracked.clear()
-            for visit in log.visits:
-                visit.units = []
+    def unknown(self, contained: Iterable[VisitLog], shown: Iterable[VisitLog]) -> list[VisitLog]:
+        """Return the logs that a backward which begins may contain. See "Which logs a backward contains".
 
-    def of_backward(self) -> tuple[list[VisitLog], list[VisitLog]]:
-        """Return the logs that the backward which runs now contains, and those that it may contain.
-
-        See "Which logs a backward contains".
+        Args:
+            contained: The logs that it is known to contain.
+            shown: The logs of which it was known whether it contains them.
         """
-        alive = list(self._alive)
-        contained = [log for log in alive if any(will_engine_execute_node(inner.node) for inner in log.inner_nodes)]
         # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
-        unknown = [
-            log for log in alive if (log.may_run or log is self.latest) and (not contained or not log.inner_nodes)
+        contained, shown = list(contained), set(shown)
+        return [
+            log
+            for log in list(self._alive)
+            if (log.may_run or log is self.latest) and (not contained or log not in shown)
         ]
-        return contained, unknown
