@@ -129,7 +129,9 @@ class _Step:
         self._tell(events.ForwardEnded())
 
     def _tell(self, event: events.Event) -> None:
-        for action in self._schedule.handle(event):
+        # Gathers first: a parameter that is also used outside of its module is released a little later.
+        actions = self._schedule.handle(event)
+        for action in sorted(actions, key=lambda action: isinstance(action, Release)):
             if isinstance(action, Gather | Prefetch) and action.unit not in self._live:
                 self._live.add(action.unit)
                 self._nbytes += self._units[action.unit].nbytes

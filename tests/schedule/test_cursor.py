@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroengine.runtime.cursor import Cursor
-from zeroengine.runtime.visit_log import EARLIEST, Place, Visit, VisitLog
+from zeroengine.schedule.cursor import Cursor
+from zeroengine.schedule.visits import EARLIEST, Place, Visit, VisitLog
 
-UNITS: list[Any] = [type("Unit", (), {"__repr__": lambda self: "unit"})() for _ in range(4)]
+UNITS = range(4)
 
 
 def pass_over(cursor: Cursor, place: Place) -> list[Visit]:
@@ -27,10 +26,10 @@ def log_of(units: Sequence[int], sizes: Sequence[int]) -> VisitLog:
     """A log of one visit after another, each of one unit and of some nodes; a skipped item makes none."""
     log, node = VisitLog(), 0
     for unit, size in zip(units, sizes, strict=True):
-        visit = Visit([UNITS[unit]], node)
+        visit = Visit([unit], node)
         node += size
         log.set_place(visit, node - 1)
-        log.add([visit])
+        log.add([visit], 0)
     return log
 
 
@@ -59,8 +58,8 @@ def test_every_visit_comes_once_in_reverse_order_whatever_autograd_comes_to(
         order.append(visit)
         # Units of the visits that are to come, and of this one, are in use.
         first = log.visits.index(visit)
-        assert all(cursor.is_pending(UNITS[unit]) for unit in units[:first])
-        assert not any(cursor.is_over(UNITS[unit]) for unit in units[: first + 1])
+        assert all(cursor.is_pending(unit) for unit in units[:first])
+        assert not any(cursor.is_over(unit) for unit in units[: first + 1])
     order += pass_over(cursor, EARLIEST)
     left += cursor.leave(-1)
     assert order == log.visits[::-1]
@@ -78,14 +77,14 @@ def test_a_visit_is_over_when_autograd_comes_to_what_was_made_before_it() -> Non
 
 def test_what_a_log_does_not_track_and_logs_that_may_be_part_of_a_backward_are_never_over() -> None:
     tracked, unknown = log_of([0], [1]), log_of([1], [1])
-    tracked.untracked.add(UNITS[2])
+    tracked.untracked.add(2)
     cursor = Cursor([tracked], [unknown])
     pass_over(cursor, EARLIEST)
     assert [cursor.is_over(unit) for unit in UNITS] == [True, False, False, True]
     cursor.join(unknown)
-    assert cursor.is_pending(UNITS[1])
+    assert cursor.is_pending(1)
     assert pass_over(cursor, EARLIEST) == unknown.visits
-    assert cursor.is_over(UNITS[1])
+    assert cursor.is_over(1)
 
 
 def test_nothing_of_a_log_without_one_order_is_passed_over() -> None:
@@ -94,4 +93,4 @@ def test_nothing_of_a_log_without_one_order_is_passed_over() -> None:
     cursor = Cursor([log])
     cursor.reach(log.visits[0])
     assert not pass_over(cursor, EARLIEST)
-    assert not cursor.is_over(UNITS[1])
+    assert not cursor.is_over(1)
