@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from zeroengine import ZeroEngineError
+from zeroengine import DivergenceError, ZeroEngineError
 from zeroengine.comm import group as group_module
 from zeroengine.comm.group import Group, check_gpus
 from zeroengine.comm.transports.choose import open_transport
