@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ import gpu_kernels as kernels  # noqa: E402
 import gpu_training as train  # noqa: E402
 import torch  # noqa: E402
 from gpu_pack import pack  # noqa: E402
-from gpu_setting import Found, Setting, run_self, table  # noqa: E402
+from gpu_setting import RESULT, Found, Setting, reason_of, run_self, table  # noqa: E402
 
 from zeroengine import ops  # noqa: E402
 
@@ -158,6 +159,9 @@ def heading(s: Setting) -> str:
 def report(s: Setting, minutes: float, output: Path) -> bool:
     """Run the parts, and write the files after each. Return whether every question has a number for an answer."""
     output.mkdir(parents=True, exist_ok=True)
+    # What an earlier run has found is not of this one.
+    for name in ("answers.md", "details.md", "failures.txt"):
+        (output / name).unlink(missing_ok=True)
     begun = time.monotonic()
     answers = {title: [q.answer("not reached", s.dry_run) for q in part.questions] for title, part in PARTS.items()}
     details, failures, succeeded = [heading(s)], [], True
@@ -173,7 +177,7 @@ def report(s: Setting, minutes: float, output: Path) -> bool:
             reason = str(error)
             if isinstance(error, subprocess.TimeoutExpired):
                 reason = f"not done after {error.timeout:.0f} s"
-            text, values = "", [f"failed: {reason.splitlines()[-1][:200]}"] * len(part.questions)
+            text, values = "", [f"failed: {reason_of(reason)[:200]}"] * len(part.questions)
             failures.append(f"== {title} ==\n{reason}\n")
         succeeded &= not any(isinstance(value, str) for value in values)
         answers[title] = [q.answer(value, s.dry_run) for q, value in zip(part.questions, values, strict=True)]
@@ -209,6 +213,12 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("benchmarks/gpu.py: there is no GPU that this torch can use, so nothing was measured.", file=sys.stderr)
         return 2
+    if not args.minutes > 0:
+        parser.error("--minutes takes a number above 0")
+    if args.output.exists() and not args.output.is_dir():
+        parser.error(f"--output takes a folder, and {args.output} is a file")
+    # Whoever ends this process ends its parts: they may hold the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     s = Setting(args.dry_run)
     if not args.dry_run and ops.cuda_library(s.device) is None:  # its warning says why
         print("benchmarks/gpu.py: zeroengine's kernels do not serve this GPU: nothing was measured.", file=sys.stderr)
@@ -219,7 +229,7 @@ def main() -> int:
     elif args.part:
         result = PARTS[args.part].run(s)
     if result is not None:
-        print(json.dumps(result))
+        print(f"{RESULT}{json.dumps(result)}")
         return 0
     return 0 if report(s, args.minutes, args.output) else 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -78,24 +79,37 @@ class Setting:
         return time.perf_counter() - start
 
 
+# Begins the line of a process that has what it found. Libraries print lines of their own.
+RESULT = "result of benchmarks/gpu.py: "
+
+
 def table(head: Sequence[str], rows: Rows) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def run_self(s: Setting, *arguments: str, timeout: float | None = None) -> str:
-    """Run the script in a new process, and return the last line that it prints, which is JSON."""
+    """Run the script in a new process, and return the JSON that it prints after ``RESULT``."""
     command = [sys.executable, SCRIPT, *arguments, *(["--dry-run"] if s.dry_run else [])]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, **pipes, start_new_session=timeout is not None) as process:
+    has_session = timeout is not None
+    with subprocess.Popen(command, **pipes, start_new_session=has_session) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and with it the processes that it has started
+        except BaseException:
+            # And with it the processes that it has started.
+            os.killpg(process.pid, signal.SIGKILL) if has_session else process.kill()
             raise
-    if process.returncode:
+    found = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
+    if process.returncode or not found:
         raise RuntimeError((errors or output).strip() or f"ended with {process.returncode}")
-    return output.strip().splitlines()[-1]
+    return found[-1]
+
+
+def reason_of(text: str) -> str:
+    """Return the line of an output that says why a process ended, which is not always the last one."""
+    lines = text.splitlines()
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Expired)\b", line)), lines[-1])
 
 
 def child(s: Setting, name: str, *arguments: str) -> dict[str, float]:

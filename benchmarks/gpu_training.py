@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_setting import Found, Rows, Setting, child, table
+from gpu_setting import Found, Rows, Setting, child, reason_of, table
 from torch import Tensor, nn
 from workload import ADAMW, CLIP, Transformer, plain_step
 
@@ -221,7 +221,7 @@ def in_rounds(
             try:
                 runs[way].append(child(s, name, way))
             except RuntimeError as error:
-                reasons[way] = str(error).splitlines()[-1]
+                reasons[way] = reason_of(str(error))
     return runs, reasons
 
 
@@ -303,7 +303,7 @@ def memory(s: Setting, large: bool = False) -> Found:
         try:
             run = child(s, "occupy", str(stage), str(int(large)))
         except RuntimeError as error:
-            over = str(error).splitlines()[-1]
+            over = reason_of(str(error))
             rows.append([stage, *[""] * 6, f"failed: {over}"])
             continue
         kept = run["formula"] + run["buckets"]
@@ -424,7 +424,7 @@ def largest(s: Setting) -> Found:
         try:
             run = child(s, "grow", str(layers), f"{ratio:.3f}")
         except RuntimeError as error:
-            failures.append(f"{numel / 1e9:.1f} G parameters failed: {str(error).splitlines()[-1][:200]}")
+            failures.append(f"{numel / 1e9:.1f} G parameters failed: {reason_of(str(error))[:200]}")
             numel *= 0.9
             continue
         found = (

@@ -82,7 +82,8 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.main = self.current = Stream(name="main")
-        self.communication = Stream(name="communication")
+        # By communicator: the stream of its collectives.
+        self.communication: dict[object, Stream] = {}
         self.memory: dict[int, Memory] = {}
         self.faults: list[str] = []
         self.live_bytes = 0
@@ -135,22 +136,25 @@ class Device(TorchDispatchMode):
             if stream is not memory.stream and memory.stream.behind.get(stream, 0) < count:
                 self.faults.append(f"freed before {what} on {stream.name} was through")
 
-    def collective(self, what: str, output: torch.Tensor, given: torch.Tensor, run: Callable[[], object]) -> Work:
-        """Run a collective on the stream of communication, which is behind the current stream as NCCL's is."""
-        self.communication.wait_stream(self.current)
+    def collective(
+        self, what: str, output: torch.Tensor, given: torch.Tensor, run: Callable[[], object], group: object = None
+    ) -> Work:
+        """Run a collective on the stream of its communicator, which is behind the current stream as NCCL's is."""
+        stream = self.communication.setdefault(group, Stream(name=f"communicator {len(self.communication)}"))
+        stream.wait_stream(self.current)
         with torch._C._DisableTorchDispatch():
             run()
-        self.use(given, what, False, self.communication)
-        self.use(output, what, True, self.communication)
-        return Work(self, [output, given])
+        self.use(given, what, False, stream)
+        self.use(output, what, True, stream)
+        return Work(self, [output, given], stream)
 
 
 class Work:
     """A collective. It holds its tensors until a stream waits for it, as torch's works do."""
 
-    def __init__(self, device: Device, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, device: Device, tensors: list[torch.Tensor], stream: Stream) -> None:
         self._device, self._tensors = device, tensors
-        self._event = device.communication.record_event()
+        self._event = stream.record_event()
 
     def wait(self) -> None:
         self._device.current.wait_event(self._event)
@@ -181,6 +185,7 @@ def recorded_streams() -> Iterator[Device]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda device_=None: device.current)

@@ -19,7 +19,17 @@ class ReleasedParameterError(ZeroEngineError):
 
 
 class DivergenceError(ZeroEngineError):
-    """Ranks disagree, or a rank stalled or died; the message names the units and the ranks."""
+    """Ranks disagree, or a rank stalled or died; the message names the units and the ranks.
+
+    Attributes:
+        has_occurred: Whether there was one in this process, even if it was handled.
+    """
+
+    has_occurred = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        DivergenceError.has_occurred = True
 
 
 class CheckpointError(ZeroEngineError):

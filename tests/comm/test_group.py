@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
-from zeroengine import ZeroEngineError
+from zeroengine import DivergenceError, ZeroEngineError
 from zeroengine.comm import group as group_module
 from zeroengine.comm.group import Group, check_gpus
 from zeroengine.comm.transports.choose import open_transport
@@ -97,8 +97,8 @@ def waits(watched: bool) -> float | str:
     """Rank 1 comes to an exchange later than torch's collectives of the group may take."""
     dist.init_process_group("gloo")
     group = Group(None, torch.device("cpu"))
-    if watched:
-        group.surround_long_waits(lambda _: nullcontext())
+    # Shared memory says what it waits for, and watches nothing.
+    group.surround_long_waits(lambda _: nullcontext(), group_module.PATIENCE if watched else None)
     # The ranks have started when the short time begins to count.
     group.all_gather_object(0)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1.5), group.process_group)
@@ -116,3 +116,19 @@ def test_patience_is_the_watchdog_s_and_not_that_of_torch_s_collectives() -> Non
     waited = run_ranks(2, waits, True)[0]
     assert isinstance(waited, float) and waited > 2.5
     assert "rank 0 lost its peers" in str(run_ranks(2, waits, False)[0])
+
+
+@pytest.mark.parametrize("diverged", [False, True])
+def test_nccl_is_not_ended_after_a_divergence_though_it_was_handled(
+    diverged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    monkeypatch.setattr(DivergenceError, "has_occurred", False)
+    monkeypatch.setattr(group_module, "exits_with_error", lambda: False)
+    if diverged:
+        with pytest.raises(DivergenceError):
+            raise DivergenceError("rank 1 does not answer")
+    group_module._stop("nccl")
+    assert bool(ended) is not diverged

@@ -10,6 +10,7 @@ import errno
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -240,26 +241,34 @@ def test_checkpoints_load_with_states_on_the_device_or_offloaded(
         assert losses[0] == losses[1] == losses[2]
 
 
-def saved_beside_training(stage: int, path: Path, more: dict[str, Any]) -> tuple[bool, bool]:
-    """Save while the GPU copies the optimizer's states as late as it may, and the host waits for nothing of that."""
-    start()
-    settings = config(stage, **more, checkpoint={"async_save": True})
-    copies, may_read = LateCopies(), threading.Event()
-    wait = Late.wait_host
+@contextmanager
+def host_waits_later() -> Iterator[threading.Event]:
+    """Let no thread see a late copy before the event is set."""
+    may_read, wait = threading.Event(), Late.wait_host
 
     def wait_host(late: Late) -> None:
         may_read.wait()
         wait(late)
 
-    Late.wait_host = wait_host  # type: ignore[method-assign]
-    engine = engine_of(settings, copies)
-    take_steps(engine, range(2))
-    engine.save_checkpoint(path / "saved")
-    is_under_way = any(lane.waiting for lane in copies._lanes.values())
-    losses = take_steps(engine, range(2, 4))
-    may_read.set()
-    engine.close()
-    Late.wait_host = wait  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Late, "wait_host", wait_host)
+        yield may_read
+
+
+def saved_beside_training(stage: int, path: Path, more: dict[str, Any]) -> tuple[bool, bool]:
+    """Save while the GPU copies the optimizer's states as late as it may, and the host waits for nothing of that."""
+    start()
+    settings = config(stage, **more, checkpoint={"async_save": True})
+    copies = LateCopies()
+    with host_waits_later() as may_read:
+        engine = engine_of(settings, copies)
+        take_steps(engine, range(2))
+        engine.save_checkpoint(path / "saved")
+        is_under_way = any(lane.waiting for lane in copies._lanes.values())
+        time.sleep(0.5)  # in which a thread that does not wait would write what has not arrived
+        losses = take_steps(engine, range(2, 4))
+        may_read.set()
+        engine.close()
     other = engine_of(config(stage, **more), None, seed=1)
     other.load_checkpoint(path / "saved")
     return is_under_way, losses == take_steps(other, range(2, 4))
@@ -270,6 +279,29 @@ def test_a_checkpoint_is_copied_beside_the_next_forward_and_before_the_next_upda
     tmp_path: Path, stage: int, precision: str
 ) -> None:
     assert run_ranks(2, saved_beside_training, stage, tmp_path, PRECISIONS[precision]) == [(True, True)] * 2
+
+
+def saved_and_replaced(path: Path) -> tuple[bool, bool]:
+    start()
+    copies = LateCopies()
+    with host_waits_later() as may_read:
+        engine = engine_of(config(3, checkpoint={"async_save": True}), copies)
+        take_steps(engine, range(2))
+        param = next(engine.module.parameters())
+        before = zeroengine.full_optimizer_state(param, "exp_avg").clone()
+        engine.save_checkpoint(path / "saved")
+        is_under_way = any(lane.waiting for lane in copies._lanes.values())
+        zeroengine.set_full_optimizer_state(param, "exp_avg", torch.full_like(before, 7.0))
+        may_read.set()
+        engine.close()
+    other = engine_of(config(3), None, seed=1)
+    other.load_checkpoint(path / "saved")
+    found = zeroengine.full_optimizer_state(next(other.module.parameters()), "exp_avg")
+    return is_under_way, torch.equal(found, before)
+
+
+def test_a_checkpoint_has_the_states_of_its_moment_though_one_is_replaced_next(tmp_path: Path) -> None:
+    assert run_ranks(2, saved_and_replaced, tmp_path) == [(True, True)] * 2
 
 
 def test_ratio_keeps_part_on_the_device(tmp_path: Path) -> None:

@@ -267,9 +267,12 @@ def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("asked", [{}, {"pin_memory": False}, {"pin_memory": True}])
-def test_batches_for_a_gpu_are_page_locked_unless_the_loop_says_otherwise(device: str, asked: dict[str, bool]) -> None:
+def test_batches_of_workers_for_a_gpu_are_page_locked_unless_the_loop_says_otherwise(
+    device: str, workers: int, asked: dict[str, bool]
+) -> None:
     engine = zeroengine.initialize(nn.Linear(2, 1), None, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     engine.device = torch.device(device)
-    loader = engine.dataloader(Numbers(8), **asked)
-    assert loader._loader.pin_memory == asked.get("pin_memory", device == "cuda")
+    loader = engine.dataloader(Numbers(8), num_workers=workers, **asked)
+    assert loader._loader.pin_memory == asked.get("pin_memory", device == "cuda" and workers > 0)

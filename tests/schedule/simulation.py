@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from zeroengine.schedule import events
 from zeroengine.schedule.actions import Action, Complete, Fate, Gather, Prefetch, Reduce, Release, TakeWaiting
-from zeroengine.schedule.lists import UnitList
+from zeroengine.schedule.lists import ItemList
 from zeroengine.schedule.prefetch_order import PrefetchLimits
 from zeroengine.schedule.residency import UnitFacts
 from zeroengine.schedule.schedule import Schedule
@@ -109,7 +109,7 @@ class Rank:
         self._blocks, self._units, self._limits = blocks, units, limits
         self._modules: dict[int, int] = {}
         units_of: list[tuple[int, ...]] = []
-        self._lists: dict[int, UnitList] = {}
+        self._lists: dict[int, ItemList] = {}
         self._number_modules(blocks, units_of)
         self.schedule = Schedule([*units], [1] * len(units), units_of, self._lists, limits, bucket_numel)
         self._is_gathered = [not unit.is_releasable for unit in units]
@@ -135,7 +135,7 @@ class Rank:
                 if block.kind == "list":
                     items = [[unit for unit in item.units if self._units[unit].is_releasable] for item in block.inner]
                     if any(items):
-                        self._lists[number] = UnitList(items, set(), is_inside_block=bool(block.units))
+                        self._lists[number] = ItemList(items, set(), is_inside_block=bool(block.units))
             self._number_modules(block.inner, units_of)
 
     # -- executing --------------------------------------------------------------------------------

@@ -337,7 +337,7 @@ class Group:
             timeout: Seconds after which an operation has stalled.
         """
         if self._shared_watchdog is not None:
-            self.surround_long_waits(self._shared_watchdog.long_wait)
+            self.surround_long_waits(self._shared_watchdog.long_wait, PATIENCE)
             return self._shared_watchdog
         own = uuid.uuid4().hex, host_name()
         names, hosts = zip(*self.all_gather_object(own, "to start the watchdog"), strict=True)
@@ -347,12 +347,17 @@ class Group:
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
         watchdog = Watchdog(store, self.rank, hosts, timeout, self.divergence)
-        self.surround_long_waits(watchdog.long_wait)
+        self.surround_long_waits(watchdog.long_wait, PATIENCE)
         return watchdog
 
-    def surround_long_waits(self, long_wait: LongWait) -> None:
-        """Surround waits for other ranks with ``long_wait`` of what they are for, from now on."""
-        self._long_wait, self._patience = long_wait, PATIENCE
+    def surround_long_waits(self, long_wait: LongWait, patience: timedelta | None = None) -> None:
+        """Surround waits for other ranks with ``long_wait`` of what they are for, from now on.
+
+        Args:
+            long_wait: Is called with that.
+            patience: How long such a wait may take. None: as long as torch's collectives.
+        """
+        self._long_wait, self._patience = long_wait, patience
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
@@ -436,6 +441,7 @@ def _start(backend: str) -> None:
 
 
 def _stop(backend: str) -> None:
-    # After an error a communicator may be stuck in an operation, and ends with the process.
-    if dist.is_initialized() and not (backend == "nccl" and exits_with_error()):
+    # After an error a communicator may be stuck in an operation, for which NCCL would wait. It ends with the process.
+    is_stuck = backend == "nccl" and (exits_with_error() or DivergenceError.has_occurred)
+    if dist.is_initialized() and not is_stuck:
         dist.destroy_process_group()

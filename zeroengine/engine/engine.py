@@ -738,15 +738,16 @@ class Engine:
                 they are a smaller one.
             repeat_samples: Whether some samples are repeated so that all ranks have as many, as in DistributedSampler;
                 otherwise some are left out. None: where `drop_last` is false.
-            options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``. ``pin_memory`` is
-                True on a GPU where it is left out.
+            options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``. Where
+                ``pin_memory`` is left out, it is True for batches that workers make for a GPU.
 
         Raises:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
         """
         micro_batch = self.config.train_micro_batch_size_per_gpu if batch_size is None else batch_size
-        # A copy from page-locked memory to a GPU does not make the host wait.
-        options.setdefault("pin_memory", self.device.type == "cuda")
+        # A copy from page-locked memory to a GPU does not make the host wait. Samples that this process makes may be on
+        # the GPU, where memory cannot be page-locked.
+        options.setdefault("pin_memory", self.device.type == "cuda" and bool(options.get("num_workers")))
         group = self.sequence_group
         sharing = group.number, group.num_groups
         loader = ResumableLoader(dataset, *sharing, micro_batch, shuffle, seed, options, drop_last, repeat_samples)

@@ -133,7 +133,7 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
         value = located.checked_copy(value, shape)
     located.parts.ranks.group.broadcast(value, "of an optimizer state")
     # Each rank received the whole value, and keeps only its part.
-    located.parts.states.optimizer.set_state_values(shard, located.index, key, value)
+    located.set_state_values(shard, key, value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
@@ -254,6 +254,11 @@ class LocatedParameter:
         self.parts.passes.gatherer.check_no_stream(call)
         with self.parts.ranks.group.collective_errors(f"in {call}", fact) as facts:
             yield facts
+
+    def set_state_values(self, shard: OptimizerShard, key: str, value: torch.Tensor) -> None:
+        """Replace this rank's elements of an optimizer state by those of ``value``, which is whole."""
+        self.parts.passes.gatherer.await_state_reads()
+        self.parts.states.optimizer.set_state_values(shard, self.index, key, value)
 
     def find_state(self, call: str, key: str) -> tuple[OptimizerShard, tuple[int, ...] | None, int]:
         """Find the optimizer state ``key``. A collective.

@@ -205,6 +205,12 @@ class Gatherer:
             with self._timer.span("gather"):
                 self._transport.fence()
 
+    def await_state_reads(self) -> None:
+        """Order the current stream behind what still reads states, such as a checkpoint's copy, before they change."""
+        for work in self.state_reads:
+            work.wait_stream()
+        self.state_reads.clear()
+
     def quiesce(self, *, values_change: bool = True) -> None:
         """Return with no gather in progress and every unit released that is not pinned, so that values may change.
 
@@ -219,9 +225,7 @@ class Gatherer:
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
         """
         self._abandon_forward()
-        for work in self.state_reads:
-            work.wait_stream()
-        self.state_reads.clear()
+        self.await_state_reads()
         for unit in self._units:
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
             self._executor.tell(events.Settled(unit.number))

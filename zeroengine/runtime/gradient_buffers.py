@@ -165,7 +165,8 @@ class CastCopies:
         that it came on, whose memory the gradients have.
         """
         before, self._stream = self._stream, current_stream()
-        if before is not None and before != self._stream:
+        # A stream that is being captured has no order to what ran before the capture.
+        if before is not None and before != self._stream and not torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(before):
                 self._launch()
                 order_behind_current(self._stream)

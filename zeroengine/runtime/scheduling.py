@@ -12,7 +12,7 @@ from zeroengine.config import Config
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.schedule.lists import UnitList
+from zeroengine.schedule.lists import ItemList
 from zeroengine.schedule.prefetch_order import PrefetchLimits
 from zeroengine.schedule.residency import Ahead, UnitFacts
 from zeroengine.schedule.schedule import Schedule
@@ -34,7 +34,7 @@ class ModuleNumbers:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.number_of: dict[nn.Module, int] = {}
         self.units_of: list[list[int]] = []
-        self.lists: dict[int, UnitList] = {}
+        self.lists: dict[int, ItemList] = {}
         for unit in units:
             for module in unit.modules:
                 self.units_of[self._number(module)].append(unit.number)
@@ -55,10 +55,10 @@ class ModuleNumbers:
             items = [[unit.number for unit in units_of_root[root] if unit.is_releasable] for root in found.items]
             if any(items):
                 followers = set() if found.is_inside_block else {self._number(module) for module in found.followers()}
-                self.lists[self._number(found.holder)] = UnitList(items, followers, found.is_inside_block)
+                self.lists[self._number(found.holder)] = ItemList(items, followers, found.is_inside_block)
 
     @property
-    def holders(self) -> Mapping[nn.Module, UnitList]:
+    def holders(self) -> Mapping[nn.Module, ItemList]:
         """The lists, by the modules that hold them."""
         return {module: self.lists[number] for module, number in self.number_of.items() if number in self.lists}
 
@@ -81,7 +81,7 @@ def make_schedule(
     """
     zero = config.zero_optimization
     is_sharded = {unit_grads.unit: unit_grads.format.is_sharded for unit_grads in gradients}
-    items = {unit for unit_list in modules.lists.values() for unit in unit_list.index_of}
+    items = {unit for item_list in modules.lists.values() for unit in item_list.index_of}
     facts = [
         UnitFacts(
             unit.name,

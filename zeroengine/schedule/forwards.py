@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroengine.schedule.backwards import Backwards
 from zeroengine.schedule.events import Entered, ForwardBegan, Left, ListEnded, Moment, Used
-from zeroengine.schedule.lists import ListWalk, UnitList
+from zeroengine.schedule.lists import ListWalk, ItemList
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import Visit, VisitLog, VisitLogs
 
@@ -52,7 +52,7 @@ class Forwards:
         self,
         units: Sequence[UnitFacts],
         units_of: Sequence[Sequence[int]],
-        lists: Mapping[int, UnitList],
+        lists: Mapping[int, ItemList],
         logs: VisitLogs,
         residency: Residency,
         backwards: Backwards,
@@ -103,9 +103,9 @@ class Forwards:
     def enter(self, event: Entered) -> None:
         """Gather the units that the forward of a module needs, and begin its visit."""
         module, moment, is_tracked = event
-        all_units, unit_list = self._units_of[module], self._lists.get(module)
+        all_units, item_list = self._units_of[module], self._lists.get(module)
         units = [unit for unit in all_units if self._units[unit].is_releasable]
-        needed = units if unit_list is None else [*units, *unit_list.index_of]
+        needed = units if item_list is None else [*units, *item_list.index_of]
         visit_log = self._enter_log(needed, moment) if needed else None
         for unit in all_units:
             if self._units[unit].is_releasable:
@@ -115,8 +115,8 @@ class Forwards:
         if visit_log is None:
             return
         # Inside ``zeroengine.gathered`` ranks may run different numbers of forwards.
-        follows = unit_list is not None and not self._residency.num_pins
-        walk = ListWalk(unit_list, moment.has_grad, moment.next_node) if unit_list is not None and follows else None
+        follows = item_list is not None and not self._residency.num_pins
+        walk = ListWalk(item_list, moment.has_grad, moment.next_node) if item_list is not None and follows else None
         if moment.has_grad and not is_tracked:
             self._mark_untracked(units)
         elif not moment.has_grad and units:
@@ -132,7 +132,7 @@ class Forwards:
         """Gather for other ranks the items that this rank does not call."""
         call = self._return_to(event.module)
         if call.walk is not None:
-            self._gather_skipped(call.walk, len(call.walk.unit_list), event.moment)
+            self._gather_skipped(call.walk, len(call.walk.item_list), event.moment)
 
     def leave(self, event: Left) -> None:
         """Release the units of a module, and add its visit to the log."""
@@ -145,7 +145,7 @@ class Forwards:
             for visit in (call.visit, *(() if call.walk is None else call.walk.skipped)):
                 self._mark_untracked(visit.units)
         walks = (outer.walk for outer in reversed(self.calls) if outer.walk is not None)
-        walk = next((walk for walk in walks if not walk.unit_list.index_of.keys().isdisjoint(units)), None)
+        walk = next((walk for walk in walks if not walk.item_list.index_of.keys().isdisjoint(units)), None)
         if walk is not None:
             walk.last_node = moment.present_node
             if not has_backward and call.is_tracked and walk.has_grad and event.has_tensors:
@@ -173,7 +173,7 @@ class Forwards:
         if walk is not None and event.in_checkpoint:
             # The recomputation needs all items. When it comes depends on what this rank has called, so the backward
             # gathers them when it comes to the module, and keeps them.
-            visit.units = [*visit.units, *walk.unit_list.index_of]
+            visit.units = [*visit.units, *walk.item_list.index_of]
         call.log.set_place(visit, last_node)
         call.log.add([*(walk.skipped if walk is not None else ()), visit], event.moment.thread)
 
@@ -235,21 +235,21 @@ class Forwards:
             walk = call.walk
             if walk is None:
                 continue
-            index = walk.unit_list.index_of.get(unit)
-            if index is None and module in walk.unit_list.followers:
-                self._gather_skipped(walk, len(walk.unit_list), moment)
+            index = walk.item_list.index_of.get(unit)
+            if index is None and module in walk.item_list.followers:
+                self._gather_skipped(walk, len(walk.item_list), moment)
             # A module inside may hold the same list. Then its own forward goes through the list.
             elif index is not None and not is_item:
                 is_item = True
-                was_in_order = walk.unit_list.is_in_order
+                was_in_order = walk.item_list.is_in_order
                 if walk.begin_call(index):
                     self._gather_skipped(walk, index, moment)
                     walk.next_index = index + 1
-                elif was_in_order and not walk.unit_list.is_in_order:
+                elif was_in_order and not walk.item_list.is_in_order:
                     log.info(
                         "a forward calls the modules of a list in another order than they are registered in, from unit "
                         "%s on: each rank gathers what it calls from now on, so all ranks must call the same ones",
-                        self._units[walk.unit_list.units[index][0]].name,
+                        self._units[walk.item_list.units[index][0]].name,
                     )
 
     def _gather_skipped(self, walk: ListWalk, stop: int, moment: Moment) -> None:
@@ -260,7 +260,7 @@ class Forwards:
                 self._gather(unit)
                 self._release(unit, has_backward=moment.has_grad)
             if walk.has_grad:
-                node = walk.last_node if walk.unit_list.is_inside_block else moment.present_node
+                node = walk.last_node if walk.item_list.is_inside_block else moment.present_node
                 visit = Visit(units, node)
                 visit_log.set_place(visit, node)
                 walk.skipped.append(visit)

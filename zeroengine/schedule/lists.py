@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from zeroengine.schedule.visits import Visit
 
 
-class UnitList:
+class ItemList:
     """A list of items with units of their own, and whether forwards call them in order.
 
     Args:
@@ -33,7 +33,7 @@ class ListWalk:
     """The way of one forward through a list.
 
     Args:
-        unit_list: The list.
+        item_list: The list.
         has_grad: Whether the forward began with gradients enabled.
         node: The number of the first node of the forward.
 
@@ -46,8 +46,8 @@ class ListWalk:
         skipped_indices: The items that this rank has not called.
     """
 
-    def __init__(self, unit_list: UnitList, has_grad: bool, node: int) -> None:
-        self.unit_list, self.has_grad, self.last_node = unit_list, has_grad, node
+    def __init__(self, item_list: ItemList, has_grad: bool, node: int) -> None:
+        self.item_list, self.has_grad, self.last_node = item_list, has_grad, node
         self.next_index = 0
         self.skipped: list[Visit] = []
         self.skipped_indices: set[int] = set()
@@ -55,17 +55,17 @@ class ListWalk:
     def begin_call(self, index: int) -> bool:
         """Note that this rank calls an item. Return whether it is the first call of it after those before it."""
         # The units of one item follow one another.
-        if not self.unit_list.is_in_order or index == self.next_index - 1:
+        if not self.item_list.is_in_order or index == self.next_index - 1:
             return False
         # A loop that called every item may start again. After one that skipped some, this is another order.
-        if index == 0 and self.next_index == len(self.unit_list) and not self.skipped_indices:
+        if index == 0 and self.next_index == len(self.item_list) and not self.skipped_indices:
             self.next_index = 0
-        self.unit_list.is_in_order = index >= self.next_index
-        return self.unit_list.is_in_order
+        self.item_list.is_in_order = index >= self.next_index
+        return self.item_list.is_in_order
 
     def skip(self, stop: int) -> Iterator[Sequence[int]]:
         """Yield the units of the items from the next one up to ``stop``, which this rank does not call here."""
-        while self.unit_list.is_in_order and self.next_index < stop:
+        while self.item_list.is_in_order and self.next_index < stop:
             self.skipped_indices.add(self.next_index)
             self.next_index += 1
-            yield self.unit_list.units[self.next_index - 1]
+            yield self.item_list.units[self.next_index - 1]

@@ -9,7 +9,7 @@ from zeroengine.schedule import events
 from zeroengine.schedule.actions import Action, Reduce
 from zeroengine.schedule.backwards import Backwards
 from zeroengine.schedule.forwards import Forwards
-from zeroengine.schedule.lists import UnitList
+from zeroengine.schedule.lists import ItemList
 from zeroengine.schedule.prefetch_order import PrefetchLimits
 from zeroengine.schedule.reduces import Reduces
 from zeroengine.schedule.residency import GatherState, Residency, UnitFacts
@@ -44,7 +44,7 @@ class Schedule:
         units: Sequence[UnitFacts],
         num_params: Sequence[int],
         units_of: Sequence[Sequence[int]],
-        lists: Mapping[int, UnitList],
+        lists: Mapping[int, ItemList],
         limits: PrefetchLimits,
         bucket_numel: int = 0,
         thread: int = 0,

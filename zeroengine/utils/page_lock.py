@@ -24,4 +24,9 @@ def page_lock(memory: torch.Tensor) -> tuple[int, Callable[[], None]]:
         with contextlib.suppress(Exception):
             cudart.cudaHostUnregister(address)
 
-    return int(cudart.cudaHostRegister(address, memory.nbytes, 0)), unlock
+    error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if error:
+        # The runtime keeps the error, and torch would raise it at the next launch of a kernel, which is this one.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return error, unlock

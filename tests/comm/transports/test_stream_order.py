@@ -34,13 +34,13 @@ def channel_of(device: Device, patch: pytest.MonkeyPatch, world_size: int, *part
 
     def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
         run = lambda: output.copy_(full[: output.numel()] * group.size())  # noqa: E731
-        return device.collective("reduce-scatter", output, full, run)
+        return device.collective("reduce-scatter", output, full, run, group)
 
     def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
-        return device.collective("all-gather", full, shard, lambda: full.copy_(shard.repeat(group.size())))
+        return device.collective("all-gather", full, shard, lambda: full.copy_(shard.repeat(group.size())), group)
 
     def all_reduce(full: torch.Tensor, group: Any, async_op: bool) -> Any:
-        return device.collective("all-reduce", full, full, lambda: full.mul_(group.size()))
+        return device.collective("all-reduce", full, full, lambda: full.mul_(group.size()), group)
 
     patch.setattr(nccl, "_reduce_scatter", reduce_scatter)
     patch.setattr(nccl, "_all_gather", all_gather)

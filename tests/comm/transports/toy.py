@@ -110,7 +110,7 @@ class ToyTransport(TransportTraits):
 def add_toy_transport(patch: pytest.MonkeyPatch) -> None:
     """List, choose and open the transport in ``transports.choose``, and nowhere else, until ``patch`` is undone."""
 
-    def open_transport(group: Group, kind: str, timeout: float) -> Transport:
+    def open_transport(group: Group, kind: str, timeout: float, register_buffers: bool) -> Transport:
         return ToyTransport(group.new_group(group.backend, timeout), group.start_watchdog(timeout))
 
     patch.setitem(choose.TRANSPORTS, ToyTransport.name, ToyTransport)

@@ -150,6 +150,8 @@ def open_nccl(group: Group, timeout: float, register_buffers: bool = False) -> N
     if group.backend == "fake":
         return FakeTransport(group.process_group, group.process_group, group.device, None)
     nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
+    # It also surrounds the first collectives of the communicators, which connect the GPUs.
+    watchdog = group.start_watchdog(timeout)
     # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a gather
     # behind the reduce of another unit.
     gather, reduce = group.new_group(group.backend, nccl_timeout), group.new_group(group.backend, nccl_timeout)
@@ -158,4 +160,4 @@ def open_nccl(group: Group, timeout: float, register_buffers: bool = False) -> N
         # Ranks with different buffers work together, but all are to have the same notice.
         supported = group.all_gather_object(RegisteredMemory.is_supported(gather, group.device), "of memory for NCCL")
         memory = RegisteredMemory([gather, reduce], group.device) if all(supported) else None
-    return NCCLTransport(gather, reduce, group.device, group.start_watchdog(timeout), nccl_timeout, memory)
+    return NCCLTransport(gather, reduce, group.device, watchdog, nccl_timeout, memory)

@@ -268,7 +268,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     values = located.zeros(located.slot.shape)
     _copy_parts(located, value, [(span, values.view(-1)[span.param_slice]) for span in spans])
     if spans:
-        optimizer.set_state_values(shard, located.index, optim_state_key, values)
+        located.set_state_values(shard, optim_state_key, values)
 
 
 def _master(located: LocatedParameter, shard: Any) -> torch.Tensor:
