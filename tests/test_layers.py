@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -21,7 +22,7 @@ from tests.conftest import ROOT
 
 # From the lowest to the highest. A package imports packages of lower tiers alone, so those of one tier are independent.
 TIERS = [
-    {"errors"},
+    {"errors", "schedule"},
     {"utils"},
     {"ops"},
     {"config", "partition"},
@@ -98,6 +99,21 @@ def test_the_folders_of_the_planner_import_those_before_them_alone() -> None:
         if number_of.get(target.rpartition(".")[0], -1) > number_of.get(module.rpartition(".")[0], len(number_of))
     ]
     assert not upward
+
+
+def test_the_schedule_imports_nothing_but_itself_and_python() -> None:
+    for module in SOURCES:
+        if module.startswith("zeroengine.schedule"):
+            nodes = [node for node in ast.walk(trees()[module]) if isinstance(node, ast.Import | ast.ImportFrom)]
+            names = [
+                name
+                for node in nodes
+                for name in (
+                    [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                )
+            ]
+            others = [name for name in names if name and not name.startswith("zeroengine.schedule")]
+            assert {name.split(".")[0] for name in others} <= sys.stdlib_module_names, module
 
 
 def test_every_package_has_a_tier() -> None:

@@ -262,7 +262,7 @@ class Forward:
         """Return whether the list has trainable items, and this rank has called none of these."""
         trainable = {
             index
-            for index, units in enumerate(walk.unit_list.units)
+            for index, units in enumerate(walk.item_list.units)
             if any(self._units[unit].gets_gradients for unit in units)
         }
         return bool(trainable) and trainable <= walk.skipped_indices

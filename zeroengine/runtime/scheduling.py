@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
+from zeroengine.config.zero import ZeroOptimization
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
@@ -63,6 +64,20 @@ class ModuleNumbers:
         return {module: self.lists[number] for module, number in self.number_of.items() if number in self.lists}
 
 
+def prefetch_limits(zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:
+    """Return how far a configuration lets units be gathered ahead.
+
+    Args:
+        zero: The section of the configuration.
+        overlaps: Whether collectives overlap the computation (``Transport.overlaps``).
+        reads_shards: Whether shards are offloaded.
+    """
+    # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
+    # longer. A read from the host's memory or a disk overlaps on every transport.
+    prefetches = zero.overlap_comm and (overlaps or reads_shards)
+    return PrefetchLimits(zero.prefetch_bucket_size if prefetches else 0, zero.max_live_parameters)
+
+
 def make_schedule(
     units: Sequence[Unit],
     gradients: Iterable[UnitGradients],
@@ -95,7 +110,7 @@ def make_schedule(
         for unit in units
     ]
     reads_shards = any(unit.offloaded_shards is not None for unit in units)
-    limits = PrefetchLimits.of_settings(zero, overlaps=transport.overlaps, reads_shards=reads_shards)
+    limits = prefetch_limits(zero, overlaps=transport.overlaps, reads_shards=reads_shards)
     return Schedule(
         facts,
         [len(unit.params) for unit in units],

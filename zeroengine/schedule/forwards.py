@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroengine.schedule.backwards import Backwards
 from zeroengine.schedule.events import Entered, ForwardBegan, Left, ListEnded, Moment, Used
-from zeroengine.schedule.lists import ListWalk, ItemList
+from zeroengine.schedule.lists import ItemList, ListWalk
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import Visit, VisitLog, VisitLogs
 

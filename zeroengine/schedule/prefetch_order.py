@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroengine.config.zero import ZeroOptimization
-
 
 class PrefetchLimits(NamedTuple):
     """How far units are gathered ahead of use.
@@ -20,20 +18,6 @@ class PrefetchLimits(NamedTuple):
 
     numel: int
     max_live_numel: int
-
-    @classmethod
-    def of_settings(cls, zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:
-        """Return the limits of a configuration.
-
-        Args:
-            zero: The section of the configuration.
-            overlaps: Whether collectives overlap the computation (``Transport.overlaps``).
-            reads_shards: Whether shards are offloaded.
-        """
-        # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
-        # longer. A read from the host's memory or a disk overlaps on every transport.
-        prefetches = zero.overlap_comm and (overlaps or reads_shards)
-        return cls(zero.prefetch_bucket_size if prefetches else 0, zero.max_live_parameters)
 
 
 # Whether it is in a backward, the unit, and how many times this pass has used the unit. A unit that is used several

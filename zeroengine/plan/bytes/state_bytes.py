@@ -41,7 +41,7 @@ from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
 from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
 from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes, units_of_plans, value_bytes
-from zeroengine.schedule.prefetch_order import PrefetchLimits
+from zeroengine.runtime.scheduling import prefetch_limits
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("buckets", "gathered", "staging", "quantized")
@@ -271,7 +271,7 @@ def _most_gathered(units: Sequence[UnitBytes], config: Config, topology: RankTop
         if unit.is_releasable
     ]
     reads_shards = any(unit.shard_offloaded for unit in units)
-    limits = PrefetchLimits.of_settings(config.zero_optimization, overlaps=overlaps, reads_shards=reads_shards)
+    limits = prefetch_limits(config.zero_optimization, overlaps=overlaps, reads_shards=reads_shards)
     return most_gathered_bytes(releasable, limits)
 
 

@@ -18,7 +18,7 @@ from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.machine import Machine
-from zeroengine.plan.seconds.step_collectives import Gather
+from zeroengine.plan.seconds.step_collectives import GatherBytes
 
 
 class Seconds(NamedTuple):
@@ -65,7 +65,7 @@ class RingCollectives:
         # Ranks that are some ranks apart form that many rings, which share the network.
         return min(link, self._rates.node_link / min(within, self._ranks_per_node))
 
-    def gather(self, gather: Gather) -> Seconds:
+    def gather(self, gather: GatherBytes) -> Seconds:
         """Return the seconds of an all-gather."""
         seconds = self._gather(gather.unit.full_bytes, gather.degree, gather.within)
         return Seconds(0.0, seconds, gather.degree > self._ranks_per_node)
@@ -104,7 +104,7 @@ class HostCollectives:
         self._rates, self._traffic = machine.rates, traffic
         self._ranks_per_node, self._world_size = machine.ranks_per_node, machine.world_size
 
-    def gather(self, gather: Gather) -> Seconds:
+    def gather(self, gather: GatherBytes) -> Seconds:
         """Return the seconds of an all-gather."""
         nbytes, sent = gather.unit.full_bytes, self._traffic.gather_bytes(gather)
         received = nbytes / gather.within - nbytes / gather.degree

@@ -14,7 +14,7 @@ from zeroengine.config import Config
 from zeroengine.plan.bytes.state_bytes import RankTopology
 from zeroengine.plan.bytes.two_level_bytes import sent_sum_bytes
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
-from zeroengine.plan.seconds.step_collectives import Gather
+from zeroengine.plan.seconds.step_collectives import GatherBytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HostTraffic:
         """Return the traffic between hosts of a run whose units are ``units``."""
         return cls(topology.world_size, topology.ranks_per_host, topology.adds_by_host(units), config)
 
-    def gather_bytes(self, gather: Gather) -> int:
+    def gather_bytes(self, gather: GatherBytes) -> int:
         """Return the bytes of an all-gather."""
         unit, size = gather.unit, self.ranks_per_host
         if gather.degree <= size:

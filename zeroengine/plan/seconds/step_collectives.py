@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
 
-class Gather(NamedTuple):
+class GatherBytes(NamedTuple):
     """An all-gather of one unit: of shards at ``degree`` into shards at ``within``, which is 1 for the full buffer.
 
     Attributes:
@@ -50,10 +50,10 @@ class StepCollectives:
         micro_steps: The number of micro-steps.
     """
 
-    first: Sequence[Gather]
-    later: Sequence[Gather]
-    backward: Sequence[Gather]
-    updates: Sequence[Gather]
+    first: Sequence[GatherBytes]
+    later: Sequence[GatherBytes]
+    backward: Sequence[GatherBytes]
+    updates: Sequence[GatherBytes]
     sharded: Sequence[UnitBytes]
     whole: Sequence[UnitBytes]
     micro_steps: int
@@ -64,17 +64,19 @@ class StepCollectives:
         gathered = [unit for unit in units if unit.degrees.parameters > 1]
         # The module that is registered last is taken to be the last of the forward.
         last = max(gathered, key=lambda unit: max(unit.plan.positions, default=-1), default=None)
-        first: list[Gather] = []
-        later: list[Gather] = []
-        backward: list[Gather] = []
+        first: list[GatherBytes] = []
+        later: list[GatherBytes] = []
+        backward: list[GatherBytes] = []
         for unit in gathered:
-            again = Gather(unit, unit.degrees.secondary or unit.degrees.parameters, is_exact=unit.degrees.secondary > 0)
+            again = GatherBytes(
+                unit, unit.degrees.secondary or unit.degrees.parameters, is_exact=unit.degrees.secondary > 0
+            )
             # A unit of several modules is such as an embedding that is tied to the head.
             uses = unit.plan.num_uses
             forward_uses = min(uses, 1) if unit is last else uses
             later += [again] * forward_uses
             # The second copy of a frozen unit is never out of date.
-            at_first = Gather(unit, unit.degrees.parameters) if unit.plan.trainable else again
+            at_first = GatherBytes(unit, unit.degrees.parameters) if unit.plan.trainable else again
             first += [at_first, *[again] * (forward_uses - 1)][:forward_uses]
             backward_uses = min(uses, 1) if unit.plan.trainable else uses
             backward += [again] * max(0, backward_uses - (unit is last))
@@ -84,7 +86,7 @@ class StepCollectives:
             later=later,
             backward=backward[::-1],
             updates=[
-                Gather(unit, unit.degrees.optimizer, unit.degrees.parameters, is_exact=True)
+                GatherBytes(unit, unit.degrees.optimizer, unit.degrees.parameters, is_exact=True)
                 for unit in trained
                 if unit.degrees.optimizer > unit.degrees.parameters
             ],
