@@ -213,8 +213,8 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("benchmarks/gpu.py: there is no GPU that this torch can use, so nothing was measured.", file=sys.stderr)
         return 2
-    if not args.minutes > 0:
-        parser.error("--minutes takes a number above 0")
+    if not args.minutes >= 0:
+        parser.error("--minutes takes a number")
     if args.output.exists() and not args.output.is_dir():
         parser.error(f"--output takes a folder, and {args.output} is a file")
     # Whoever ends this process ends its parts: they may hold the GPU.

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def result_of(done: subprocess.CompletedProcess[str]) -> Any:
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("result of"))
+    return json.loads(line.partition(": ")[2])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(tmp_path: Path) -> None:
     done = run("--output", str(tmp_path / "report"))
@@ -34,7 +40,7 @@ def test_stage_3_on_one_rank_of_many_has_the_bits_of_stage_0() -> None:
     """What the benchmark does on a GPU over NCCL: here Gloo brings what the other ranks would send."""
     done = run("--dry-run", "--part", "Stage 3 beside stage 0")
     assert done.returncode == 0, done.stderr
-    text, answers = json.loads(done.stdout.splitlines()[-1])
+    text, answers = result_of(done)
     assert text.startswith("3 of 3 losses (the first is 4.") and answers == [1.0]
 
 
@@ -62,7 +68,7 @@ def test_every_question_has_an_answer_or_a_reason_without_a_gpu(tmp_path: Path) 
 def test_a_part_runs_on_a_gpu_that_the_cpu_plays(part: str) -> None:
     done = run("--dry-run", "--part", part, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/emulated/start'}")
     assert done.returncode == 0, done.stderr
-    text, answers = json.loads(done.stdout.splitlines()[-1])
+    text, answers = result_of(done)
     assert text
     if part == "Training":  # FSDP2 and NCCL have no emulation
         answers = answers[2:3]
