@@ -108,6 +108,7 @@ class Rank:
     ) -> None:
         self._blocks, self._units, self._limits = blocks, units, limits
         self._modules: dict[int, int] = {}
+        self._module_names: list[str] = []
         units_of: list[tuple[int, ...]] = []
         self._lists: dict[int, ItemList] = {}
         self._number_modules(blocks, units_of)
@@ -131,6 +132,8 @@ class Rank:
         for block in blocks:
             if block.kind not in ("checkpoint", "reentrant", "use"):
                 number = self._modules[id(block)] = len(units_of)
+                name = self._names(block.units)
+                self._module_names.append(f"list of {name}" if block.kind == "list" else name)
                 units_of.append(block.units)
                 if block.kind == "list":
                     items = [[unit for unit in item.units if self._units[unit].is_releasable] for item in block.inner]
@@ -144,7 +147,7 @@ class Rank:
         actions = self.schedule.handle(event)
         # Events own logs, which would otherwise end with their graph.
         if self.transcript is not None:
-            self.transcript += [describe(event), *(f"    {describe(action)}" for action in actions)]
+            self.transcript += [self.describe(event), *(f"    {self.describe(action)}" for action in actions)]
         for action in actions:
             self._do(action)
 
@@ -362,15 +365,23 @@ class Rank:
         if left or its.residency.live_numel or its.residency.unhooked or its.forwards.calls or its.backwards.cursors:
             raise Wrong(f"after a step units {left} are gathered, or something is still in progress")
 
+    # -- for people -------------------------------------------------------------------------------
 
-def describe(value: events.Event | Action) -> str:
-    """What matters of an event or an action, for people."""
-    words = [type(value).__name__]
-    for name, part in value._asdict().items():
-        if name == "visit":
-            words.append(f"units {part.units}")
-        elif isinstance(part, bool):
-            words += [name] if part else []
-        elif name in ("unit", "module", "node", "fate"):
-            words.append(f"{name} {getattr(part, 'value', part)}")
-    return " ".join(words)
+    def describe(self, value: events.Event | Action) -> str:
+        """What matters of an event or an action."""
+        words = [type(value).__name__]
+        for name, part in value._asdict().items():
+            if name == "visit":
+                words.append(self._names(part.units))
+            elif name == "unit":
+                words.append(self._units[part].name)
+            elif name == "module":
+                words.append(self._module_names[part])
+            elif isinstance(part, Fate):
+                words.append(part.value)
+            elif isinstance(part, bool) and name not in ("is_tracked", "has_tensors"):
+                words += [name] if part else []
+        return " ".join(words)
+
+    def _names(self, units: Sequence[int]) -> str:
+        return "+".join(self._units[unit].name for unit in units) or "(no unit)"
