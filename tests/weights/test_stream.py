@@ -284,7 +284,7 @@ def ends() -> None:
         assert "has no token" in raised(lambda: stream.token)
         taken(stream)
     with zeroengine.gathered(engine.module.tok):
-        assert "inside of gathered()" in raised(engine.stream_weights)
+        assert "inside `with zeroengine.gathered(...)`" in raised(engine.stream_weights)
     step(engine)
     engine.close()
     other.close()

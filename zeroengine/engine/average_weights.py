@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward, check_outside_of_gathered
+from zeroengine.engine.public_call import ALL, PublicCall
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.formats import counted
 from zeroengine.utils.torch_internals import version_of
@@ -36,16 +36,9 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
         ZeroEngineError: On every rank: no averages are kept, or this is inside of such a context, of ``gathered``, of a
             forward or of a backward, or states are offloaded.
     """
-    # A plain loss.backward() may not have been ended yet.
-    parts.passes.backward.end_if_over()
-    group = parts.ranks.group
-    with group.collective_errors("to compute with the average weights"):
+    purpose = "to compute with the average weights"
+    with PublicCall(call, purpose, ALL, needs_store=True, ends_backward=True).on_all_ranks(parts):
         check_keeps_averages(parts, call)
-        parts.loop.state_offloader.check_resident(call)
-        parts.partition.placement.check_intact()
-        check_outside_of_gathered(parts.passes.gatherer, call)
-        check_outside_of_backward(call)
-        check_outside_of_forward(parts.passes.forward, call)
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()
     # A released unit has writes in ``gathered`` alone, which checks them.
@@ -58,7 +51,7 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
             written = [param for param, version in zip(writable, versions, strict=True) if version_of(param) != version]
             # A peer may still compute with the parameters in this rank's memory, so no rank restores its own before all
             # have come here. After an error inside, too, since the other ranks wait.
-            group.all_gather_object(None, f"at the end of {call}")
+            parts.ranks.group.all_gather_object(None, f"at the end of {call}")
     if written:
         raise ZeroEngineError(
             f"{call}: {counted(len(written), 'parameter')} changed inside, such as by load_state_dict(). This is lost, "

@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.forward import Forward
-from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
-from zeroengine.utils.torch_internals import current_graph_task_id
 
 # The number of parameters that an error names.
 NUM_SHOWN = 5
@@ -58,38 +55,6 @@ def check_logged_values(values: Mapping[str, Any]) -> None:
                 f"log(): {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
                 f"{name}=values.mean()"
             )
-
-
-def check_outside_of_capture(device: torch.device, call: str) -> None:
-    """Check that ``call`` is not part of the capture of a CUDA graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ZeroEngineError(
-            f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
-            "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
-            "can be captured is the update itself, zeroengine.ops.UpdateTable."
-        )
-
-
-def check_outside_of_backward(call: str) -> None:
-    """Check that autograd does not run a backward on this thread."""
-    if current_graph_task_id() >= 0:
-        raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
-
-
-def check_outside_of_forward(forward: Forward, call: str) -> None:
-    """Check that no forward of the whole model is in progress."""
-    if forward.num_model_forwards:
-        raise ZeroEngineError(f"{call} inside of a forward: call it before")
-
-
-def check_outside_of_gathered(gatherer: Gatherer, call: str) -> None:
-    """Check that no parameters are gathered by ``zeroengine.gathered``, and that they have their weights."""
-    gatherer.check_has_weights(call)
-    if gatherer.num_pins:
-        raise ZeroEngineError(
-            f"{call} inside `with zeroengine.gathered(...)`, whose end writes the gathered values back: leave the "
-            "`with` first"
-        )
 
 
 def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:

@@ -23,8 +23,8 @@ from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import check_keeps_averages
-from zeroengine.engine.call_checks import check_outside_of_gathered
 from zeroengine.engine.digests import StateDigests
+from zeroengine.engine.public_call import WEIGHTS, Inside, PublicCall
 from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
@@ -43,6 +43,20 @@ if TYPE_CHECKING:
     from zeroengine.weights.live_loads import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
+
+SAVE_CHECKPOINT = PublicCall(
+    "save_checkpoint()",
+    "to save a checkpoint",
+    WEIGHTS,
+    needs_store=True,
+    needs_own_parameters=True,
+    ends_backward=True,
+)
+LOAD_CHECKPOINT = PublicCall("load_checkpoint()", "to load a checkpoint", WEIGHTS, needs_own_parameters=True)
+SAVE_WEIGHTS = PublicCall(
+    "save_weights()", "to save weights", WEIGHTS, ("parameters", "masters", "averages"), needs_own_parameters=True
+)
+LOAD_WEIGHTS = PublicCall("load_weights()", "to load weights", WEIGHTS | Inside.GATHERED, needs_own_parameters=True)
 
 
 class EngineCheckpoints:
@@ -197,14 +211,8 @@ class EngineCheckpoints:
 
     def _prepare_save(self, inside_step: bool) -> None:
         parts = self._parts
-        # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
-        parts.passes.backward.end_if_over()
-        # All checks run on every rank before anything moves. If one rank refuses, all raise and nothing has changed.
-        with parts.ranks.group.collective_errors("to save a checkpoint"):
-            parts.loop.state_offloader.check_resident("save_checkpoint()")
-            parts.passes.gatherer.check_has_weights("save_checkpoint()")
-            parts.partition.placement.check_intact()
-            parts.loop.foreign_parameters.check()
+        # A plain loss.backward() that is not ended yet would be missed below.
+        with SAVE_CHECKPOINT.on_all_ranks(parts):
             if parts.loop.accumulation.has_gradients and not inside_step:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
@@ -274,10 +282,7 @@ class EngineCheckpoints:
         """
         parts, snapshots, is_whole = self._parts, self._parts.loop.snapshots, not options.weights_only
         arguments: dict[str, object] = {"directory": directory, "tag": tag, **vars(options)}
-        with parts.ranks.group.collective_errors("to load a checkpoint", arguments) as all_arguments:
-            parts.loop.state_offloader.check_resident("load_checkpoint()")
-            parts.passes.gatherer.check_has_weights("load_checkpoint()")
-            parts.loop.foreign_parameters.check()
+        with LOAD_CHECKPOINT.on_all_ranks(parts, arguments) as all_arguments:
             if newest is None or directory is not None:
                 directory = checked_path(directory, "load_checkpoint(directory)", CheckpointError)
                 arguments["directory"] = os.path.abspath(directory)
@@ -418,13 +423,9 @@ class EngineCheckpoints:
         # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
         from zeroengine.weights.live_weights import save
 
-        with self._parts.ranks.group.collective_errors("to save weights"):
-            required = ("parameters", "masters", "averages")
-            self._parts.loop.state_offloader.check_resident("save_weights()", required)
-            self._parts.passes.gatherer.check_has_weights("save_weights()")
+        with SAVE_WEIGHTS.on_all_ranks(self._parts):
             if ema:
                 check_keeps_averages(self._parts, "save_weights(ema=True)")
-            self._parts.loop.foreign_parameters.check()
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         with self._parts.reports.timer.span("checkpoint"):
@@ -439,11 +440,9 @@ class EngineCheckpoints:
         if self.replay is not None and self.replay.skips("load_weights()", weights_only=True):
             return LoadResult([], [])
         parts = self._parts
-        with parts.ranks.group.collective_errors("to load weights"):
-            parts.loop.state_offloader.check_resident("load_weights()")
-            parts.loop.foreign_parameters.check()
-            # Leaving the `with` compares digests and would take the loaded values for values that the user wrote.
-            check_outside_of_gathered(parts.passes.gatherer, "load_weights()")
+        # The end of gathered() would take the loaded values for values that the user wrote.
+        with LOAD_WEIGHTS.on_all_ranks(parts):
+            pass
         parts.passes.backward.finish()
         parts.states.master_weights.settle()
         loaded = load(self.tensors, parts.states.master_weights, weights, strict)

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import NUM_SHOWN, check_outside_of_backward, check_outside_of_gathered, unset_names
+from zeroengine.engine.call_checks import NUM_SHOWN, unset_names
 from zeroengine.engine.checkpointing import EngineCheckpoints
+from zeroengine.engine.public_call import ALL_BUT_FORWARD, PublicCall
 from zeroengine.errors import CheckpointError, DivergenceError, ZeroEngineError
 from zeroengine.utils.listed import listed
 from zeroengine.utils.process_finalizer import keep_until_process_ends
@@ -95,9 +96,7 @@ def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
     """
     # A save that failed in the background is an error while the engine can still save again.
     checkpoints.wait()
-    with parts.ranks.group.collective_errors("to release the model"):
-        _check_may_end(parts, "release()")
-        parts.loop.state_offloader.check_resident("release()")
+    with PublicCall("release()", "to release the model", ALL_BUT_FORWARD).on_all_ranks(parts):
         unset = unset_names(parts.partition.units)
         if unset:
             raise ZeroEngineError(
@@ -125,8 +124,8 @@ def prepare_close(parts: EngineParts) -> None:
         return
     try:
         # A rank that closes while others go on finds out, and they do, at every stage.
-        with parts.ranks.group.collective_errors("to close the engine"):
-            _check_may_end(parts, "close()")
+        with PublicCall("close()", "to close the engine", ALL_BUT_FORWARD, ()).on_all_ranks(parts):
+            pass
     except DivergenceError as error_of_others:
         # Ranks in different calls can go on. Otherwise another rank has ended or failed, and none can.
         if not parts.ranks.group.divergence.message:
@@ -148,11 +147,6 @@ def _compare_writes(parts: EngineParts) -> None:
     for unit in parts.partition.units:
         unit.collect_writes()
     parts.passes.outside_writes.compare()
-
-
-def _check_may_end(parts: EngineParts, call: str) -> None:
-    check_outside_of_gathered(parts.passes.gatherer, call)
-    check_outside_of_backward(call)
 
 
 def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> None:

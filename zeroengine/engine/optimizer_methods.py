@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_gathered
+from zeroengine.engine.public_call import ALL, WEIGHTS, PublicCall
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import acts_elementwise
-from zeroengine.utils.torch_internals import current_graph_task_id
 
 
 def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
@@ -27,20 +26,12 @@ def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.O
     """
     backend, call = parts.states.optimizer.backend, f"optimizer.{name}"
     if reads:
-        parts.loop.state_offloader.check_resident(call)
-        parts.passes.gatherer.check_has_weights(call)
+        PublicCall(call, "", WEIGHTS).check(parts)
         _check_elementwise(parts, name, act)
         backend.await_step_counts()
         parts.states.optimizer.reload_masters()
         return _callers(parts, backend.run(act))
-    # A plain loss.backward() may not have been ended yet.
-    parts.passes.backward.end_if_over()
-    with parts.ranks.group.collective_errors(f"to call {call}"):
-        parts.loop.state_offloader.check_resident(call)
-        parts.partition.placement.check_intact()
-        check_outside_of_gathered(parts.passes.gatherer, call)
-        if parts.passes.forward.num_model_forwards or current_graph_task_id() >= 0:
-            raise ZeroEngineError(f"{call} inside of a forward or a backward, such as in a hook: call it after that")
+    with PublicCall(call, f"to call {call}", ALL, needs_store=True, ends_backward=True).on_all_ranks(parts):
         _check_elementwise(parts, name, act)
     parts.loop.step_runner.await_result()
     parts.states.master_weights.settle()

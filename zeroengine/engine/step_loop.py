@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint.on_signal import SavingEngine
-from zeroengine.engine import call_checks
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
 from zeroengine.engine.memory import measure_memory
 from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.public_call import ALL_BUT_FORWARD, Inside, PublicCall
 from zeroengine.engine.replay import StepRecorder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
@@ -176,13 +176,9 @@ class StepLoop(BackwardListener):
                 backward.
         """
         parts, reducer = self._parts, self._parts.passes.reducer
-        self._loop.state_offloader.check_resident(call)
-        parts.partition.placement.check_intact()
-        self._checkpoints.check_not_half_loaded(call)
-        call_checks.check_outside_of_gathered(parts.passes.gatherer, call)
-        call_checks.check_outside_of_capture(parts.ranks.group.device, call)
         # Ending a backward that is still running would reduce only some of its gradients.
-        call_checks.check_outside_of_backward(call)
+        PublicCall(call, "", ALL_BUT_FORWARD | Inside.CAPTURE, needs_store=True).check(parts)
+        self._checkpoints.check_not_half_loaded(call)
         # If the last backward raised, this drops its gradients, which are incomplete.
         parts.passes.backward.finish()
         # The parameters are looked at again only where the loop clips by hand.

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zeroengine.comm.group import check_same
-from zeroengine.engine import call_checks
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.call_checks import NUM_SHOWN
+from zeroengine.engine.public_call import ALL, PublicCall
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload import state_offloader
 from zeroengine.utils.listed import listed
@@ -22,14 +23,12 @@ def offload(
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     call, offloader, passes, group = "offload_states()", parts.loop.state_offloader, parts.passes, parts.ranks.group
-    # A plain backward that has not been ended still has reduces to launch.
-    passes.backward.end_if_over()
     # The path is not compared, because each rank may have its own disk.
     arguments: dict[str, object] = {"device": device}
-    with group.collective_errors("to offload states", arguments) as every_rank:
-        call_checks.check_outside_of_gathered(passes.gatherer, call)
-        call_checks.check_outside_of_backward(call)
-        call_checks.check_outside_of_forward(passes.forward, call)
+    # A plain backward that has not been ended still has reduces to launch.
+    with PublicCall(call, "to offload states", ALL, (), ends_backward=True).on_all_ranks(
+        parts, arguments
+    ) as every_rank:
         names = None if include is None else state_offloader.named_states(include)
         arguments["include"] = names
         path = offloader.check_request(device, nvme_path)
@@ -89,7 +88,7 @@ def _hide_parameters(parts: EngineParts) -> None:
             aliased += unit.full_buffer.aliased_params()
     if aliased:
         raise ZeroEngineError(
-            f"offload_states(): other tensors share the memory of {listed(aliased, call_checks.NUM_SHOWN)}, which "
+            f"offload_states(): other tensors share the memory of {listed(aliased, NUM_SHOWN)}, which "
             "cannot be freed: drop them, such as param.detach() or a loss before its backward, or leave the parameters "
             "out of `include`"
         )

@@ -14,7 +14,7 @@ from zeroengine import ops
 from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.call_checks import check_outside_of_backward, check_outside_of_forward
+from zeroengine.engine.public_call import ALL, Inside, PublicCall
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
@@ -29,6 +29,19 @@ from zeroengine.weights.selection import LocalValue, SelectionOptions, Slot, Sto
 from zeroengine.weights.stream import BucketMemory, PlanBuckets, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
 from zeroengine.weights.transfer import Sender
+
+STREAM = PublicCall(
+    "stream_weights()",
+    "to stream weights",
+    ALL & ~Inside.AVERAGES,
+    ("parameters",),
+    needs_own_parameters=True,
+    ends_backward=True,
+)
+# A parameter that was added to the model would silently be missing from the result.
+STATE_DICT = PublicCall(
+    "full_state_dict()", "to collect the state dict", Inside.STREAM, ("parameters",), needs_own_parameters=True
+)
 
 
 @dataclass(frozen=True)
@@ -69,19 +82,10 @@ class StreamArguments:
 
 def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArguments) -> WeightStream:
     """Return a stream. A collective. See ``Engine.stream_weights``."""
-    call = "stream_weights()"
+    call = STREAM.name
     group, gatherer = parts.ranks.group, parts.passes.gatherer
-    # A plain loss.backward() may not have been ended yet.
-    parts.passes.backward.end_if_over()
     compared: dict[str, object] = {}
-    with group.collective_errors("to stream weights", compared) as all_compared:
-        gatherer.check_no_stream(call)
-        check_outside_of_backward(call)
-        check_outside_of_forward(parts.passes.forward, call)
-        if gatherer.num_pins:
-            raise ZeroEngineError(f"{call} inside of gathered(): call it outside")
-        parts.loop.state_offloader.check_resident(call, ["parameters"])
-        parts.loop.foreign_parameters.check()
+    with STREAM.on_all_ranks(parts, compared) as all_compared:
         options, nbytes, receiver, device = _checked(arguments, call, group.world_size, group.device)
         since = arguments.since
         if since is not None:
@@ -158,13 +162,9 @@ def collect_state_dict(
     rank0_only: bool,
 ) -> dict[str, Any]:
     """Return copies of the values of a state dict. A collective. See ``Engine.full_state_dict``."""
-    call, group, gatherer = "full_state_dict()", parts.ranks.group, parts.passes.gatherer
+    call, group, gatherer = STATE_DICT.name, parts.ranks.group, parts.passes.gatherer
     compared: dict[str, object] = {"trainable_only": trainable_only, "merge": merge}
-    with group.collective_errors("to collect the state dict", compared) as all_compared:
-        gatherer.check_no_stream(call)
-        parts.loop.state_offloader.check_resident(call, ["parameters"])
-        # A foreign parameter would silently be missing from the result.
-        parts.loop.foreign_parameters.check()
+    with STATE_DICT.on_all_ranks(parts, compared) as all_compared:
         compared["names"] = patterns = sorted_patterns(names, call)
         saved = tensors.saved_names()
         options = SelectionOptions(patterns, trainable_only, merge=merge)
@@ -186,7 +186,7 @@ def collect_state_dict(
                     values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu")
                 reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
             state[tensor.name] = values
-        with group.collective_errors("to collect the state dict"):
+        with group.collective_errors(STATE_DICT.purpose):
             reads.raise_error()
     finally:
         reads.close()
