@@ -15,11 +15,11 @@ from zeroengine.schedule import events
 from zeroengine.schedule.actions import Action, Complete, Fate, Gather, Prefetch, Reduce, Release, TakeWaiting
 from zeroengine.schedule.lists import ItemList
 from zeroengine.schedule.prefetch_order import PrefetchLimits
-from zeroengine.schedule.residency import UnitFacts
+from zeroengine.schedule.residency import GatherState, UnitFacts
 from zeroengine.schedule.schedule import Schedule
 from zeroengine.schedule.visits import Visit, VisitLog
 
-Kind = Literal["call", "head", "use", "list", "checkpoint", "reentrant"]
+Kind = Literal["call", "head", "use", "operation", "list", "checkpoint", "reentrant"]
 ALONE = PrefetchLimits(0, 0)
 
 
@@ -29,8 +29,8 @@ class Block:
 
     Attributes:
         kind: A module that is called; a "head", whose output a rank may leave out of its loss; a "use" of parameters
-            that no module announces; a module that holds a list of items, of which a rank calls some; or an activation
-            checkpoint around other blocks.
+            that no module announces; an "operation" without parameters; a module that holds a list of items, of which a
+            rank calls some; or an activation checkpoint around other blocks.
         units: The units that the module's forward needs.
         inner: The items of a list, or the blocks inside of a checkpoint.
     """
@@ -123,14 +123,18 @@ class Rank:
         self._tape: list[Node] = []
         self._heads: list[Node] = []
         self._checkpoint_node: int | None = None
-        self._has_grad, self._is_recomputing = True, False
+        self._has_grad, self._is_recomputing, self._may_be_late = True, False, False
+        # The node that a backward runs.
+        self._node: int | None = None
         self._log: VisitLog | None = None
         self._choice, self._num_lists = Choice(), 0
-        self.raises_at = -1
+        # The module whose forward raises, and the number of gathers after which one fails; -1: none.
+        self.raises_at = self.fails_at = -1
+        self._num_done = 0
 
     def _number_modules(self, blocks: Sequence[Block], units_of: list[tuple[int, ...]]) -> None:
         for block in blocks:
-            if block.kind not in ("checkpoint", "reentrant", "use"):
+            if block.kind not in ("checkpoint", "reentrant", "use", "operation"):
                 number = self._modules[id(block)] = len(units_of)
                 name = self._names(block.units)
                 self._module_names.append(f"list of {name}" if block.kind == "list" else name)
@@ -148,8 +152,19 @@ class Rank:
         # Events own logs, which would otherwise end with their graph.
         if self.transcript is not None:
             self.transcript += [self.describe(event), *(f"    {self.describe(action)}" for action in actions)]
-        for action in actions:
+        for index, action in enumerate(actions):
+            if self.fails_at == self._num_done:
+                self.fails_at = -1
+                self.schedule.note_failure(actions[index:], self._states())
+                raise Raised
+            self._num_done += isinstance(action, Gather)
             self._do(action)
+
+    def _states(self) -> list[GatherState]:
+        return [
+            GatherState.GATHERED if there else GatherState.GATHERING if started else GatherState.RELEASED
+            for there, started in zip(self._is_gathered, self._is_started, strict=True)
+        ]
 
     def _do(self, action: Action) -> None:
         unit = action.unit
@@ -179,7 +194,8 @@ class Rank:
 
     def _moment(self) -> events.Moment:
         recomputes = self._has_grad and self._task >= 0 and not self._is_recomputing
-        return events.Moment(self._has_grad, self._next_node, 0, self._task, self._checkpoint_node, recomputes)
+        node = self._node if self._is_recomputing else None
+        return events.Moment(self._has_grad, self._next_node, 0, self._task, self._checkpoint_node, recomputes, node)
 
     def _make_node(self, units: Sequence[int] = ()) -> Node:
         node = Node(self._next_node, tuple(units))
@@ -225,6 +241,9 @@ class Rank:
             return
         if block.kind in ("checkpoint", "reentrant"):
             self._run_all(block.inner)
+        elif block.kind == "operation":
+            if self._has_grad:
+                self._make_node()
         elif block.kind == "use":
             self._use_unannounced(block.units)
             if self._has_grad:
@@ -299,6 +318,33 @@ class Rank:
             self.tell(events.CallEnded())
         self.tell(events.GradientsEnded())
 
+    def two_backwards(self) -> None:
+        """Run two plain backwards of one graph, as of two losses."""
+        assert self._log is not None
+        nodes = [node for node in self._tape if node.is_in_loss]
+        self._may_be_late = True
+        for number in range(2):
+            task = self._begin(self._log)
+            if not number:
+                self.tell(events.GradientsBegan(by_engine=False))
+            self.tell(events.CallBegan())
+            self._run_nodes(nodes)
+            self._end(task)
+            self.tell(events.CallEnded())
+        self.tell(events.GradientsEnded())
+        self._may_be_late = False
+
+    def gathered(self) -> None:
+        """Gather every unit for a while, with a forward inside, and release them."""
+        units = [unit for unit, facts in enumerate(self._units) if facts.is_releasable]
+        for unit in units:
+            self.tell(events.Pinned(unit))
+        self.forward(self._choice, has_grad=False)
+        self._use(units, "code inside of gathered()")
+        for unit in units:
+            self.tell(events.Unpinned(unit))
+        self.check_rest()
+
     def _begin(self, log: VisitLog | None, *, is_outermost: bool = True) -> int:
         self._last_task += 1
         self._task = self._last_task
@@ -322,6 +368,7 @@ class Rank:
                 self.tell(events.ReachedInputs(self._task, log, visit))
             if raises and node is nodes[0]:
                 raise Raised
+            self._node = node.number
             if node.recompute is not None:
                 node.recompute()
             if not node.outputs_of:
@@ -329,7 +376,7 @@ class Rank:
             self._use(node.units, "a backward")
             for unit in node.units:
                 if first_use[unit] is node and self._units[unit].is_trained:
-                    if self.schedule.reduces.fate(unit) is Fate.LATE:
+                    if not self._may_be_late and self.schedule.reduces.fate(unit) is Fate.LATE:
                         raise Wrong(f"unit {unit} was reduced before its gradient came")
                     self.tell(events.GradientArrived(unit, 0))
 

@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[Block, ...]] = {
     "experts in a checkpoint": (call(0), Block("checkpoint", inner=(Block("list", (1,), EXPERTS),))),
     "experts in a reentrant checkpoint": (call(0), Block("reentrant", inner=(Block("list", (1,), EXPERTS),))),
     "parameters used elsewhere": (call(0), Block("use", (2,)), call(1), call(2), Block("use", (1,))),
+    "a checkpoint that ends in an operation": (
+        Block("checkpoint", inner=(call(0), Block("operation"))),
+        *(Block("head", (unit,)) for unit in (1, 2, 3)),
+    ),
     "experts and a head": (Block("list", (1,), EXPERTS), call(0), Block("head", (0,))),
 }
 # An operation of a script, and whether it takes a choice.
@@ -50,8 +54,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "a backward that raises": ("forward", "backward that raises", "forward", "backward", "step"),
     "a forward that raises": ("forward that raises", "forward", "backward", "step"),
     "three steps": ("forward", "backward", "step") * 3,
+    "two losses": ("forward", "two backwards", "step") * 2,
+    "gathered": ("forward", "backward", "step", "gathered", "forward", "backward", "step"),
+    "a gather that fails": ("forward whose gather fails", "forward", "backward", "step"),
 }
-FORWARDS = ("forward", "forward that raises", "evaluation")
+FORWARDS = ("forward", "forward that raises", "forward whose gather fails", "evaluation")
 LIMITS = {"alone": PrefetchLimits(0, 0), "ahead": PrefetchLimits(2, 4)}
 FACTS = {
     "sharded": [UnitFacts(f"unit {unit}", 1) for unit in range(5)],
@@ -110,6 +117,7 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
         rank.reduced.clear()
         if operation in FORWARDS:
             rank.raises_at = 0 if operation == "forward that raises" else -1
+            rank.fails_at = 0 if operation == "forward whose gather fails" else -1
             rank.forward(next(following), has_grad=operation != "evaluation")
         elif operation == "step":
             rank.step()
@@ -117,9 +125,14 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
             unsharded = [unit for unit in reduces_of_step if not facts[unit].is_sharded]
             assert len(unsharded) == len(set(unsharded)) and {*reduces_of_step} == {*trained}
             reduces_of_step.clear()
+        elif operation == "gathered":
+            rank.gathered()
         else:
             raises = operation == "backward that raises"
-            rank.backward(by_engine=operation != "plain backward", raises=raises)
+            if operation == "two backwards":
+                rank.two_backwards()
+            else:
+                rank.backward(by_engine=operation != "plain backward", raises=raises)
             if not raises:
                 expected = [
                     unit for unit in trained if (order.reduces_gradients and (facts[unit].is_sharded or is_last))
@@ -130,7 +143,7 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
     return rank.collectives
 
 
-def check(model: str, script: str, facts: str, limits: str, bucket_numel: int = 0, most: int = 600) -> int:
+def check(model: str, script: str, facts: str, limits: str, bucket_numel: int = 0, most: int = 150) -> int:
     """Play all that a rank may do, up to ``most`` histories, and return how many there were."""
     blocks = MODELS[model]
     its = facts_of(blocks, FACTS[facts])
@@ -185,6 +198,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "an end is not reduced": (reduces.Reduces, "_end_units", lambda *_, **__: None),
     "what was launched is forgotten": (reduces.Reduces, "end_step", lambda *_: None),
     "uses without a hook are not ended": (residency.Residency, "release_all_unhooked", lambda *_: None),
+    "a pin that ends is not counted": (residency.Residency, "unpin", lambda self, unit: self.release(unit)),
+    "a failure is not noted": (residency.Residency, "restore", lambda *_: None),
     "units are used before they are gathered": (residency.Residency, "gather", lambda *_: None),
 }
 

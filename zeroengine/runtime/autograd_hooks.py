@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.torch_internals import BACKWARD_HOOKS, node_number
+from zeroengine.utils.torch_internals import BACKWARD_HOOKS, current_autograd_node, node_number
 
 
 class WeakMethod:
@@ -59,3 +59,9 @@ def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[t
 def number_of(tensor: Any) -> int:
     """Return the number of the node that made ``tensor``."""
     return node_number(tensor.grad_fn)
+
+
+def number_of_current_node() -> int | None:
+    """Return the number of the node that autograd runs now in this thread; None: it runs none."""
+    node = current_autograd_node()
+    return None if node is None else node_number(node)

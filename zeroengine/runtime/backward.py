@@ -221,6 +221,7 @@ class Backward:
 
     def _abandon(self) -> None:
         """Forget backwards that raised. Call this where none can be in progress."""
+        self._executor.forget_interrupted()
         self._executor.tell(BackwardsAbandoned())
         self._end_pass()
 
@@ -231,7 +232,8 @@ class Backward:
     def _note_begin(self, task: int, is_plain: bool) -> None:
         """Note that autograd has begun a backward. ``is_plain``: unless the engine runs it, a ``loss.backward()``."""
         if self.run_by_engine:
-            if self._backwards.is_first(task):
+            # A backward without gradients, as of a model that is frozen, has nothing to reduce.
+            if self.in_progress and self._backwards.is_first(task):
                 # Units that it does not use may be reduced now.
                 self._executor.tell(CallBegan())
         elif is_plain:

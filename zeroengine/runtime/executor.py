@@ -33,15 +33,27 @@ class Executor:
         """Let ``performer`` do the actions of one type."""
         self._performers[action] = performer
 
-    def tell(self, event: Event) -> None:
-        """Tell the schedule of an event, and do what follows."""
-        self.perform(self.schedule.handle(event))
+    def tell(self, event: Event, before_actions: Callable[[], None] | None = None) -> None:
+        """Tell the schedule of an event, and do what follows.
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Do actions, in order."""
-        for index, action in enumerate(actions):
-            try:
+        Args:
+            event: What has happened.
+            before_actions: Is called before the actions.
+        """
+        actions, num_done = self.schedule.handle(event), 0
+        try:
+            if before_actions is not None:
+                before_actions()
+            for action in actions:
                 self._performers[type(action)](action)
-            except BaseException:
-                self.schedule.note_failure(actions[index:], [unit.state for unit in self.units])
-                raise
+                num_done += 1
+        except BaseException:
+            self._note_failure(actions[num_done:])
+            raise
+
+    def forget_interrupted(self) -> None:
+        """Let the schedule know what units have, as an error or Ctrl-C may have come in the midst of an event."""
+        self._note_failure(())
+
+    def _note_failure(self, not_done: Sequence[Action]) -> None:
+        self.schedule.note_failure(not_done, [unit.state for unit in self.units])

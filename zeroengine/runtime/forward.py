@@ -15,7 +15,7 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
-from zeroengine.runtime.autograd_hooks import WeakMethod, autograd_outputs, number_of
+from zeroengine.runtime.autograd_hooks import WeakMethod, autograd_outputs, number_of, number_of_current_node
 from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.backward_calls import is_in_checkpoint, is_in_recomputation
 from zeroengine.runtime.executor import Executor
@@ -40,11 +40,9 @@ from zeroengine.schedule.lists import ListWalk
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensor_tree import tensors_in
 from zeroengine.utils.torch_internals import (
-    current_autograd_node,
     current_graph_task_id,
     functorch_active,
     next_node_number,
-    node_number,
 )
 
 
@@ -86,8 +84,8 @@ class Forward:
         self._has_releasable = any(unit.is_releasable for unit in self._units)
         self._has_communicators = transport.runs_on_streams and transport.has_peers
         self.observer: ForwardObserver | None = None
-        # Whether the outermost of them began with gradients enabled, the timer's span of it, and the number of the
-        # first node that it may have made.
+        # Whether the outermost forward of the whole model began with gradients enabled, the timer's span of it, and the
+        # number of the first node that it may have made.
         self._forward_has_grad, self._forward_span, self._first_node = False, -1, 0
         max_live_numel = config.zero_optimization.max_live_parameters
         self.gatherer = Gatherer(executor, transport, max_live_numel, timer, self._gather_for_use, self.abandon)
@@ -110,6 +108,7 @@ class Forward:
         """Forget forwards whose end no hook reported. Call this where none can be in progress."""
         if self._residency.num_forwards:
             self._timer.end(self._forward_span)
+        self._executor.forget_interrupted()
         self._executor.tell(ForwardsAbandoned())
         self.gatherer.deferred_frees.retry()
 
@@ -191,36 +190,40 @@ class Forward:
         """Return what autograd says now, where the forward of a module begins or ends."""
         has_grad = torch.is_grad_enabled()
         asks = not has_grad and self._calls.asks_for_checkpoint(module)
+        in_backward = self._backwards.is_running
+        # A checkpoint that is not reentrant recomputes when a node reads a tensor.
+        recomputes = in_backward and is_in_recomputation()
         return Moment(
             has_grad,
             next_node_number(),
             threading.get_ident(),
             current_graph_task_id(),
             function_node_number() if asks else None,
-            has_grad and self._backwards.is_running and not is_in_recomputation(),
+            in_backward and has_grad and not recomputes,
+            number_of_current_node() if recomputes else None,
         )
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Tell the schedule that the forward of ``module`` begins."""
         # An activation checkpoint runs the forward again inside a backward.
         self.backward.follow()
-        number, schedule = self._number_of[module], self._executor.schedule
+        number = self._number_of[module]
         has_grad = torch.is_grad_enabled()
         is_outermost = not (self._residency.num_forwards or self._calls.calls or self._backwards.is_running)
         if is_outermost and not self._residency.num_pins and self._needs_gathers(number):
             # A part of the model that is called by itself, as in generation, concerns all ranks like the whole.
             self._num_forwards[has_grad] += 1
-        depth = len(self._calls.calls)
-        actions = schedule.handle(Entered(number, self._moment(number), has_grad and not functorch_active()))
-        if len(self._calls.calls) > depth:
-            call = self._calls.calls[-1]
-            if call.walk is not None and call.is_tracked:
-                # Nothing else shows where items have their places that this rank skips before it calls one.
-                for tensor in tensors_in((args, kwargs)):
-                    if tensor.grad_fn is not None:
-                        hook = WeakMethod(self.backward, Backward.reach_inputs, call.log, call.visit)
-                        tensor.register_hook(hook)
-        self._executor.perform(actions)
+        event = Entered(number, self._moment(number), has_grad and not functorch_active())
+        self._executor.tell(event, lambda: self._expect_inputs(number, (args, kwargs)))
+
+    def _expect_inputs(self, module: int, inputs: Any) -> None:
+        """Let autograd report when it comes to the inputs of a module that holds a list, whose forward has begun."""
+        call = self._calls.call_of(module)
+        if call is not None and call.walk is not None and call.is_tracked:
+            # Nothing else shows where items have their places that this rank skips before it calls one.
+            for tensor in tensors_in(inputs):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(WeakMethod(self.backward, Backward.reach_inputs, call.log, call.visit))
 
     def _needs_gathers(self, module: int) -> bool:
         return any(self._units[unit].is_releasable for unit in self._units_of[module])
@@ -247,14 +250,11 @@ class Forward:
         has_tensors, in_checkpoint = bool(outputs) or any(True for _ in tensors_in(output)), False
         if outputs and call.walk is not None:
             in_checkpoint = is_in_checkpoint()
-        actions = self._executor.schedule.handle(
-            Left(number, self._moment(number), last_node, has_tensors, in_checkpoint)
-        )
         if outputs:
             self.backward.expect(call.log, visit, outputs)
             if not self._backwards.is_running:
                 self._replace_saved_views(output, visit.first_node, [self._units[unit] for unit in units])
-        self._executor.perform(actions)
+        self._executor.tell(Left(number, self._moment(number), last_node, has_tensors, in_checkpoint))
         self.gatherer.deferred_frees.retry()
         return output
 
@@ -275,8 +275,7 @@ class Forward:
     # -- uses that no hook announced --------------------------------------------------------------
 
     def _used(self, unit: Unit, *, is_saved: bool) -> Used:
-        node = current_autograd_node()
-        return Used(unit.number, self._moment(-1), None if node is None else node_number(node), is_saved)
+        return Used(unit.number, self._moment(-1), number_of_current_node(), is_saved)
 
     def _gather_for_use(self, param: nn.Parameter, operation: str) -> None:
         """Gather a parameter that is used while its values are away. Its class calls this.

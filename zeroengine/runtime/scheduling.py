@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -23,8 +23,8 @@ class ModuleNumbers:
     """The modules that need units or hold lists of units, and their numbers in the schedule.
 
     Args:
-        units: All units, by number.
         model: The model.
+        units: All units, by number.
 
     Attributes:
         number_of: By module: its number.
@@ -57,11 +57,6 @@ class ModuleNumbers:
             if any(items):
                 followers = set() if found.is_inside_block else {self._number(module) for module in found.followers()}
                 self.lists[self._number(found.holder)] = ItemList(items, followers, found.is_inside_block)
-
-    @property
-    def holders(self) -> Mapping[nn.Module, ItemList]:
-        """The lists, by the modules that hold them."""
-        return {module: self.lists[number] for module, number in self.number_of.items() if number in self.lists}
 
 
 def prefetch_limits(zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:

@@ -19,6 +19,8 @@ class Moment(NamedTuple):
         checkpoint_node: The number of the node of the outermost Function in whose forward this runs, such as a
             reentrant checkpoint's. None: it runs in none, or the schedule does not ask (``asks_for_checkpoint``).
         recomputes_by_node: Whether a recomputation that begins now is a reentrant checkpoint's.
+        node: The number of the node that autograd runs now, and that has a checkpoint recompute its tensors. None: it
+            runs none, or one of another thread.
     """
 
     has_grad: bool
@@ -27,6 +29,7 @@ class Moment(NamedTuple):
     task: int = -1
     checkpoint_node: int | None = None
     recomputes_by_node: bool = False
+    node: int | None = None
 
     @property
     def present_node(self) -> int:
@@ -173,7 +176,10 @@ class GradientsBegan(NamedTuple):
 
 
 class CallBegan(NamedTuple):
-    """One of the calls of which such a backward consists begins, and accumulates gradients."""
+    """One of the calls of which such a backward consists begins to accumulate gradients.
+
+    It is told again when autograd runs it, because then it is known which logs it contains.
+    """
 
 
 class GradientArrived(NamedTuple):

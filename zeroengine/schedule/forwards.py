@@ -95,7 +95,8 @@ class Forwards:
     def abandon(self) -> None:
         """Forget forwards whose end was not reported. None can be in progress."""
         self._residency.num_forwards = 0
-        self._forget_calls(0)
+        self.calls.clear()
+        self._residency.forget_uses()
         self._residency.release_all_unhooked()
 
     # -- modules ----------------------------------------------------------------------------------
@@ -103,6 +104,9 @@ class Forwards:
     def enter(self, event: Entered) -> None:
         """Gather the units that the forward of a module needs, and begin its visit."""
         module, moment, is_tracked = event
+        if self._backwards.is_running:
+            # A recomputation begins where autograd reads the first tensor, which may be behind what it has reached.
+            self._backwards.move_to_node(moment.task, moment.node)
         all_units, item_list = self._units_of[module], self._lists.get(module)
         units = [unit for unit in all_units if self._units[unit].is_releasable]
         needed = units if item_list is None else [*units, *item_list.index_of]

@@ -111,10 +111,6 @@ class Reduces:
         """Return whether no gradient of ``unit`` is to come."""
         return not self._arrivals[unit].num_pending
 
-    def is_launched(self, unit: int) -> bool:
-        """Return whether ``unit`` was reduced in this step."""
-        return self._arrivals[unit].is_launched
-
     def _is_reduced_in_backward(self, unit: int) -> bool:
         """Return whether the backward in progress reduces ``unit``, now or at its end."""
         if self._units[unit].is_sharded:

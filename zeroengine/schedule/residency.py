@@ -128,6 +128,10 @@ class Residency:
         for unit in units:
             self._num_users[unit] += 1
 
+    def forget_uses(self) -> None:
+        """Note that no forward is in progress."""
+        self._num_users = [0] * len(self._units)
+
     def end_use(self, units: Iterable[int]) -> None:
         """Note that a forward which needed ``units`` is over."""
         for unit in units:
@@ -153,9 +157,17 @@ class Residency:
         """Return the units that are pinned."""
         return [unit for unit, num_pins in enumerate(self._pins) if num_pins]
 
-    def restore(self, states: Iterable[GatherState]) -> None:
-        """Note the states that units have after an action has failed."""
+    def restore(self, states: Iterable[GatherState], not_done: Sequence[Action]) -> None:
+        """Note the states that units have, and that actions were not done."""
         self.states = list(states)
+        if not_done:
+            # How much was noted of this pass depends on what the rank was about to do.
+            self._order, self._last_in_forward = PrefetchOrder(), None
+        for action in not_done:
+            # Pins alone need exact values, and a pin that failed is none.
+            if isinstance(action, Gather) and action.exact:
+                self._pins[action.unit] -= 1
+                self.num_pins -= 1
         self.live_numel = sum(
             unit.numel
             for unit, state in zip(self._units, self.states, strict=True)

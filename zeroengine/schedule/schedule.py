@@ -86,19 +86,17 @@ class Schedule:
 
     def handle(self, event: events.Event) -> Sequence[Action]:
         """Return what is to be done now, in this order, because of ``event``."""
-        self._handlers[type(event)](event)
-        if not self._actions:
-            return ()
-        actions = self._actions[:]
+        # An event that Ctrl-C has interrupted may have left some.
         self._actions.clear()
-        return actions
+        self._handlers[type(event)](event)
+        return self._actions[:]
 
     def note_failure(self, not_done: Sequence[Action], states: Sequence[GatherState]) -> None:
-        """Note that an action has raised.
+        """Note that an action has raised, or that something has come between an event and its actions.
 
         Args:
-            not_done: This action, and those after it.
+            not_done: The action, and those after it.
             states: By unit, the state that it has now.
         """
-        self.residency.restore(states)
+        self.residency.restore(states, not_done)
         self.reduces.forget(action.unit for action in not_done if isinstance(action, Reduce))
