@@ -276,7 +276,7 @@ class Backward:
             param.grad = gradient
             return
         self._reducer.add(unit_grads, index, gradient)
-        if self._reducer.is_complete(unit_grads):
+        if self._timer.tracing and self._reducer.is_complete(unit_grads):
             self._timer.name_backward(unit_grads.unit.name)
         self._reducer.progress()
 

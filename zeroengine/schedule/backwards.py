@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from zeroengine.schedule.cursor import Cursor
-from zeroengine.schedule.events import BackwardBegan, Moment, Reached, ReachedInputs
+from zeroengine.schedule.events import BackwardBegan, GradientArrived, Moment, Reached, ReachedInputs
 from zeroengine.schedule.reduces import Reduces
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import EARLIEST, Place, Visit, VisitLog, VisitLogs
@@ -198,11 +198,10 @@ class Backwards:
         if self.cursors:
             self._reduce_if_over(self._units_with_visits)
 
-    def count_gradient(self, unit: int, param: int) -> None:
+    def count_gradient(self, event: GradientArrived) -> None:
         """Count a gradient that has arrived, and let its unit be reduced if it was the last one."""
-        self._reduces.count(unit, param)
-        if self._reduces.is_complete(unit):
-            self._note_complete(unit)
+        if self._reduces.count(event.unit, event.param):
+            self._note_complete(event.unit)
             self.advance()
 
     def advance(self) -> None:

@@ -57,14 +57,6 @@ class Arrivals:
         self.arrived = [0] * len(self.expected)
         self.num_pending = len(self.expected)
 
-    def count(self, param: int) -> None:
-        """Count one more gradient of a parameter."""
-        self.arrived[param] += 1
-        # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is late
-        # if the unit was complete already.
-        if self.num_pending and self.arrived[param] == self.expected[param]:
-            self.num_pending -= 1
-
     def stop(self) -> None:
         """Remember how many gradients each parameter got in this backward, and wait for no more."""
         # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
@@ -99,7 +91,10 @@ class Reduces:
         self.is_producing = False
         # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have, and that have
         # ended. ``Engine.backward`` counts as none.
-        self._expected_calls, self._num_ended_calls, self._run_by_engine = 1, 0, False
+        self._expected_calls, self._num_ended_calls = 1, 0
+        # The number of plain calls that are expected after the present one: a backward is expected to have as many as
+        # the previous one had. Below 0: it has had more.
+        self._num_further_calls = 0
 
     # -- what has arrived -------------------------------------------------------------------------
 
@@ -120,40 +115,38 @@ class Reduces:
 
     def fate(self, unit: int) -> Fate:
         """Return what becomes of a gradient of ``unit`` that this rank computes now."""
-        arrivals = self._arrivals[unit]
-        is_reduced = self._is_reduced_in_backward(unit)
+        arrivals, is_sharded = self._arrivals[unit], self._units[unit].is_sharded
+        is_reduced = self.reduces_gradients if is_sharded else self._is_reduced_in_backward(unit)
         if is_reduced:
             # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
             waits = not arrivals.num_pending
         else:
             # Gradients that are not sharded are added to the kept sum even inside no_sync.
-            waits = self._units[unit].is_sharded or arrivals.is_launched
+            waits = is_sharded or arrivals.is_launched
         if not waits:
             return Fate.TAKEN
         # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
         return Fate.LATE if is_reduced or arrivals.is_launched else Fate.WAITING
 
-    @property
-    def _num_further_calls(self) -> int:
-        """The number of plain ``loss.backward()`` calls that are expected after the present one.
-
-        A backward is expected to have as many calls as the previous one had. Below 0: it has had more.
-        """
-        return 0 if self._run_by_engine else self._expected_calls - 1 - self._num_ended_calls
-
     # -- a backward -------------------------------------------------------------------------------
 
     def begin(self, *, by_engine: bool) -> None:
         """Wait for the gradients of every unit. ``by_engine``: not a plain ``loss.backward()``."""
-        self._num_ended_calls, self._run_by_engine = 0, by_engine
+        self._num_ended_calls, self._num_further_calls = 0, 0 if by_engine else self._expected_calls - 1
         self._queue.restart()
         for unit in self.order:
             self._arrivals[unit].expect()
 
-    def count(self, unit: int, param: int) -> None:
-        """Count a gradient that has arrived."""
+    def count(self, unit: int, param: int) -> bool:
+        """Count a gradient that has arrived. Return whether no gradient of ``unit`` is to come."""
+        arrivals = self._arrivals[unit]
         if self._num_further_calls == 0:
-            self._arrivals[unit].count(param)
+            arrivals.arrived[param] += 1
+            # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is
+            # late if the unit was complete already.
+            if arrivals.num_pending and arrivals.arrived[param] == arrivals.expected[param]:
+                arrivals.num_pending -= 1
+        return not arrivals.num_pending
 
     def complete_with_zeros(self, unit: int) -> bool:
         """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
@@ -185,6 +178,7 @@ class Reduces:
         self.is_producing = False
         self._end_units(takes_written=True, ends=self._num_further_calls <= 0)
         self._num_ended_calls += 1
+        self._num_further_calls -= 1
 
     def end(self) -> None:
         """Note that the backward has ended: reduce what was not reduced during it, in order."""

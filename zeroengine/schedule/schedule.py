@@ -71,7 +71,7 @@ class Schedule:
             events.BackwardsAbandoned: lambda _: backwards.abandon(),
             events.GradientsBegan: lambda event: reduces.begin(by_engine=event.by_engine),
             events.CallBegan: lambda _: backwards.begin_call(),
-            events.GradientArrived: lambda event: backwards.count_gradient(event.unit, event.param),
+            events.GradientArrived: backwards.count_gradient,
             events.CallEnded: lambda _: reduces.end_call(),
             events.GradientsEnded: lambda _: reduces.end(),
             events.GradientsDropped: lambda _: reduces.drop(),
