@@ -100,10 +100,10 @@ def run_self(s: Setting, *arguments: str, timeout: float | None = None) -> str:
             # And with it the processes that it has started.
             os.killpg(process.pid, signal.SIGKILL) if has_session else process.kill()
             raise
-    found = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
-    if process.returncode or not found:
+    results = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
+    if process.returncode or not results:
         raise RuntimeError((errors or output).strip() or f"ended with {process.returncode}")
-    return found[-1]
+    return results[-1]
 
 
 def reason_of(text: str) -> str:

@@ -244,12 +244,10 @@ class Forward:
             if has_grad and not functorch_active() and self._called_nothing_trainable(call.walk):
                 output = require_gradients(output)
         visit, units = call.visit, call.visit.units
-        tensors = tensors_in(output)
-        outputs = autograd_outputs(tensors, visit.first_node) if call.is_tracked and has_grad else []
+        outputs = autograd_outputs(tensors_in(output), visit.first_node) if call.is_tracked and has_grad else []
         last_node = max((number_of(tensor) for tensor in outputs), default=None)
-        has_tensors, in_checkpoint = bool(outputs) or any(True for _ in tensors_in(output)), False
-        if outputs and call.walk is not None:
-            in_checkpoint = is_in_checkpoint()
+        has_tensors = bool(outputs) or any(True for _ in tensors_in(output))
+        in_checkpoint = bool(outputs) and call.walk is not None and is_in_checkpoint()
         if outputs:
             self.backward.expect(call.log, visit, outputs)
             if not self._backwards.is_running:

@@ -52,11 +52,12 @@ class ModuleNumbers:
         for unit in units:
             if unit.root is not None:
                 units_of_root.setdefault(unit.root, []).append(unit)
-        for found in find_unit_lists(model, units_of_root.keys()):
-            items = [[unit.number for unit in units_of_root[root] if unit.is_releasable] for root in found.items]
+        for listed in find_unit_lists(model, units_of_root.keys()):
+            items = [[unit.number for unit in units_of_root[root] if unit.is_releasable] for root in listed.items]
             if any(items):
-                followers = set() if found.is_inside_block else {self._number(module) for module in found.followers()}
-                self.lists[self._number(found.holder)] = ItemList(items, followers, found.is_inside_block)
+                modules = set() if listed.is_inside_block else listed.followers()
+                followers = {self._number(module) for module in modules}
+                self.lists[self._number(listed.holder)] = ItemList(items, followers, listed.is_inside_block)
 
 
 def prefetch_limits(zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:

@@ -5,5 +5,6 @@
 - ``forwards``: gathers what modules need, and writes the log.
 - ``backwards``: goes back through the log with a ``cursor``: gathers, releases, and says what may be reduced.
 - ``residency``: what is gathered, with ``prefetch_order``; ``reduces``: what is reduced, with ``bucket_queue``.
-- ``schedule``: ``handle(event)``, the only door.
+- ``schedule``: ``handle(event)``, by which all of these learn what happens. Others read their state, and set two flags
+  of ``reduces`` that accumulation decides.
 """

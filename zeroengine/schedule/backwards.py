@@ -191,10 +191,6 @@ class Backwards:
     def begin_call(self) -> None:
         """Let gradients accumulate, and units be reduced that this backward does not use."""
         self._reduces.is_producing = True
-        self.reduce_unused()
-
-    def reduce_unused(self) -> None:
-        """Let units be reduced that the backward does not use."""
         if self.cursors:
             self._reduce_if_over(self._units_with_visits)
 

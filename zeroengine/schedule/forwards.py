@@ -58,6 +58,8 @@ class Forwards:
         backwards: Backwards,
     ) -> None:
         self._units, self._units_of, self._lists = units, units_of, lists
+        # By module: those of its units that are released between uses.
+        self._releasable_of = [[unit for unit in needed if units[unit].is_releasable] for needed in units_of]
         self._logs, self._residency, self._backwards = logs, residency, backwards
         self.calls: list[Call] = []
         # Whether the outermost forward of the whole model began with gradients enabled.
@@ -107,11 +109,10 @@ class Forwards:
         if self._backwards.is_running:
             # A recomputation begins where autograd reads the first tensor, which may be behind what it has reached.
             self._backwards.move_to_node(moment.task, moment.node)
-        all_units, item_list = self._units_of[module], self._lists.get(module)
-        units = [unit for unit in all_units if self._units[unit].is_releasable]
+        units, item_list = self._releasable_of[module], self._lists.get(module)
         needed = units if item_list is None else [*units, *item_list.index_of]
         visit_log = self._enter_log(needed, moment) if needed else None
-        for unit in all_units:
+        for unit in self._units_of[module]:
             if self._units[unit].is_releasable:
                 self._gather_skipped_before(unit, module, moment)
             self._gather(unit)
@@ -167,8 +168,7 @@ class Forwards:
 
     def _forget_calls(self, depth: int) -> None:
         for call in self.calls[depth:]:
-            # The visit may have got more units, of which the forward has no use.
-            self._residency.end_use(unit for unit in self._units_of[call.module] if self._units[unit].is_releasable)
+            self._residency.end_use(self._releasable_of[call.module])
         del self.calls[depth:]
 
     def _log_visit(self, call: Call, last_node: int, event: Left) -> None:

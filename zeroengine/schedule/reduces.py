@@ -115,14 +115,13 @@ class Reduces:
 
     def fate(self, unit: int) -> Fate:
         """Return what becomes of a gradient of ``unit`` that this rank computes now."""
-        arrivals, is_sharded = self._arrivals[unit], self._units[unit].is_sharded
-        is_reduced = self.reduces_gradients if is_sharded else self._is_reduced_in_backward(unit)
+        arrivals, is_reduced = self._arrivals[unit], self._is_reduced_in_backward(unit)
         if is_reduced:
             # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
             waits = not arrivals.num_pending
         else:
             # Gradients that are not sharded are added to the kept sum even inside no_sync.
-            waits = is_sharded or arrivals.is_launched
+            waits = self._units[unit].is_sharded or arrivals.is_launched
         if not waits:
             return Fate.TAKEN
         # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.

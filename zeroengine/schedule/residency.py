@@ -89,15 +89,16 @@ class Residency:
 
     # -- single units -----------------------------------------------------------------------------
 
-    def gather(self, unit: int) -> None:
-        """Have the parameters of ``unit`` ready for use."""
+    def gather(self, unit: int, *, exact: bool = False) -> None:
+        """Have the parameters of ``unit`` ready for use. ``exact``: see ``Gather``."""
         state = self.states[unit]
-        if state is GatherState.GATHERED:
+        # Which values a gathered unit has, exact or quantized ones, is equal on all ranks and no matter of order.
+        if state is GatherState.GATHERED and not exact:
             return
         if state is GatherState.RELEASED:
             self.live_numel += self._units[unit].numel
         self.states[unit] = GatherState.GATHERED
-        self._actions.append(Gather(unit))
+        self._actions.append(Gather(unit, exact))
 
     def release(self, unit: int) -> None:
         """Release ``unit`` unless it is pinned or a forward in progress needs it."""
@@ -139,11 +140,7 @@ class Residency:
 
     def pin(self, unit: int) -> None:
         """Gather ``unit`` with exact values, and keep it gathered until ``unpin``. Pins count."""
-        # Which values a unit has, exact or quantized ones, is equal on all ranks and no matter of order.
-        if self.states[unit] is GatherState.RELEASED:
-            self.live_numel += self._units[unit].numel
-        self.states[unit] = GatherState.GATHERED
-        self._actions.append(Gather(unit, exact=True))
+        self.gather(unit, exact=True)
         self._pins[unit] += 1
         self.num_pins += 1
 
