@@ -29,6 +29,7 @@ class Recorded:
         self.at, self.made = self.main, 0
         self.registered: dict[int, int] = {}
         self.refuses = 0
+        self.pending_error = 0
 
     class Stream:
         def __init__(self, name: Any, cuda: Recorded | None = None) -> None:
@@ -74,7 +75,14 @@ class Recorded:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.registered[address] = nbytes
+        self.pending_error = self.refuses
         return self.refuses
+
+    def zeros(self, *size: int, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") != "cuda":
+            return torch.empty(*size, **kwargs).zero_()
+        error, self.pending_error = self.pending_error, 0
+        raise RuntimeError(f"CUDA error {error}")
 
     def cudaHostUnregister(self, address: int) -> None:
         with open("/proc/self/maps") as maps:
@@ -91,6 +99,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     RECORDED[:] = [Recorded()]
     for name in ("Stream", "Event", "current_stream", "stream", "cudart"):
         monkeypatch.setattr(torch.cuda, name, getattr(RECORDED[0], name))
+    monkeypatch.setattr(torch, "zeros", RECORDED[0].zeros)
     return RECORDED[0]
 
 
@@ -210,5 +219,6 @@ def test_memory_that_cannot_be_page_locked_raises_an_error_with_a_remedy(cuda: R
     cuda.refuses = 2
     with pytest.raises(OffloadError, match=r"cannot be page-locked \(CUDA error 2\).*\"pin_memory\": false"):
         GPUCopies(GPU).host_memory(10, torch.float32)
+    assert not cuda.pending_error, "the user's next kernel would raise it"
     cuda.registered.clear()
     assert not GPUCopies(GPU, pin=False).host_memory(10, torch.float32).any() and not cuda.registered
