@@ -97,6 +97,9 @@ class Rank:
     Attributes:
         collectives: What was launched, such as "gather 2" or "reduce 0", in order.
         transcript: The events, each with the actions that followed, if it is a list.
+        reduced: The units that were reduced since it was cleared.
+        num_gradients: The number of gradients that came.
+        num_late: The number of those that came after their units were reduced.
     """
 
     def __init__(
@@ -118,12 +121,15 @@ class Rank:
         self.collectives: list[str] = []
         self.transcript: list[str] | None = None
         self.reduced: list[int] = []
+        self.num_gradients = self.num_late = 0
         # Autograd's numbers of nodes and of backwards.
-        self._next_node, self._task, self._last_task = 0, -1, 0
+        self._next_nodes, self._task, self._last_task = {0: 0}, -1, 0
+        # The thread that a forward runs in. Each numbers its nodes for itself.
+        self._thread = 0
         self._tape: list[Node] = []
         self._heads: list[Node] = []
         self._checkpoint_node: int | None = None
-        self._has_grad, self._is_recomputing, self._may_be_late = True, False, False
+        self._has_grad, self._is_tracked, self._is_recomputing, self._may_be_late = True, True, False, False
         # The node that a backward runs.
         self._node: int | None = None
         self._log: VisitLog | None = None
@@ -195,16 +201,34 @@ class Rank:
     def _moment(self) -> events.Moment:
         recomputes = self._has_grad and self._task >= 0 and not self._is_recomputing
         node = self._node if self._is_recomputing else None
-        return events.Moment(self._has_grad, self._next_node, 0, self._task, self._checkpoint_node, recomputes, node)
+        next_node, checkpoint = self._next_nodes[self._thread], self._checkpoint_node
+        return events.Moment(self._has_grad, next_node, self._thread, self._task, checkpoint, recomputes, node)
 
     def _make_node(self, units: Sequence[int] = ()) -> Node:
-        node = Node(self._next_node, tuple(units))
-        self._next_node += 1
+        node = Node(self._next_nodes[self._thread], tuple(units))
+        self._next_nodes[self._thread] += 1
         self._tape.append(node)
         return node
 
-    def forward(self, choice: Choice, *, has_grad: bool = True) -> None:
-        """Run a forward of the whole model."""
+    def forward(
+        self,
+        choice: Choice,
+        *,
+        has_grad: bool = True,
+        is_tracked: bool = True,
+        in_threads: bool = False,
+        probes: bool = False,
+    ) -> None:
+        """Run a forward of the whole model.
+
+        Args:
+            choice: What the data decides.
+            has_grad: Whether gradients are enabled.
+            is_tracked: Whether backwards come to modules. They do not in a transform of functorch.
+            in_threads: Whether every other block runs in another thread.
+            probes: Whether the forward ends with a call of ``torch.autograd.grad``.
+        """
+        self._is_tracked = is_tracked
         self._choice, self._num_lists, self._has_grad = choice, 0, has_grad
         self._tape, self._heads, self._checkpoint_node = [], [], None
         self.tell(events.ForwardBegan(has_grad))
@@ -212,15 +236,20 @@ class Rank:
         if has_grad:
             self._make_node()  # of an embedding, say
         try:
-            for block in self._blocks:
+            for index, block in enumerate(self._blocks):
+                self._thread = index % 2 if in_threads else 0
+                self._next_nodes.setdefault(self._thread, 0)
                 self._run(block)
+            self._thread = 0
+            if probes:
+                self._grad(self._begin(None, accumulates=False))
         except Raised:
             for opened in reversed(list(self.schedule.forwards.calls)):
                 self.tell(events.Left(opened.module, self._moment(), None, has_tensors=False))
         for head, is_in_loss in zip(self._heads, choice.heads, strict=False):
             head.is_in_loss = is_in_loss
         self.tell(events.ForwardEnded())
-        self._has_grad = True
+        self._has_grad = self._is_tracked = True
 
     def _run(self, block: Block) -> None:
         if block.kind == "reentrant" and self._has_grad:
@@ -264,7 +293,7 @@ class Rank:
         module = self._modules[id(block)]
         before = self._tape[-1] if self._tape and self._has_grad else None
         known = len(self.schedule.forwards.calls)
-        self.tell(events.Entered(module, self._moment(), self._has_grad))
+        self.tell(events.Entered(module, self._moment(), self._has_grad and self._is_tracked))
         calls = self.schedule.forwards.calls
         opened = calls[-1] if len(calls) > known else None
         self._use(block.units, "a forward")
@@ -285,9 +314,9 @@ class Rank:
             last = self._make_node() if self._has_grad else None
         if opened is None:
             return
-        node = None if last is None else last.number
+        node = last.number if last is not None and self._is_tracked else None
         self.tell(events.Left(module, self._moment(), node, in_checkpoint=self._is_recomputing))
-        if last is not None:
+        if last is not None and self._is_tracked:
             last.outputs_of.append((opened.log, opened.visit))
             if block.kind == "head":
                 self._heads.append(last)
@@ -318,12 +347,37 @@ class Rank:
             self.tell(events.CallEnded())
         self.tell(events.GradientsEnded())
 
+    def _grad(self, task: int) -> None:
+        """Run ``torch.autograd.grad`` of all that the forward has made, with the graph retained."""
+        self._run_nodes(self._tape, arrives=False, keeps_graph=True)
+        self._end(task)
+
+    def differentiate_twice(self) -> None:
+        """Run ``torch.autograd.grad`` with ``create_graph``, and then the backward of what that returned."""
+        assert self._log is not None
+        task = self._begin(self._log, accumulates=False)
+        self._run_nodes(self._tape, arrives=False, keeps_graph=True, extends_graph=True)
+        self._end(task)
+        self.tell(events.GradientsBegan(by_engine=True))
+        self.tell(events.CallBegan())
+        task = self._begin(self._log)
+        self.tell(events.CallBegan())
+        # What the first backward has added comes first, from the gradient of the input on.
+        for node in self._tape:
+            self._node = self._next_nodes[0] + len(self._tape) - node.number
+            self._use_unannounced(node.units, self._node)
+            self._use(node.units, "a second derivative")
+        self._run_nodes(self._tape)
+        self._end(task)
+        self.tell(events.GradientsEnded())
+
     def two_backwards(self) -> None:
         """Run two plain backwards of one graph, as of two losses."""
         assert self._log is not None
         nodes = [node for node in self._tape if node.is_in_loss]
         self._may_be_late = True
         for number in range(2):
+            self.num_gradients = self.num_late = 0
             task = self._begin(self._log)
             if not number:
                 self.tell(events.GradientsBegan(by_engine=False))
@@ -345,25 +399,33 @@ class Rank:
             self.tell(events.Unpinned(unit))
         self.check_rest()
 
-    def _begin(self, log: VisitLog | None, *, is_outermost: bool = True) -> int:
+    def _begin(self, log: VisitLog | None, *, is_outermost: bool = True, accumulates: bool = True) -> int:
         self._last_task += 1
         self._task = self._last_task
         logs = () if log is None else (log,)
-        self.tell(events.BackwardBegan(self._task, is_outermost, contained=logs, shown=logs))
+        self.tell(events.BackwardBegan(self._task, is_outermost, accumulates, contained=logs, shown=logs))
         return self._task
 
     def _end(self, task: int, outer: int = -1) -> None:
         self.tell(events.BackwardEnded(task))
         self._task = outer
 
-    def _run_nodes(self, nodes: Sequence[Node], *, raises: bool = False) -> None:
+    def _run_nodes(
+        self,
+        nodes: Sequence[Node],
+        *,
+        raises: bool = False,
+        arrives: bool = True,
+        keeps_graph: bool = False,
+        extends_graph: bool = False,
+    ) -> None:
         # A parameter has its gradient after the first of its uses in forward.
         first_use: dict[int, Node] = {}
         for node in reversed(nodes):
             first_use.update(dict.fromkeys(node.units, node))
         for node in reversed(nodes):
             for log, visit in reversed(node.outputs_of):
-                self.tell(events.Reached(self._task, log, visit))
+                self.tell(events.Reached(self._task, log, visit, keeps_graph, extends_graph))
             for log, visit in node.inputs_of:
                 self.tell(events.ReachedInputs(self._task, log, visit))
             if raises and node is nodes[0]:
@@ -371,13 +433,17 @@ class Rank:
             self._node = node.number
             if node.recompute is not None:
                 node.recompute()
-            if not node.outputs_of:
+            # Numbers of two threads tell no order, so a unit may be released too early. Then its use gathers it again.
+            if not node.outputs_of or len(self._next_nodes) > 1:
                 self._use_unannounced(node.units, node.number)
             self._use(node.units, "a backward")
             for unit in node.units:
-                if first_use[unit] is node and self._units[unit].is_trained:
-                    if not self._may_be_late and self.schedule.reduces.fate(unit) is Fate.LATE:
-                        raise Wrong(f"unit {unit} was reduced before its gradient came")
+                if arrives and first_use[unit] is node and self._units[unit].is_trained:
+                    self.num_gradients += 1
+                    if self.schedule.reduces.fate(unit) is Fate.LATE:
+                        self.num_late += 1
+                        if not self._may_be_late:
+                            raise Wrong(f"unit {unit} was reduced before its gradient came")
                     self.tell(events.GradientArrived(unit, 0))
 
     def _recompute(self, blocks: Sequence[Block], first_list: int) -> None:
