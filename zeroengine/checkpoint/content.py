@@ -145,7 +145,7 @@ def collect_content(engine: EngineState, client_state: Any, *, frozen: bool) -> 
     averages = tensors.average_entries(once=True)
     entries |= {AVERAGE + names.first(own): entry for own, entry in averages.items()}
     if frozen:
-        entries |= {MODEL + key: entry for key, entry in tensors.computed_entries(names, once=True).items()}
+        entries |= {MODEL + key: entry for key, entry in tensors.computed_entries(names).items()}
     # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
     # models.
     aliases = {MODEL + key: MODEL + keys[0] for keys in names.keys.values() for key in keys[1:]}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata, FileWindow, StoredPiece
 from zeroengine.checkpoint.entries import StateEntries, part_of_box
@@ -73,7 +72,7 @@ def load_files(
     for file_name, pieces in groupby(in_file_order, key=lambda piece: piece.file):
         with as_checkpoint_errors(f"{path} cannot be read"), metadata.open_file(path / file_name) as file:
             for piece in pieces:
-                value = _load_piece(file, piece)
+                value = load_item(file, piece)
                 if piece.name in objects:
                     values[piece.name] = value
                 elif not _is_as_described(value, piece, metadata.tensors[piece.name].dtype):
@@ -96,10 +95,18 @@ def _is_as_described(value: Any, piece: StoredPiece, dtype: str) -> bool:
     )
 
 
-def _load_piece(file: io.BufferedReader, piece: StoredPiece) -> Any:
-    """Return the value of one item of a file."""
+def load_item(file: io.BufferedReader, piece: StoredPiece) -> Any:
+    """Return the value of one item of a file.
+
+    Raises:
+        CheckpointError: It could run code.
+        Exception: Whatever torch raises where the file is damaged. See ``as_checkpoint_errors``.
+    """
     stream: Any = FileWindow(file, piece.start, piece.length)
     if piece.transforms:
+        # Most checkpoints have none, and tools that read weights alone start faster without this import.
+        from torch.distributed.checkpoint import FileSystemReader
+
         transforms: Any = FileSystemReader("").transforms
         stream = transforms.transform_load_stream(None, piece.transforms, stream)
         # torch.load has to seek, which a decompressed stream cannot.

@@ -149,10 +149,10 @@ class EngineTensors:
                 listed(cast, NUM_SHOWN),
             )
 
-    def computed_entries(self, names: SavedNames, *, once: bool) -> StateEntries:
+    def computed_entries(self, names: SavedNames) -> StateEntries:
         """Return the tensors that the model's code computes for its state dict. Every rank has them."""
         tensors = {key: value.detach() for key, value in names.computed.items() if isinstance(value, torch.Tensor)}
-        return {key: self._whole_entry(tensor, once) for key, tensor in tensors.items()}
+        return {key: self._whole_entry(tensor, once=True) for key, tensor in tensors.items()}
 
     def model_entries(self, *, once: bool, frozen: bool = True) -> StateEntries:
         """Return the masters, persistent buffers and, where ``frozen``, the frozen parameters."""

@@ -11,7 +11,7 @@ from zeroengine import ops
 from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry, pieces_of_run
 from zeroengine.checkpoint.name_mapping import CheckpointNames, torch_dtype
 from zeroengine.ops import MOMENT_BLOCK
-from zeroengine.optim.backends.interface import ShardState, SpanState, is_signed
+from zeroengine.optim.backends.interface import ShardState, SpanState
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 
@@ -45,7 +45,7 @@ class ConvertedMoment:
         """Write what was read into the engine's state, in its precision."""
         values = self.values
         if len(self.scales):
-            values = ops.decode_moment(values, self.scales, is_signed=is_signed(self.key))
+            values = ops.decode_moment(values, self.scales, is_signed=ops.MOMENT_SIGNS[self.key])
         self.state.write(self.key, values[self.first :][: self.state.elements[self.key].numel()])
 
 

@@ -14,8 +14,8 @@ import torch
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, SCALES, UNSAVED, StateEntries
 from zeroengine.errors import CheckpointError
+from zeroengine.ops import MOMENT_SIGNS
 from zeroengine.optim.backends.interface import StateKeys
-from zeroengine.optim.fused_rules import MOMENTS
 
 # One message shows at most so many problems.
 MAX_PROBLEMS = 10
@@ -119,7 +119,7 @@ def split_state_name(stored: str) -> tuple[str, str] | None:
     # of the list that it is a place in, or of the moment whose scales it has.
     parameter, _, key = rest.rpartition(".")
     outer, _, name = parameter.rpartition(".")
-    if key.isdigit() or (f".{key}" == SCALES and name in MOMENTS):
+    if key.isdigit() or (f".{key}" == SCALES and name in MOMENT_SIGNS):
         return outer, f"{name}.{key}"
     return parameter, key
 

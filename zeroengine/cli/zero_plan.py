@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         "host_bytes": _byte_size(options.host_memory, "--host-memory"),
         "disk_bytes": _byte_size(options.disk, "--disk"),
     }
-    network = _bytes_per_second(options.network, "--network")
+    network = _network_bytes_per_second(options.network)
     _check_model(options)
     if options.html is not None:
         raise ZeroEngineError("--html: zero-plan writes no page. Write --all for a table of all candidates, or --json")
@@ -233,14 +233,16 @@ def _byte_size(text: str | None, option: str) -> int | None:
     return parse_byte_size(text, option, ZeroEngineError)
 
 
-def _bytes_per_second(text: str | None, option: str) -> float | None:
-    """Return a rate such as 25Gbit or 3GB, in bytes a second."""
+def _network_bytes_per_second(text: str | None) -> float | None:
+    """Return the value of --network, such as 25Gbit or 3GB, in bytes a second."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT])(bit|B)(?:/s)?", text.strip())
     rate = float(match[1]) * 1000 ** (1 + "KMGT".index(match[2])) if match else 0.0
     if match is None or not rate:
-        raise ZeroEngineError(f"{option} {text}: write bits or bytes a second, such as {option} 25Gbit or {option} 3GB")
+        raise ZeroEngineError(
+            f"--network {text}: write bits or bytes a second, such as --network 25Gbit or --network 3GB"
+        )
     return rate / 8 if match[3] == "bit" else rate
 
 

@@ -222,10 +222,17 @@ class Config(Section):
         return FLOATS[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
 
     @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The dtype that the bf16, fp16 and torch_autocast sections let modules compute in; "fp32" where none does."""
+        if self.torch_autocast.enabled:
+            return self.torch_autocast.dtype
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients may be fp16 in backward, so that the loss is scaled."""
         # bf16 has the exponent range of fp32, so only fp16 gradients need a scale.
-        return torch.float16 in (self.low_precision, self.autocast_dtype)
+        return self.precision == "fp16"
 
     @property
     def manual_accumulation(self) -> bool:
@@ -257,6 +264,10 @@ class Config(Section):
             several = self.manual_accumulation or self.micro_steps_in_mean > 1
             return torch.float32 if several and not self.has_low_masters else dtype
         return FLOATS[name]
+
+    def with_manual_accumulation(self) -> Config:
+        """Return the configuration for a framework that ends each step, and divides the loss itself."""
+        return self.model_copy(update={"gradient_accumulation_steps": batch.MANUAL, "train_batch_size": None})
 
     def fill_auto(
         self, values: Mapping[str, Any], *, framework: str = "the framework", must_match: bool = True

@@ -1,12 +1,13 @@
-"""Finds parameters that were added to the model, or to the optimizer, after ``initialize``.
+"""Finds parameters that were added to the model or to the optimizer, or unfrozen, after ``initialize``.
 
 The engine trains and saves the parameters that it was given. A parameter that is registered later belongs to no unit:
-its gradient would not be reduced, it would not be updated, and no checkpoint would contain it.
+its gradient would not be reduced, it would not be updated, and no checkpoint would contain it. One that was frozen has
+no master and no moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,7 +20,7 @@ from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed
-from zeroengine.utils.torch_internals import children_of, parameters_of
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, children_of, parameters_of
 
 # The number of names that a message shows.
 MAX_NAMES_SHOWN = 5
@@ -39,11 +40,14 @@ class ForeignParameters:
         optimizer: The optimizer that was passed to ``initialize``, or built from the configuration.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._names: dict[nn.Parameter, str] = {
             param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)
         }
+        # An engine that trains nothing runs forwards alone, whichever parameters require a gradient.
+        trains = any(unit.trainable for unit in units)
+        self._frozen = [param for unit in units if trains and not unit.trainable for param in unit.params]
         self._original_names = {name for name, _ in _named_parameters(model)}
         self._groups = optimizer.param_groups
         # ``_group_of`` keeps the parameters alive, so no other object gets one of these ids.
@@ -56,9 +60,11 @@ class ForeignParameters:
         Parameters may be removed, tied to one another, or registered under other names.
 
         Raises:
-            ZeroEngineError: The model has a parameter that is not the engine's, or the optimizer has other groups.
+            ZeroEngineError: The model has a parameter that is not the engine's, the optimizer has other groups, or a
+                parameter is no longer frozen.
         """
         self._check_model()
+        self._check_frozen()
         self._check_groups()
 
     def check_trained(self) -> None:
@@ -94,6 +100,17 @@ class ForeignParameters:
         # The new structure is remembered, so that the next check is fast again.
         if not trained_only:
             self._remember()
+
+    def _check_frozen(self) -> None:
+        # Reading the flag reads no value, so it must not gather a released parameter.
+        with DisableTorchFunctionSubclass():
+            unfrozen = next((param for param in self._frozen if param.requires_grad), None)
+        if unfrozen is not None:
+            raise ZeroEngineError(
+                f"parameter {self._names[unfrozen]} was frozen at initialize() and requires a gradient now: it would "
+                "not be trained, because it has no master and no moments. Make it trainable before initialize(); after "
+                "that requires_grad may be switched off and on between steps."
+            )
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups

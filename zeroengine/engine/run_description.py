@@ -72,12 +72,10 @@ def peak_flops_of(config: Config, device: torch.device) -> float | None:
     """Return the peak rate of one rank in FLOP/s in the dtype that it computes in; None if it is not known."""
     if config.monitor.peak_flops is not None or device.type != "cuda":
         return config.monitor.peak_flops
-    low = config.low_precision or config.autocast_dtype
     # TF32 has a peak of its own, and which products use it depends on the model.
-    if low is None and torch.backends.cuda.matmul.allow_tf32:
+    if config.precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
         return None
-    names = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return peak_flops_by_name(torch.cuda.get_device_properties(device).name, names[low])
+    return peak_flops_by_name(torch.cuda.get_device_properties(device).name, config.precision)
 
 
 def peak_flops_by_name(gpu: str, dtype: str) -> float | None:

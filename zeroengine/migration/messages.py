@@ -83,7 +83,7 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
     code, for the sentence is about that; with ``ZEROENGINE_FULL_TRACEBACK=1`` it goes on into the package.
     """
     name = function.__name__
-    table = ARGUMENTS[name]
+    table, shortened = ARGUMENTS[name], ends_in_callers_code(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,11 +91,7 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
         if foreign:
             lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in foreign.items())
             raise ZeroEngineError(f"{name}(): {' '.join(lines)}")
-        try:
-            return function(*args, **kwargs)
-        except ZeroEngineError as error:
-            end_traceback_in_callers_code(error)
-            raise
+        return shortened(*args, **kwargs)
 
     return checked
 

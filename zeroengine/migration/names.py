@@ -24,6 +24,11 @@ class Counterpart(NamedTuple):
         """The sentence that ends an error message."""
         return f"{'Write ' if self.text.startswith('`') else ''}{self.text}."
 
+    @property
+    def clause(self) -> str:
+        """The advice as the end of a sentence that has begun, without its full stop."""
+        return f"{self.advice[0].lower()}{self.advice[1:-1]}"
+
 
 def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
     """Return each name's counterpart, from the texts of each library. Names with one text share a row."""
@@ -46,6 +51,8 @@ _OWN_DATA = "Data is your own: choose samples in the data set or its loader"
 _RELEASED = '`"zero_optimization": {"stage": 3}` in the configuration; stage 2 keeps parameters gathered'
 _SAVED = "`engine.save_checkpoint(directory)`; it holds the optimizer, loadable anywhere"
 _EVERY_STAGE = "Leave it out: it is right at every stage"
+_NO_INFERENCE = "`with torch.no_grad(), zeroengine.gathered(engine.module):`; there is no other inference"
+_SECTION = "Pass the section as a dict to initialize(config=...)"
 
 _ENGINE = {
     DEEPSPEED: {
@@ -238,6 +245,19 @@ ARGUMENTS = {
     for function in _ARGUMENTS[DEEPSPEED]
 }
 
+# What can be imported from ``zeroengine.integrations.deepspeed`` so that scripts start, and says this where it is used.
+_NOT_SERVED = {
+    "LayerSpec MoE PipelineEngine PipelineModule TiedLayerSpec tp_model_init": _DATA_PARALLEL,
+    "DeepSpeedHybridEngine InferenceEngine init_inference": _NO_INFERENCE,
+    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig": _SECTION,
+    "BF16_Optimizer FP16_Optimizer FP16_UnfusedOptimizer": "initialize() makes the optimizer of every precision",
+    "FusedLamb": "Pass a LAMB of another package to initialize(), which runs at every stage",
+    "TiledLinear TiledLinearReturnBias": 'Write several torch.nn.Linear, each of which can be one of the "units"',
+    "OnebitAdam OnebitLamb ZeroOneAdam": "It compresses its communication, which changes results; use Adam",
+    "get_model_ckpt_name_for_rank": f"{_FORMAT}; read its weights with zero_to_fp32, or export them with zero-export",
+}
+NOT_SERVED = _by_name({DEEPSPEED: _NOT_SERVED})
+
 _MODULE = {
     DEEPSPEED: {
         "zero": "`zeroengine.gathered(...)`; it is zero.GatheredParameters, and zeroengine.meta_init() is zero.Init",
@@ -246,14 +266,13 @@ _MODULE = {
         "register_external_parameter": "Leave it out: a parameter is gathered wherever it is used",
         "init_distributed": _EAGER,
         "add_config_arguments": "Leave it out: zero-launch --config FILE and --set KEY=VALUE reach initialize()",
-        "init_inference": "`with torch.no_grad(), zeroengine.gathered(engine.module):`; there is no other inference",
         "get_accelerator": "`torch.accelerator.current_accelerator()`; or engine.device",
         "checkpointing": "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
         "DeepSpeedEngine": "`zeroengine.Engine`",
         "DeepSpeedConfig": "`zeroengine.config.load(file)`",
         "DeepSpeedOptimizer": "`torch.optim.Optimizer`",
         "DeepSpeedCPUAdam FusedAdam CPUAdam": "`torch.optim.AdamW(...)`; initialize() runs it on the fused kernel",
-        "PipelineModule pipe moe tp_model_init": _DATA_PARALLEL,
+        "pipe moe": _DATA_PARALLEL,
         "dist": "`torch.distributed`",
         "log_dist logger": '`logging.getLogger("zeroengine")`',
     },
@@ -261,7 +280,7 @@ _MODULE = {
     FSDP: {"FullyShardedDataParallel": "`zeroengine.initialize(model, optimizer, config)`"},
     FSDP2: {"fully_shard": "`zeroengine.initialize(model, optimizer, config)`"},
 }
-MODULE = _by_name(_MODULE)
+MODULE = _by_name(_MODULE) | NOT_SERVED
 
 UNPACKED_ENGINE = (
     "initialize() returns the engine alone, and here it is unpacked or indexed as DeepSpeed's (engine, optimizer, "

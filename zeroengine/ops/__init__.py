@@ -23,11 +23,12 @@ from zeroengine.ops.norm import squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
 from zeroengine.ops.table import SegmentList, UpdateSegment, UpdateTable
 from zeroengine.ops.update import decode_moment, encode_moment, update_step
-from zeroengine.ops.update_arrays import RULES, UpdateArrays
+from zeroengine.ops.update_arrays import MOMENT_SIGNS, RULES, UpdateArrays
 
 __all__ = [
     "DTYPE_CODES",
     "MOMENT_BLOCK",
+    "MOMENT_SIGNS",
     "RULES",
     "SegmentList",
     "UpdateArrays",

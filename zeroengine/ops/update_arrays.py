@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,24 +23,32 @@ class Rule:
 
     Attributes:
         code: The number of `ze_rule` in csrc/zeroengine.h.
-        signs: For each moment, whether it may be negative.
+        moments: For each moment, by its name in the state of torch's optimizer, whether it may be negative. The code of
+            8 bits depends on it, so `is_signed` of the rule in csrc/rules.h says the same.
     """
 
     code: int
-    signs: tuple[bool, ...]
+    moments: Mapping[str, bool]
+
+    @property
+    def signs(self) -> tuple[bool, ...]:
+        """For each moment, whether it may be negative."""
+        return tuple(self.moments.values())
 
 
 RULES = MappingProxyType(
     {
-        "average_only": Rule(0, ()),
-        "adam": Rule(1, (True, False)),
-        "adamw": Rule(2, (True, False)),
-        "lion": Rule(3, (True,)),
-        "sgd": Rule(4, ()),
-        "momentum_sgd": Rule(5, (True,)),
-        "adagrad": Rule(6, (False,)),
+        "average_only": Rule(0, {}),
+        "adam": Rule(1, {"exp_avg": True, "exp_avg_sq": False}),
+        "adamw": Rule(2, {"exp_avg": True, "exp_avg_sq": False}),
+        "lion": Rule(3, {"exp_avg": True}),
+        "sgd": Rule(4, {}),
+        "momentum_sgd": Rule(5, {"momentum_buffer": True}),
+        "adagrad": Rule(6, {"sum": False}),
     }
 )
+# Whether a moment may be negative, by its name. Rules that share a name agree.
+MOMENT_SIGNS = MappingProxyType({name: sign for rule in RULES.values() for name, sign in rule.moments.items()})
 
 
 class UpdateArrays(NamedTuple):

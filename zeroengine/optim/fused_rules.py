@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.ops import RULES
 from zeroengine.optim.lion import Lion
 
 Group = Mapping[str, Any]
@@ -20,17 +21,23 @@ class FusedRule:
     """How the kernels update as optimizers with one ``step`` method do.
 
     Attributes:
-        moments: The names of the moments, as in the state of the torch optimizer.
+        name: The rule in ``ops.RULES`` whose moments are kept. A group may be updated by another rule with the same
+            moments, or with none of them.
         settings: Returns, of an optimizer and one of its groups, the keyword arguments of ``ops.update_step`` that do
             not change with the step, and the rule.
         keeps_step: Whether the state of the torch optimizer has the step count.
         initial_value: Returns, of a group, the value of the moments before the first step.
     """
 
-    moments: tuple[str, ...]
+    name: str
     settings: Callable[[torch.optim.Optimizer, Group], dict[str, Any]]
     keeps_step: bool = False
     initial_value: Callable[[Group], float] = lambda group: 0.0
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of the moments, as in the state of the torch optimizer."""
+        return tuple(RULES[self.name].moments)
 
 
 def fused_rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
@@ -42,13 +49,13 @@ def fused_rule_of(optimizer: torch.optim.Optimizer) -> FusedRule | None:
     # so what is inside is compared.
     step = inspect.unwrap(type(optimizer).step)
     if step is inspect.unwrap(torch.optim.SGD.step) and not any(g["momentum"] for g in optimizer.param_groups):
-        return FusedRule((), _sgd)
-    return _RULES.get(step)
+        return FusedRule("sgd", _sgd)
+    return _RULE_OF_STEP.get(step)
 
 
 def class_rule_of(optimizer: torch.optim.Optimizer) -> FusedRule:
     """Return the rule of the class of ``optimizer``, of which ``fused_rule_of`` was not None, whatever its groups."""
-    return _RULES[inspect.unwrap(type(optimizer).step)]
+    return _RULE_OF_STEP[inspect.unwrap(type(optimizer).step)]
 
 
 def settings_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -100,19 +107,17 @@ def _adagrad(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
     return {"rule": "adagrad", "beta1": float(group["lr_decay"]), "eps": float(group["eps"])}
 
 
-_ADAM = FusedRule(("exp_avg", "exp_avg_sq"), _adam, keeps_step=True)
-_RULES = {
+_ADAM = FusedRule("adam", _adam, keeps_step=True)
+_RULE_OF_STEP = {
     inspect.unwrap(step): rule
     for step, rule in (
         (torch.optim.Adam.step, _ADAM),
         (torch.optim.AdamW.step, _ADAM),
-        (Lion.step, FusedRule(("exp_avg",), _lion)),
-        (torch.optim.SGD.step, FusedRule(("momentum_buffer",), _sgd)),
+        (Lion.step, FusedRule("lion", _lion)),
+        (torch.optim.SGD.step, FusedRule("momentum_sgd", _sgd)),
         (
             torch.optim.Adagrad.step,
-            FusedRule(("sum",), _adagrad, True, lambda group: float(group["initial_accumulator_value"])),
+            FusedRule("adagrad", _adagrad, True, lambda group: float(group["initial_accumulator_value"])),
         ),
     )
 }
-
-MOMENTS = frozenset(moment for rule in _RULES.values() for moment in rule.moments)

@@ -289,12 +289,18 @@ def one_cycle_momentum(params: Mapping[str, Any], updates: int) -> float:
     return float(_between(high, low, _cycle_part(params, updates)))
 
 
-def one_cycle_momentum_of_update(params: Mapping[str, Any], updates: int) -> float:
-    """Return the momentum that the update after a number of updates has.
+def write_one_cycle_momentum(group: dict[str, Any], params: Mapping[str, Any], updates: int) -> None:
+    """Write the momentum of the update that follows a number of updates into a param group, if it is cycled.
 
-    As in DeepSpeed, the first one has the low momentum, and the second one goes on from the high one.
+    As in DeepSpeed, the first update has the low momentum, and the second one goes on from the high one.
     """
-    return one_cycle_momentum(params, updates) if updates else float(params["cycle_min_mom"])
+    if not params["cycle_momentum"]:
+        return
+    momentum = one_cycle_momentum(params, updates) if updates else float(params["cycle_min_mom"])
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    elif "momentum" in group:
+        group["momentum"] = momentum
 
 
 def _cycle_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -340,14 +346,6 @@ class _OneCycle(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        return [self._advance(*pair) for pair in zip(self.optimizer.param_groups, self._params, strict=True)]
-
-    def _advance(self, group: dict[str, Any], params: dict[str, Any]) -> float:
-        """Set the momentum of a group, and return its rate."""
-        if params["cycle_momentum"]:
-            momentum = one_cycle_momentum_of_update(params, self.last_epoch)
-            if "betas" in group:
-                group["betas"] = (momentum, group["betas"][1])
-            elif "momentum" in group:
-                group["momentum"] = momentum
-        return float(_one_cycle(params, None, self.last_epoch))
+        for group, params in zip(self.optimizer.param_groups, self._params, strict=True):
+            write_one_cycle_momentum(group, params, self.last_epoch)
+        return [float(_one_cycle(params, None, self.last_epoch)) for params in self._params]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroengine.config import Config, load
@@ -178,14 +177,13 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
             f"{format_byte_size(values)} on each node, which has {format_byte_size(machine.host_bytes)} of CPU memory.",
         ]
     config = estimator.config(in_order[0].candidate)
-    low = config.low_precision or config.autocast_dtype
     return Plan(
         model_name=estimator.model.name,
         num_parameters=estimator.model.num_parameters,
         num_trainable=estimator.model.num_trainable,
         tokens_per_sample=estimator.model.tokens_per_sample,
         machine=estimator.machine,
-        precision={"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(low), "fp32"),
+        precision=config.precision,
         optimizer=config.optimizer.type if config.optimizer is not None else "no optimizer",
         estimates=in_order,
         num_shown=len(shown),
@@ -256,12 +254,10 @@ def _base_tree(
     notes: list[str] = []
     if config is None:
         config = {"gradient_clipping": 1.0}
-        chosen = load(config, overrides)
         # An override may choose the precision.
-        low = chosen.low_precision or chosen.autocast_dtype
-        if machine.device == "cuda" and low is None:
-            config["bf16"], low = {"enabled": True}, torch.bfloat16
-        precision = "fp32" if low is None else "bf16" if low is torch.bfloat16 else "fp16"
+        precision = load(config, overrides).precision
+        if machine.device == "cuda" and precision == "fp32":
+            config["bf16"], precision = {"enabled": True}, "bf16"
         notes.append(f"No configuration is given: AdamW in {precision}, gradients clipped at 1.0.")
     loaded = load(config, overrides)
     tree: dict[str, Any] = copy.deepcopy(loaded._written.tree if loaded._written is not None else loaded.to_dict())

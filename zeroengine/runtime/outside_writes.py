@@ -17,6 +17,11 @@ time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next
 Units that are released can be written while they are gathered, inside a forward or a backward, as
 ``gathered_writes.py`` says. Their digests travel in the same sum. Elsewhere they can be written only inside
 ``gathered``, where the values of one rank count for all.
+
+So writes are looked for in three ways, which ask three questions. The update asks which elements of its own shard
+differ from their master, since it may take over no others. This file asks what a rank wrote since the last step, when
+all ranks agreed. ``gathered_writes.py`` asks what was written since the unit was gathered, whose memory is about to go:
+its baseline moves at each gather, and never counts for a unit that stays.
 """
 
 from __future__ import annotations

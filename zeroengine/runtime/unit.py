@@ -377,7 +377,7 @@ class Unit:
         """Take over replaced data, and check that the parameters are still what ``initialize`` made of them.
 
         Raises:
-            ZeroEngineError: A parameter has another shape, dtype or device, or is no longer frozen.
+            ZeroEngineError: A parameter has another shape, dtype or device.
         """
         for index, (param, view, slot) in enumerate(
             zip(self.params, self.full_buffer.views, self.layout.slots, strict=True)
@@ -388,12 +388,6 @@ class Unit:
                     f"parameter {slot.name} was given another shape, dtype or device after initialize(), by .to(), "
                     ".half(), `.data =` or the like: no update would reach it. Convert the model before initialize(), "
                     "and write values inside `with zeroengine.gathered(module_or_params):`."
-                )
-            if not self.trainable and param.requires_grad:
-                raise ZeroEngineError(
-                    f"parameter {slot.name} was frozen at initialize() and requires a gradient now: it would not be "
-                    "trained, because it has no master and no moments. Make it trainable before initialize(); after "
-                    "that requires_grad may be switched off and on between steps."
                 )
 
     def copy_full_to_shard(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zeroengine.checkpoint.dcp_load import load_item
 from zeroengine.checkpoint.dcp_metadata import FileWindow, StoredPiece
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
@@ -197,8 +198,7 @@ def _load_item(path: Path, piece: StoredPiece) -> torch.Tensor:
         CheckpointError: It is not the tensor that the metadata says, or cannot be read.
     """
     with as_checkpoint_errors(f"{path} cannot be read"), open(path, "rb") as file:
-        item: Any = FileWindow(file, piece.start, piece.length)
-        tensor = torch.load(item, map_location="cpu", weights_only=True)
+        tensor = load_item(file, piece)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
         raise CheckpointError(f"{piece.file} does not hold what it is said to of {piece.name}")
     return tensor.detach().contiguous().view(-1)

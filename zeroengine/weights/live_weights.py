@@ -74,7 +74,7 @@ def save(
         saved_names = tensors.saved_names()
         # Each element is written by exactly one rank, although several may hold it.
         entries = tensors.model_entries(once=True) | (tensors.average_entries(once=True) if ema else {})
-        entries |= tensors.computed_entries(saved_names, once=True)
+        entries |= tensors.computed_entries(saved_names)
 
         def spec_of(stored: StoredValue) -> TensorSpec:
             return TensorSpec(entries[stored.own_name].shape, entries[stored.own_name].dtype)

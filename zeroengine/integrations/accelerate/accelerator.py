@@ -22,16 +22,14 @@ from zeroengine.engine.initialize import engine_of
 from zeroengine.engine.model_checks import check_undistributed
 from zeroengine.integrations.accelerate import checks, settings, states
 from zeroengine.integrations.accelerate.engines import (
-    as_initialized,
     compiled,
-    make_evaluation_engine,
     make_training_engine,
     model_of,
     parameters_of,
-    trainable_parameters,
 )
 from zeroengine.integrations.accelerate.sample_groups import SampleGroupAccelerator
 from zeroengine.integrations.accelerate.wrappers import EngineOwnedSchedule, ZeroAcceleratedOptimizer
+from zeroengine.integrations.evaluation import make_evaluation_engine, trainable_parameters
 from zeroengine.integrations.parameter_engines import engines_of
 
 # The attribute by which accelerate knows what it has prepared.
@@ -319,8 +317,7 @@ class ZeroAccelerator(SampleGroupAccelerator):
         if engine is None:
             state_dict: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state_dict
-        with as_initialized(engine):
-            return engine.full_state_dict(rank0_only=True)
+        return engine.full_state_dict(rank0_only=True)
 
     def save_model(
         self,
@@ -341,8 +338,7 @@ class ZeroAccelerator(SampleGroupAccelerator):
         if engine is None or not safe_serialization:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
-            with as_initialized(engine):
-                engine.save_weights(save_directory, shard_size=max_shard_size)
+            engine.save_weights(save_directory, shard_size=max_shard_size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save what `load_state` needs to go on. Call it on every rank, between steps.

@@ -1,10 +1,9 @@
-"""The engines that `prepare` makes: for a model with its optimizer, and for a model that is not trained."""
+"""The engines that `prepare` makes for a model with its optimizer."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +11,10 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 
-from zeroengine.config import Config, load
-from zeroengine.engine.engine import Engine
+from zeroengine.config import Config
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.accelerate.settings import precision_of
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
-
-# The keys that matter to a model without an optimizer.
-EVALUATION_KEYS = (
-    *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "keep_fp32_modules", "keep_dtype"),
-    *("comm", "aio", "memory_check", "sequence_parallel_size"),
-)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | DummyOptim) -> list[torch.Tensor]:
@@ -58,11 +49,6 @@ def model_of(params: Iterable[torch.Tensor], models: Sequence[nn.Module]) -> nn.
             "own: make an optimizer for each, or put the models into one torch.nn.Module."
         )
     return owners[0]
-
-
-def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that require a gradient."""
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
@@ -120,45 +106,3 @@ def make_training_engine(
     make_schedule = None if schedule is None else schedule.lr_scheduler_callable
     engine = initialize(model, base, configure(values), lr_scheduler=make_schedule)
     return ZeroAcceleratedOptimizer(engine, engine.optimizer if base is None else base)
-
-
-def make_evaluation_engine(model: nn.Module, config: Config) -> Engine:
-    """Partition a model that is not trained. Its parameters may be trainable, and stay so.
-
-    Args:
-        model: The model.
-        config: The configuration before `resolve`.
-    """
-    values = config.to_dict()
-    values = {key: values[key] for key in EVALUATION_KEYS}
-    if trainable_parameters(model):
-        # The patterns are those of models that are trained. A reference model may be of another class.
-        values["units"] = config.to_dict()["units"]
-        if config.low_precision is not None:
-            # The model may be trained later, so its values must not be rounded.
-            values["torch_autocast"] |= {"enabled": True, "dtype": precision_of(config)}
-            values["bf16"]["enabled"] = values["fp16"]["enabled"] = False
-    with frozen(model):
-        return initialize(model, None, load(values))
-
-
-def as_initialized(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Surround a call of an engine that compares the model with the one that was partitioned."""
-    is_trained = any(unit.trainable for unit in engine.units)
-    return contextlib.nullcontext() if is_trained else frozen(engine.module)
-
-
-@contextlib.contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze the parameters of a model inside the block, as its engine for evaluation knows them.
-
-    Outside they stay trainable, because an optimizer that is made later chooses its parameters by this flag.
-    """
-    trainable = trainable_parameters(model)
-    for param in trainable:
-        param.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for param in trainable:
-            param.requires_grad_(True)

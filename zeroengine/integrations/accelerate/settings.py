@@ -125,9 +125,7 @@ def fill_precision(config: Config, requested: str | None) -> Config:
 
 def precision_of(config: Config) -> str:
     """Return accelerate's word for the precision of a configuration: "no", "fp16" or "bf16"."""
-    if config.torch_autocast.enabled:
-        return config.torch_autocast.dtype
-    return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "no"
+    return "no" if config.precision == "fp32" else config.precision
 
 
 def _describe_precision(config: Config, wanted: str) -> str:
@@ -220,12 +218,7 @@ def fill_batch_size(config: Config, batch_sizes: list[int], num_steps: int, num_
             '"train_batch_size": "auto".'
         )
     # The last step of an epoch may be shorter, and accelerate divides the loss itself.
-    manual = {
-        "gradient_accumulation_steps": "manual",
-        "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": micro,
-    }
-    return config.model_copy(update=manual)
+    return config.with_manual_accumulation().model_copy(update={"train_micro_batch_size_per_gpu": micro})
 
 
 def batch_size_of(loader: Any, settings: DataLoaderConfiguration, num_processes: int) -> int | None:

@@ -24,7 +24,6 @@ from accelerate.checkpointing import (
 from zeroengine.engine.initialize import engine_of
 from zeroengine.engine.replay import ReplayTarget
 from zeroengine.errors import CheckpointError, ZeroEngineError
-from zeroengine.integrations.accelerate.engines import as_initialized
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 
 # The tag of an engine's checkpoint in its folder.
@@ -66,8 +65,7 @@ def save(
             weights.append(accelerator.get_state_dict(model, unwrap=False))
         else:
             # Ranks that join later have no file of their own with the step.
-            with as_initialized(engine):
-                engine.save_checkpoint(_engine_folder(folder, index), TAG, {"step": accelerator.step}, **options)
+            engine.save_checkpoint(_engine_folder(folder, index), TAG, {"step": accelerator.step}, **options)
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, weights, str(folder))
     save_accelerator_state(
@@ -115,8 +113,7 @@ def restore(
                 "models. Of a checkpoint of accelerate itself, the weights can be loaded: "
                 f"zeroengine.engine_of(model).load_weights({str(folder / 'model.safetensors')!r})."
             )
-        with as_initialized(engine):
-            client_state = engine.load_checkpoint(checkpoint, TAG, **options) or {}
+        client_state = engine.load_checkpoint(checkpoint, TAG, **options) or {}
         step = client_state.get("step", step)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(others, str(folder))

@@ -39,6 +39,7 @@ from zeroengine.integrations.deepspeed.settings import (
 )
 from zeroengine.integrations.deepspeed.ulysses_sp import UlyssesSPAttentionHF
 from zeroengine.integrations.deepspeed.zero_init import outside_of_init
+from zeroengine.integrations.evaluation import frozen
 from zeroengine.integrations.parameter_engines import engines_of
 from zeroengine.optim.factory import build_configured
 
@@ -237,10 +238,7 @@ def _optimizer_of(
         section = config.optimizer
         return True, lambda params: _configured_optimizer(section, model, groups or params)
     # A model that is only evaluated: frozen parameters need neither gradients nor master weights.
-    for param in model.parameters():
-        if param.requires_grad:
-            param.requires_grad_(False)
-            undo.callback(param.requires_grad_, True)
+    undo.enter_context(frozen(model))
     return False, None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.optim.lr_schedules import RATES, one_cycle_momentum, one_cycle_momentum_of_update, params_of_groups
+from zeroengine.optim.lr_schedules import RATES, one_cycle_momentum, params_of_groups, write_one_cycle_momentum
 
 log = logging.getLogger("zeroengine")
 
@@ -225,11 +225,8 @@ class OneCycle(ScheduleOfIterations):
 
     def _write(self) -> None:
         super()._write()
-        if not self.cycle_momentum:
-            return
         for params, group in zip(self._params(), self.optimizer.param_groups, strict=True):
-            momentum = one_cycle_momentum_of_update(params, self.last_batch_iteration + 1)
-            group["betas"] = (momentum, *group["betas"][1:])
+            write_one_cycle_momentum(group, params, self.last_batch_iteration + 1)
 
 
 SCHEDULES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}

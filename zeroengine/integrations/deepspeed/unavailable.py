@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroengine.errors import ZeroEngineError
-
-_DATA_PARALLEL = "ranks are data-parallel or share samples, without pipeline, tensor or expert parallelism"
+from zeroengine.migration.names import NOT_SERVED
 
 
 class UnavailableClass:
@@ -31,26 +30,7 @@ def _unavailable_function(name: str, advice: str) -> Any:
     return refuse
 
 
-_ADVICE_OF_CLASSES = {
-    "LayerSpec MoE PipelineEngine PipelineModule TiedLayerSpec": _DATA_PARALLEL,
-    "DeepSpeedHybridEngine InferenceEngine": "there is no inference engine; evaluate inside zeroengine.gathered(model)",
-    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig": (
-        "pass the section as a dict to initialize(config=...)"
-    ),
-    "BF16_Optimizer FP16_Optimizer FP16_UnfusedOptimizer": "initialize() makes the optimizer of every precision",
-    "FusedLamb": "pass a LAMB of another package to initialize(), which runs at every stage",
-    "TiledLinear TiledLinearReturnBias": 'write several torch.nn.Linear, each of which can be one of the "units"',
-    "OnebitAdam OnebitLamb ZeroOneAdam": "it compresses its communication, which changes results; use Adam",
-}
-_ADVICE_OF_FUNCTIONS = {
-    "get_model_ckpt_name_for_rank": (
-        "a checkpoint is one directory of torch Distributed Checkpoint; read its weights with zero_to_fp32, or export "
-        "them with zero-export"
-    ),
-    "init_inference": "evaluate inside `with torch.no_grad(), zeroengine.gathered(model):`",
-    "tp_model_init": _DATA_PARALLEL,
-}
 NAMES: dict[str, Any] = {
-    name: _unavailable_class(name, advice) for names, advice in _ADVICE_OF_CLASSES.items() for name in names.split()
+    name: (_unavailable_class if name[0].isupper() else _unavailable_function)(name, row.clause)
+    for name, row in NOT_SERVED.items()
 }
-NAMES |= {name: _unavailable_function(name, advice) for name, advice in _ADVICE_OF_FUNCTIONS.items()}

@@ -95,12 +95,10 @@ def with_precision(settings: Config, precision: str, framework: str) -> Config:
 
 def precision_of(settings: Config) -> str:
     """Return Lightning's name of the precision that the configuration has."""
-    if settings.bf16.enabled or (settings.torch_autocast.enabled and settings.torch_autocast.dtype == "bf16"):
-        return "bf16-mixed"
-    return "16-mixed" if settings.scales_loss else DEFAULT_PRECISION
+    return {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": DEFAULT_PRECISION}[settings.precision]
 
 
-def with_manual_accumulation(settings: Config, steps: int, world_size: int, framework: str) -> Config:
+def with_accumulation_of_loop(settings: Config, steps: int, world_size: int, framework: str) -> Config:
     """Let Lightning end the steps: the engine sums the gradients of as many backwards as there are.
 
     Args:
@@ -121,4 +119,4 @@ def with_manual_accumulation(settings: Config, steps: int, world_size: int, fram
     if found != "manual":
         # This compares the batch sizes in the configuration with one another.
         settings.model_copy(update={"gradient_accumulation_steps": steps}).resolve(world_size=world_size)
-    return settings.model_copy(update={"gradient_accumulation_steps": "manual", "train_batch_size": None})
+    return settings.with_manual_accumulation()

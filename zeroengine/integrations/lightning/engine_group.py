@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
-from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.process_groups import run_collective
 
@@ -38,16 +35,6 @@ def wrappable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     second: torch.optim.Optimizer = object.__new__(derived)
     second.__dict__ = optimizer.__dict__
     return second
-
-
-def make_evaluation_engine(model: nn.Module, settings: Config) -> Engine:
-    """Partition a model that is not trained. A collective.
-
-    Its optimizer has no state and never steps. Parameters count as trainable, so that under bf16 and fp16 their fp32
-    values come back at the end.
-    """
-    settings = settings.model_copy(update={"optimizer": None, "scheduler": None})
-    return initialize(model, partial(torch.optim.SGD, lr=0.0), settings)
 
 
 def is_same_optimizer(first: object, second: object) -> bool:

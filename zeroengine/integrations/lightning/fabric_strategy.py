@@ -20,6 +20,7 @@ from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.evaluation import make_evaluation_engine
 from zeroengine.integrations.lightning.checkpoints import (
     checked_folder,
     is_engine_checkpoint,
@@ -32,10 +33,10 @@ from zeroengine.integrations.lightning.configuration import (
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
-    with_manual_accumulation,
+    with_accumulation_of_loop,
     with_precision,
 )
-from zeroengine.integrations.lightning.engine_group import EngineGroup, is_same_optimizer, make_evaluation_engine
+from zeroengine.integrations.lightning.engine_group import EngineGroup, is_same_optimizer
 
 # What fabric.save and fabric.load are given.
 FabricState = dict[str, Any]
@@ -200,7 +201,7 @@ class ZeroFabricStrategy(DDPStrategy):
 
     def _make_engine(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
         count = "the loop under Fabric counts by itself"
-        settings = with_manual_accumulation(self._settings, 1, self.world_size, count)
+        settings = with_accumulation_of_loop(self._settings, 1, self.world_size, count)
         if optimizer is not None and settings.scheduler is not None:
             raise ZeroEngineError(
                 "the configuration has a scheduler, which the engine would step beside one of the loop. Remove the "

@@ -22,6 +22,7 @@ from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
+from zeroengine.integrations.evaluation import make_evaluation_engine
 from zeroengine.integrations.lightning.checkpoints import (
     checked_folder,
     is_engine_checkpoint,
@@ -34,13 +35,12 @@ from zeroengine.integrations.lightning.configuration import (
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
-    with_manual_accumulation,
+    with_accumulation_of_loop,
     with_precision,
 )
 from zeroengine.integrations.lightning.engine_group import (
     EngineGroup,
     broadcast_remaining,
-    make_evaluation_engine,
     modules_of_optimizers,
 )
 from zeroengine.integrations.lightning.trainer_precision import ZeroPrecision
@@ -124,7 +124,7 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             self._make_training_engines(trainer)
         elif any(True for _ in model.parameters()):
-            self._make_evaluation_engine()
+            self._add_engine("model", make_evaluation_engine(model, self._settings))
         self.setup_precision_plugin()
 
     def _check_trainer(self, trainer: Trainer) -> None:
@@ -164,7 +164,7 @@ class ZeroStrategy(DDPStrategy):
                 "configuration. Write one of them."
             )
         count = f"the Trainer has Trainer(accumulate_grad_batches={steps})"
-        settings = with_manual_accumulation(settings, steps, self.world_size, count)
+        settings = with_accumulation_of_loop(settings, steps, self.world_size, count)
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
         # configure_optimizers returned None: the configuration names the optimizer.
         if isinstance(optimizers[0], _MockOptimizer):
@@ -187,11 +187,6 @@ class ZeroStrategy(DDPStrategy):
         for (name, module), optimizer in zip(modules.items(), optimizers, strict=True):
             self._add_engine(name, initialize(module, optimizer, settings), optimizer)
         self.optimizers = [self._engine_group.optimizer_of(engine) for engine in self._engine_group.engines]
-
-    def _make_evaluation_engine(self) -> None:
-        assert self.lightning_module is not None
-        settings = with_manual_accumulation(self._settings, 1, self.world_size, "")
-        self._add_engine("model", make_evaluation_engine(self.lightning_module, settings))
 
     def _add_engine(self, name: str, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> Engine:
         self._engine_group.add(engine, optimizer)

@@ -12,8 +12,8 @@ from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import engine_of
 from zeroengine.integrations.accelerate import ZeroAccelerator
-from zeroengine.integrations.accelerate.engines import trainable_parameters
 from zeroengine.integrations.accelerate.settings import precision_of
+from zeroengine.integrations.evaluation import trainable_parameters
 
 
 class TrainerAccelerator(ZeroAccelerator):

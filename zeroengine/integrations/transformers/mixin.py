@@ -37,7 +37,7 @@ from zeroengine.integrations.transformers.resume import POSITION, EpochStart, re
 from zeroengine.integrations.transformers.settings import (
     load_settings,
     own_optimizer,
-    with_manual_accumulation,
+    with_accumulation_of_trainer,
     with_number_of_steps,
 )
 from zeroengine.optim.factory import build_configured
@@ -121,7 +121,7 @@ class ZeroTrainerMixin(Trainer):
                 )
         # The trainer names its class of accelerator in the method above. States of accelerators are shared, so this
         # one takes over what that one set up.
-        settings = with_manual_accumulation(self._settings, self.args)
+        settings = with_accumulation_of_trainer(self._settings, self.args)
         self.accelerator = TrainerAccelerator(settings, **self._accelerator_arguments)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
@@ -177,7 +177,7 @@ class ZeroTrainerMixin(Trainer):
             # The tensors of another engine come in another order, so a server is told it again.
             generation._weight_metadata = None
         settings = with_number_of_steps(self._settings, self.args, max_steps)
-        self.accelerator.zero_config = with_manual_accumulation(settings, self.args)
+        self.accelerator.zero_config = with_accumulation_of_trainer(settings, self.args)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

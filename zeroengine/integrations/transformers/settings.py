@@ -17,7 +17,6 @@ from zeroengine.optim.lion import Lion
 FRAMEWORK = "TrainingArguments"
 # The optimizers of bitsandbytes and torchao that AdamW and Lion stand for here, with the bits of their moments.
 OPTIMIZER_NAME = re.compile("(?:paged_)?(adamw|lion)(?:_bnb|_torch)?_(8|32)bit")
-MANUAL = "manual"
 
 
 def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: Any) -> Config:
@@ -53,7 +52,7 @@ def with_number_of_steps(settings: Config, args: Any, num_steps: int) -> Config:
     return settings.fill_auto(steps, framework=FRAMEWORK, must_match=False)
 
 
-def with_manual_accumulation(settings: Config, args: Any) -> Config:
+def with_accumulation_of_trainer(settings: Config, args: Any) -> Config:
     """Return `settings` in which the trainer decides which backward is the last one of a step.
 
     The last step of an epoch may have fewer micro-steps than the others, and the trainer divides the loss itself. With
@@ -61,7 +60,7 @@ def with_manual_accumulation(settings: Config, args: Any) -> Config:
     """
     if args.gradient_accumulation_steps == 1 and not settings.manual_accumulation:
         return settings
-    return settings.model_copy(update={"gradient_accumulation_steps": MANUAL, "train_batch_size": None})
+    return settings.with_manual_accumulation()
 
 
 def check_arguments(args: Any) -> None:

@@ -15,15 +15,19 @@ and these rules:
 [Note: How to add a fused optimizer]
 Take RMSprop as an example.
 
-1. The kernel. Write its formula as a struct in `csrc/rules.h`, which the kernels for CPU and GPU share, and give it a
-   number in `ze_rule` (`csrc/zeroengine.h`), a row in `updates_of` (`csrc/cpu/update.inl.h`) and a case in
-   `csrc/cuda/update.cu`. What `ze_update_args` lacks goes there; then raise the versions of the interfaces. An
-   element's result may depend on nothing but that element's values, the arguments and its index, or the losses would
-   differ between stages. All dtypes of gradients, moments, masters and averages come with the template.
-2. The binding. Add the rule to `RULES` (`ops/update_arrays.py`) and its formula in torch to `ops/_fallback.py`. The
-   tests to extend are in `tests/ops`: the formula in float64, and the same bits on each instruction set.
-3. The choice. Add a `FusedRule` to `optim/fused_rules.py`: the names of the moments, which are those of the torch
-   optimizer's state, so that checkpoints stay interchangeable, and the settings of a group.
+1. The kernel. Write its formula as a struct in `csrc/rules.h`, which the kernels for CPU and GPU share, with
+   `is_signed`, which of its moments may be negative: `square_avg` may not. Give it a number in `ze_rule`
+   (`csrc/zeroengine.h`), a row in `updates_of` (`csrc/cpu/update.inl.h`) and a case in `csrc/cuda/update.cu`. What
+   `ze_update_args` lacks goes there; then raise the versions of the interfaces. An element's result may depend on
+   nothing but that element's values, the arguments and its index, or the losses would differ between stages. All dtypes
+   of gradients, moments, masters and averages come with the template.
+2. The binding. Add the rule to `RULES` (`ops/update_arrays.py`): its number, and its moments by the names that they
+   have in the torch optimizer's state, so that checkpoints stay interchangeable, each with its sign as in the kernel,
+   `{"square_avg": False}`. Everything else takes the names and the signs from this row. Its formula in torch goes to
+   `ops/_fallback.py`. The tests to extend are in `tests/ops`: the formula in float64, and the same bits on each
+   instruction set. They decode moments of 8 bits by the signs of the row, so they fail where the kernel has others.
+3. The choice. Add a `FusedRule` to `optim/fused_rules.py`: the row, and the settings of a group. The test to extend is
+   `tests/optim/test_fused_rules.py`, with the torch optimizer, whose state has the names and the signs.
 
 Offload, precision of moments, norm, clipping, loss scaling, checkpoints, memory reports and plans follow. The test to
 extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
@@ -76,7 +80,7 @@ class SpanState(NamedTuple):
             populate(tensor)
         if key not in self.scales:
             return self.elements[key]
-        return ops.decode_moment(self.elements[key], self.scales[key], is_signed=is_signed(key))
+        return ops.decode_moment(self.elements[key], self.scales[key], is_signed=ops.MOMENT_SIGNS[key])
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace the values of a state with a value for each element."""
@@ -84,18 +88,13 @@ class SpanState(NamedTuple):
             populate(tensor, write=True)
         if key in self.scales:
             values = values.to(self.scales[key]).contiguous()
-            ops.encode_moment(values, self.elements[key], self.scales[key], is_signed=is_signed(key))
+            ops.encode_moment(values, self.elements[key], self.scales[key], is_signed=ops.MOMENT_SIGNS[key])
         else:
             self.elements[key].copy_(values)
 
     def _tensors(self, key: str) -> list[torch.Tensor]:
         # They may be mapped from a file. See "SIGBUS" in ``disk/mapped_memory.py``.
         return [tensors[key] for tensors in (self.elements, self.scales) if key in tensors]
-
-
-def is_signed(key: str) -> bool:
-    """Return whether values of a moment may be negative, by its name."""
-    return key not in ("exp_avg_sq", "sum")
 
 
 class ShardState(Protocol):
