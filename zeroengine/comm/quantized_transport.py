@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.forwarding_transport import ForwardingTransport
 from zeroengine.comm.interfaces import Levels, Ranks, Slices, Transport
 from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
@@ -301,22 +302,17 @@ class QuantizedReduce:
         return arrived, work
 
 
-class QuantizedTransport:
-    """A transport whose ``reduce`` channel quantizes. See ``interfaces.Transport``; the rest is that of the transport.
+class QuantizedTransport(ForwardingTransport):
+    """A transport whose ``reduce`` channel quantizes. Its other channels are those of ``inner``, which are exact.
 
     Args:
         inner: The transport.
         reduce: Sums of gradients, around the channel of ``inner``.
-
-    Attributes:
-        gather: The transport's own channel, which is exact.
     """
 
     def __init__(self, inner: Transport, reduce: QuantizedReduce) -> None:
-        self._inner, self.gather, self.reduce = inner, inner.gather, reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self.reduce = reduce
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

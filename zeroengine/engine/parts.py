@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
@@ -170,7 +169,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         # A mixture exists only with `degrees.per_unit`. See "Hops" in quantized_transport.py.
         all_reduces = transport.reduces_by_levels or not is_gathered
         quantized_reduce = QuantizedReduce(transport, zero.gradient_bits, feedback, group.device, all_reduces)
-        transport = cast(Transport, QuantizedTransport(transport, quantized_reduce))
+        transport = QuantizedTransport(transport, quantized_reduce)
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 
@@ -87,7 +86,7 @@ def open_transport(group: Group, kind: str, timeout: float, register_buffers: bo
         )
     if group.device.type != "cpu":
         # Gloo and shared memory move host memory only.
-        return cast(Transport, HostStagedTransport(_open_gloo(group, _hosts(group), timeout), group.device))
+        return HostStagedTransport(_open_gloo(group, _hosts(group), timeout), group.device)
     hosts = _hosts(group)
     chosen = SharedMemoryTransport if kind == "shm" else _between_cpus(kind, hosts)
     if chosen is GlooTransport:
