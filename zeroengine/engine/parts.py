@@ -20,7 +20,7 @@ from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Copies
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.placement import Placement, place_states
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
 from zeroengine.optim.caller_optimizer import redirect_calls
@@ -78,7 +78,7 @@ class EngineSetup:
     lr_scheduler: LRSchedulerLike
     planner: StatePlanner
     async_step: bool | None
-    copies: Copies | None
+    copies: GPUCopies | None
     undo: ExitStack
 
     @property

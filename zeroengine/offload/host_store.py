@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from zeroengine.comm.buffer_pool import BufferPool
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
-from zeroengine.offload.interfaces import Copies, Medium, OffloadStore, padded_nbytes
+from zeroengine.offload.interfaces import Medium, OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
 
@@ -24,7 +25,7 @@ class HostStore:
 
     medium: Medium = "cpu"
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: GPUCopies) -> None:
         self.copies = copies
         # The addresses of the states' storages.
         self._states: set[int] = set()
@@ -64,7 +65,7 @@ class HostStore:
 class DeviceStates:
     """The device as a ``StateStore`` for a ``Pipeline``: it holds every state that none of ``others`` holds."""
 
-    def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
+    def __init__(self, copies: GPUCopies, others: Sequence[OffloadStore]) -> None:
         self._copies, self._others = copies, others
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -98,7 +99,7 @@ class StagedDiskStore:
 
     medium: Medium = "nvme"
 
-    def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
+    def __init__(self, disk: DiskStore, copies: GPUCopies, num_buffers: int) -> None:
         self._disk, self.copies = disk, copies
         # States are made, found and used in place on the disk.
         self.empty, self.holds, self.fill, self.evict, self.poison = (
