@@ -19,13 +19,14 @@ class ForwardingTransport(TransportTraits):
 
     Args:
         inner: The other transport. It has chosen its channels already (``open_groups``).
+        reduce: The channel that gradients are summed on. None: that of ``inner``.
     """
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, reduce: Channel | None = None) -> None:
         self._inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
         self.gather: Channel = inner.gather
-        self.reduce: Channel = inner.reduce
+        self.reduce: Channel = inner.reduce if reduce is None else reduce
         self.exchange: Channel = inner.exchange
         self.packed_sums: PackedSums | None = inner.packed_sums
         self.name = inner.name

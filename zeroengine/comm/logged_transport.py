@@ -20,7 +20,7 @@ import torch
 
 from zeroengine.comm.comms_log import CommsLog, OperationTotals
 from zeroengine.comm.forwarding_transport import ForwardingTransport
-from zeroengine.comm.interfaces import EQUAL, Channel, Levels, Ranks, Slices, Transport
+from zeroengine.comm.interfaces import Channel, Levels, Ranks, Slices, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.process_finalizer import finalize
@@ -82,14 +82,13 @@ class _LoggedChannel:
         levels: Levels = None,
         packing: Packing | None = None,
     ) -> Work:
+        # Channels without packed sums take no packing.
+        packed = () if packing is None else (packing,)
+        kind = "all_reduce" if packed and levels == () else "reduce_scatter"
         reduce: Callable[..., Work] = self._channel.reduce_scatter
-        arguments = (shard, full, label, accumulate, levels)
-        if packing is None:
-            return self._issue("reduce_scatter", label, full, lambda: reduce(*arguments))
-        kind = "all_reduce" if levels == () else "reduce_scatter"
-        return self._issue(kind, label, full, lambda: reduce(*arguments, packing))
+        return self._issue(kind, label, full, lambda: reduce(shard, full, label, accumulate, levels, *packed))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         exchange = self._channel.all_to_all
         return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, slices))
 

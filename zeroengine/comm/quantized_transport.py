@@ -32,7 +32,6 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.buffer_pool import send_memory
-from zeroengine.comm.forwarding_transport import ForwardingTransport
 from zeroengine.comm.interfaces import Levels, Ranks, Slices, Transport
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
@@ -300,19 +299,6 @@ class QuantizedReduce:
         work = self._channel.all_to_all(arrived, packets, label, Slices(ranks, levels))
         self._memory.put_back(packets, work)
         return arrived, work
-
-
-class QuantizedTransport(ForwardingTransport):
-    """A transport whose ``reduce`` channel quantizes. Its other channels are those of ``inner``, which are exact.
-
-    Args:
-        inner: The transport.
-        reduce: Sums of gradients, around the channel of ``inner``.
-    """
-
-    def __init__(self, inner: Transport, reduce: QuantizedReduce) -> None:
-        super().__init__(inner)
-        self.reduce = reduce
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

@@ -106,10 +106,7 @@ class StagedDiskStore:
             *(disk.empty, disk.holds, disk.fill, disk.evict, disk.poison),
         )
         self._buffers: BufferPool[_ChainedTransfer] = BufferPool(
-            lambda nbytes: copies.host_memory(padded_nbytes(nbytes), torch.uint8),
-            _ChainedTransfer.is_over,
-            enough=num_buffers,
-            largest_multiple=math.inf,
+            self._host_memory, _ChainedTransfer.is_over, enough=num_buffers, largest_multiple=math.inf
         )
         # By the state's address. Buffers keep writes alive until they are awaited.
         self._writes: weakref.WeakValueDictionary[int, _ChainedTransfer] = weakref.WeakValueDictionary()
@@ -131,6 +128,9 @@ class StagedDiskStore:
         transfer = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
         self._buffers.put_back(host, transfer)
         return transfer
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        return self.copies.host_memory(padded_nbytes(nbytes), torch.uint8)
 
     def _copy_in(self, disk_read: Work, into: torch.Tensor, host: torch.Tensor, after: Work) -> Work:
         disk_read.wait_host()

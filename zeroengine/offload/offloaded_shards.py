@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,20 +16,6 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_gather_ahead
 from zeroengine.utils.work import Work
-
-
-class _SentShard(NamedTuple):
-    """A shard that ``all_to_all`` may send from again.
-
-    Attributes:
-        address: Its address in the store.
-        values: Its values, in a buffer.
-        exchange: The last exchange that was sent from there.
-    """
-
-    address: int
-    values: torch.Tensor
-    exchange: Work
 
 
 class OffloadedShards:
@@ -56,15 +42,12 @@ class OffloadedShards:
         self.can_gather_ahead = can_gather_ahead(store.medium, transport.world_size, overlaps=transport.overlaps)
         # Memory that shards are read into and sent from.
         self._buffers: BufferPool[Work] = BufferPool(
-            self._aligned_memory,
-            self._is_received,
-            enough=num_buffers,
-            counts_all=True,
-            largest_multiple=math.inf,
+            self._aligned_memory, self._is_received, enough=num_buffers, counts_all=True, largest_multiple=math.inf
         )
         # By the shard's address: its values, and the read that brings them.
         self._prefetched: dict[int, tuple[torch.Tensor, Work]] = {}
-        self._sent: _SentShard | None = None
+        # The shard that ``all_to_all`` may send from again: its address, its values, and the last exchange of them.
+        self._sent: tuple[int, torch.Tensor, Work] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +97,13 @@ class OffloadedShards:
     def all_to_all(self, received: torch.Tensor, shard: torch.Tensor, part: slice, label: str, slices: Slices) -> Work:
         """Read a shard, and start to exchange a part of it. As ``Channel.all_to_all`` with ``shard[part]``."""
         # Several parameters of a unit are sent one after another. The last shard stays in its buffer for that.
-        if self._sent is not None and self._sent.address == shard.data_ptr():
-            values = self._sent.values
+        if self._sent is not None and self._sent[0] == shard.data_ptr():
+            values = self._sent[1]
         else:
             # The current stream orders this behind earlier uses of ``received``.
             values = self._read(shard, label)
         work = self._transport.gather.all_to_all(received, values[part], label, slices)
-        self._sent = _SentShard(shard.data_ptr(), values, work)
+        self._sent = shard.data_ptr(), values, work
         return work
 
     def _read(self, shard: torch.Tensor, label: str) -> torch.Tensor:
@@ -168,7 +151,7 @@ class OffloadedShards:
 
     def _put_sent_back(self) -> None:
         if self._sent is not None:
-            self._buffers.put_back(self._sent.values, self._sent.exchange)
+            self._buffers.put_back(*self._sent[1:])
             self._sent = None
 
     def _aligned_memory(self, nbytes: int) -> torch.Tensor:
@@ -179,8 +162,6 @@ class OffloadedShards:
 
     def _is_received(self, gather: Work, timeout_s: float) -> bool:
         """Return whether all peers have received a buffer's last shard, after waiting for at most ``timeout_s``."""
-        if not timeout_s:
-            return self._transport.gather.reusable(gather, 0.0)
         # A transport may order the current stream instead of waiting: that must be the stream of the next read.
-        with self._on_read_stream():
+        with self._on_read_stream() if timeout_s else nullcontext():
             return self._transport.gather.reusable(gather, timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ MAX_TENSORS_PER_LAUNCH = 64
 MAX_PENDING_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class PaddingLayout:
+class PaddingLayout(NamedTuple):
     """The places of the padding in a unit's buffer. Two units with equal layouts may use one buffer in turn.
 
     ``numel`` follows from the parameters and the dtype. It is compared because a unit of another dtype pads its shards
@@ -36,13 +36,6 @@ class PaddingLayout:
     dtype: torch.dtype  # that gradients are reduced in
     numel: int  # of the flat buffer, padding included
     params: tuple[tuple[int, tuple[int, ...]], ...]  # offset (in elements) and shape of each parameter
-
-    @classmethod
-    def of_gradients(cls, unit_grads: UnitGradients) -> PaddingLayout:
-        """Return the padding layout of the gradients of a unit."""
-        layout = unit_grads.unit.layout
-        slots = tuple((slot.offset, slot.shape) for slot in layout.slots)
-        return cls(unit_grads.format.reduce_dtype, layout.numel, slots)
 
 
 @dataclass(eq=False)
@@ -71,7 +64,10 @@ class GradientBufferPool:
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
         self._largest = max((unit_grads.numel for unit_grads in gradients), default=0)
-        self._layouts = {unit_grads: PaddingLayout.of_gradients(unit_grads) for unit_grads in gradients}
+        self._layouts: dict[UnitGradients, PaddingLayout] = {}
+        for unit_grads in gradients:
+            slots = tuple((slot.offset, slot.shape) for slot in unit_grads.unit.layout.slots)
+            self._layouts[unit_grads] = PaddingLayout(unit_grads.format.reduce_dtype, unit_grads.unit.numel, slots)
         allocate = partial(transport.empty, dtype=torch.uint8)
         self._pool: BufferPool[GradientBuffer] = BufferPool(allocate, self._is_reduced, enough=ENOUGH_BUFFERS)
         # By the address of the memory: what is in use, or was put back last.

@@ -104,12 +104,6 @@ def open_transport(group: Group, kind: str, timeout: float, register_buffers: bo
     return SharedMemoryTransport(memory, timeout)
 
 
-def open_between_replicas(group: Group, kind: str, timeout: float) -> Transport:
-    """Open the transport between the ranks that hold the same elements, one of each replica. See ``open_transport``."""
-    # "shm" asks for shared memory within a machine, and replicas may be on several.
-    return open_transport(group, "auto" if kind == "shm" else kind, timeout)
-
-
 def unused_keys(comm: Comm, transport: Transport, device: torch.device) -> Iterator[str]:
     """Yield a sentence for each key of ``comm`` that has no effect on this transport."""
     if comm.transport == "shm" and device.type != "cpu":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.buffer_pool import private_memory
-from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, PagedBuffer, Ranks, Slices
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, Slices
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
@@ -160,7 +160,7 @@ class GlooChannel:
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
         return self._writers.write(shard, exchange, finish, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Send every peer its slice."""
         return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, slices))
 

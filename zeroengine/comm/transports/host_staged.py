@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from zeroengine.comm.forwarding_transport import ForwardingTransport
-from zeroengine.comm.interfaces import EQUAL, Buffer, Channel, Levels, Ranks, ResizableBuffer, Slices, Transport
+from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer, Slices, Transport
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.utils.work import Then, Work
 
@@ -52,7 +52,7 @@ class HostStagedChannel:
 
         return self._writers.write(shard, inner, copy_back, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Exchange in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(received, received.dtype)
         work = Then(

@@ -10,7 +10,7 @@ import torch
 
 from zeroengine.comm.buffer_pool import BufferPool, private_memory
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
+from zeroengine.comm.interfaces import Levels, Ranks, Slices
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import POLL_S, GlooChannel, GlooWork
@@ -99,7 +99,7 @@ class TwoLevelChannel:
 
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Send every rank its slice directly, also the ranks of this host."""
         what = self._begin("exchange", label)
         exchange = self._exchange("exchange", label, *self._between.slices_to_exchange(received, sent, slices))
