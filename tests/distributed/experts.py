@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroengine
 from tests.distributed.models import VOCAB, WIDTH, batch, build, config
 from tests.nccl_over_gloo import use_nccl_transport
-from zeroengine.comm import memory_reuse
+from zeroengine.comm import buffer_pool
 
 NUM_EXPERTS = 4
 # What the units are: whole layers, or experts and the other parts of a layer, or experts and layers without them.
@@ -175,7 +175,7 @@ def on_transport(transport: str) -> Iterator[dict[str, Any]]:
     """
     with pytest.MonkeyPatch.context() as patch:
         # Otherwise such a rank takes more memory on the CPU, after it has waited. With NCCL it would wait for ever.
-        patch.setattr(memory_reuse, "REUSE_TIMEOUT_S", 60.0)
+        patch.setattr(buffer_pool, "REUSE_TIMEOUT_S", 60.0)
         if transport == "nccl":
             use_nccl_transport(patch)
         yield {"timeout_seconds": 20} | ({"transport": transport} if transport != "nccl" else {})

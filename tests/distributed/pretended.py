@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.disk.aligned_memory import aligned_zeros
-from zeroengine.offload.interfaces import Direction
+from zeroengine.offload.device_copies import Direction
 
 EMPTY = torch.empty(0)
 LOCK = threading.RLock()  # a disk's thread waits for copies, too
@@ -81,7 +81,7 @@ class Mark:
 
 
 class LateCopies:
-    """See ``Copies``. Until a copy is done its target holds garbage, and what is written to its source spoils it.
+    """See ``GPUCopies``. Until a copy is done its target holds garbage, and what is written to its source spoils it.
 
     Args:
         late: False: every copy is done at once.

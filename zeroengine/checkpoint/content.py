@@ -17,7 +17,7 @@ from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import AVERAGE, MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
-from zeroengine.offload.interfaces import Copies
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.partition.storages import storages_of
 from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
@@ -41,14 +41,15 @@ class CheckpointContent:
     objects: dict[str, Any]
     aliases: dict[str, str]
     about: dict[str, Any]
-    copies: Copies | None = None
+    copies: GPUCopies | None = None
     note_read: Callable[[Work], None] = field(default=lambda _: None)
 
     def copied(self, memory: torch.Tensor) -> tuple[CheckpointContent, list[Work]]:
         """Return a content whose tensors are copies, and what to wait for before they are read.
 
         Args:
-            memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them; from `Copies.host_memory` on a GPU.
+            memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them; on a GPU from
+                `GPUCopies.host_memory`.
         """
         end, works = 0, []
         entries = {}

@@ -87,9 +87,6 @@ class Slices(NamedTuple):
     sizes: tuple[tuple[int, ...], ...] | None = None
 
 
-EQUAL = Slices()
-
-
 class Buffer(Protocol):
     """A full buffer: memory that comes and goes at one address range, so that views of it stay valid.
 
@@ -215,7 +212,7 @@ class Channel(Protocol):
             levels: What numbers the slices, see ``partition.degrees.shard_index``. None: rank r has slice r.
         """
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Give each rank its slice of ``sent``: ``received[i * n:(i + 1) * n]`` becomes what ``ranks[i]`` sends here.
 
         Args:

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from zeroengine.comm.comms_log import CommsLog, OperationTotals
-from zeroengine.comm.interfaces import EQUAL, Channel, Levels, Ranks, Slices, Transport
+from zeroengine.comm.forwarding_transport import ForwardingTransport
+from zeroengine.comm.interfaces import Channel, Levels, Ranks, Slices, Transport
 from zeroengine.comm.packing import Packing
 from zeroengine.config.sinks import CommsLogger
 from zeroengine.utils.process_finalizer import finalize
@@ -38,27 +39,25 @@ def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack)
     recorder = _Recorder(log, on_device=transport.runs_on_streams, overlaps=transport.overlaps)
     logged = _LoggedTransport(transport, recorder)
     undo.callback(finalize(logged, recorder.print_table))
-    return cast(Transport, logged)
+    return logged
 
 
-class _LoggedTransport:
-    """See ``interfaces.Transport``, whose other attributes are those of the transport within."""
+class _LoggedTransport(ForwardingTransport):
+    """A transport whose channels and small sums are logged."""
 
-    def __init__(self, transport: Transport, recorder: _Recorder) -> None:
-        self._transport, self._recorder = transport, recorder
-        channels = (transport.gather, transport.reduce, transport.exchange)
-        self.gather, self.reduce, self.exchange = (_LoggedChannel(channel, recorder) for channel in channels)
-        self.packed_sums = None if transport.packed_sums is None else self.reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def __init__(self, inner: Transport, recorder: _Recorder) -> None:
+        super().__init__(inner)
+        self._recorder = recorder
+        channels = (inner.gather, inner.reduce, inner.exchange)
+        self.gather, reduce, self.exchange = (_LoggedChannel(channel, recorder) for channel in channels)
+        self.reduce, self.packed_sums = reduce, None if inner.packed_sums is None else reduce
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         recorder = self._recorder
         if not recorder.records("all_reduce"):
-            return self._transport.all_reduce_scalars(values, label)
+            return self._inner.all_reduce_scalars(values, label)
         begin = recorder.mark()
-        summed = self._transport.all_reduce_scalars(values, label)
+        summed = self._inner.all_reduce_scalars(values, label)
         end = recorder.mark()
         # Labels hold numbers that change, such as the loss scale.
         recorder.take(_Collective("all_reduce", "(numbers of a step)", values.nbytes, begin, end, end), end, end)
@@ -83,14 +82,13 @@ class _LoggedChannel:
         levels: Levels = None,
         packing: Packing | None = None,
     ) -> Work:
+        # Channels without packed sums take no packing.
+        packed = () if packing is None else (packing,)
+        kind = "all_reduce" if packed and levels == () else "reduce_scatter"
         reduce: Callable[..., Work] = self._channel.reduce_scatter
-        arguments = (shard, full, label, accumulate, levels)
-        if packing is None:
-            return self._issue("reduce_scatter", label, full, lambda: reduce(*arguments))
-        kind = "all_reduce" if levels == () else "reduce_scatter"
-        return self._issue(kind, label, full, lambda: reduce(*arguments, packing))
+        return self._issue(kind, label, full, lambda: reduce(shard, full, label, accumulate, levels, *packed))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         exchange = self._channel.all_to_all
         return self._issue("all_to_all", label, received, lambda: exchange(received, sent, label, slices))
 

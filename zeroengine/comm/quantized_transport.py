@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.buffer_pool import send_memory
 from zeroengine.comm.interfaces import Levels, Ranks, Slices, Transport
-from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.comm.packing import ErrorFeedback, Packing, is_quantizable
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.partition.degrees import ranks_of_level
@@ -56,7 +56,7 @@ class QuantizedGather:
     """Gathers of parameters for use, as integers of 8 bits. Takes the place of ``Channel.all_gather``."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._memory = transport, SendMemory(transport, transport.gather)
+        self._transport, self._memory = transport, send_memory(transport, transport.gather)
 
     @property
     def nbytes(self) -> int:
@@ -69,11 +69,11 @@ class QuantizedGather:
         As ``Channel.all_gather``. ``shard`` may have any memory, and may be written on the current stream at once.
         """
         count = full.numel() // shard.numel()
-        packet = self._memory.acquire(ops.packet_bytes(shard.numel(), GATHER_BITS))
+        packet = self._memory.take(ops.packet_bytes(shard.numel(), GATHER_BITS))
         ops.quantize(shard, packet, bits=GATHER_BITS)
         arrived = torch.empty(count * packet.numel(), dtype=torch.uint8, device=shard.device)
         work = self._transport.gather.all_gather(arrived, packet, label, ranks)
-        self._memory.mark_sent(packet, work)
+        self._memory.put_back(packet, work)
         stream = current_stream()
         packets = (packet, arrived)
 
@@ -178,7 +178,7 @@ class QuantizedReduce:
         self.all_gather, self.all_to_all = transport.reduce.all_gather, transport.reduce.all_to_all
         self.packing = Packing(bits, feedback)
         self._rank, self._world_size = transport.rank, transport.world_size
-        self._memory = SendMemory(transport, transport.reduce)
+        self._memory = send_memory(transport, transport.reduce)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: QuantizedSum | None = None
         self._writers = SumWriters()
@@ -270,11 +270,11 @@ class QuantizedReduce:
         yield work, False
         part = torch.empty(values.numel() // len(ranks), dtype=torch.float32, device=values.device)
         self.packing.add(part, arrived, num_sources=len(ranks))
-        packet = self._memory.acquire(self.packing.packet_bytes(part.numel()))
+        packet = self._memory.take(self.packing.packet_bytes(part.numel()))
         self.packing.pack(part, packet)
         gathered = torch.empty(len(ranks) * packet.numel(), dtype=torch.uint8, device=values.device)
         gather = self._channel.all_gather(gathered, packet, label, ranks)
-        self._memory.mark_sent(packet, gather)
+        self._memory.put_back(packet, gather)
         yield gather, True
         self.packing.add(target, gathered, num_slices=len(ranks), accumulate=accumulate)
 
@@ -292,31 +292,13 @@ class QuantizedReduce:
             Where the packets arrive, and the exchange.
         """
         size = self.packing.packet_bytes(values.numel() // num_slices)
-        packets = self._memory.acquire(num_slices * size)
+        packets = self._memory.take(num_slices * size)
         self.packing.pack(values, packets, num_slices=num_slices, error_of=label if is_own else None)
         count = self._world_size if ranks is None else len(ranks)
         arrived = torch.empty(count * size, dtype=torch.uint8, device=values.device)
         work = self._channel.all_to_all(arrived, packets, label, Slices(ranks, levels))
-        self._memory.mark_sent(packets, work)
+        self._memory.put_back(packets, work)
         return arrived, work
-
-
-class QuantizedTransport:
-    """A transport whose ``reduce`` channel quantizes. See ``interfaces.Transport``; the rest is that of the transport.
-
-    Args:
-        inner: The transport.
-        reduce: Sums of gradients, around the channel of ``inner``.
-
-    Attributes:
-        gather: The transport's own channel, which is exact.
-    """
-
-    def __init__(self, inner: Transport, reduce: QuantizedReduce) -> None:
-        self._inner, self.gather, self.reduce = inner, inner.gather, reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

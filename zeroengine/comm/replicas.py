@@ -9,7 +9,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.transports.choose import open_between_replicas
+from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.utils.process_groups import destroy_group
@@ -91,5 +91,6 @@ def open_replicas(group: Group, ranks_per_replica: int, kind: str, timeout: floa
     # The fake backend has no peers whose positions a watchdog could ask for.
     watchdog = None if group.backend == "fake" else group.start_watchdog(timeout)
     replica, counterparts = (group.subgroup(ranks, watchdog) for ranks in (layout.members, layout.counterparts))
-    between = open_between_replicas(counterparts, kind, timeout)
+    # "shm" asks for shared memory within a machine, and replicas may be on several.
+    between = open_transport(counterparts, "auto" if kind == "shm" else kind, timeout)
     return Replicas(layout, replica, counterparts, between, watchdog)

@@ -41,7 +41,6 @@ class SwapFolder:
         nvme_path: A folder on a local disk.
         label: The name of this process's files in messages, such as "rank0".
         min_free_bytes: The bytes that will be needed here.
-        direct: False to go through the page cache, even where direct I/O works.
 
     Attributes:
         path: The folder.
@@ -51,9 +50,7 @@ class SwapFolder:
         OffloadError: There is no such folder, it cannot be written, it lies in memory, or it lacks room.
     """
 
-    def __init__(
-        self, nvme_path: str | os.PathLike[str], *, label: str = "states", min_free_bytes: int = 0, direct: bool = True
-    ) -> None:
+    def __init__(self, nvme_path: str | os.PathLike[str], *, label: str = "states", min_free_bytes: int = 0) -> None:
         self.path, self._label = os.path.realpath(checked_path(nvme_path, "nvme_path", OffloadError)), label
         # The references are weak, so that an unused file gives its space back without ``close``.
         self._files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
@@ -66,8 +63,8 @@ class SwapFolder:
                 f"nvme_path {nvme_path} is on {mount.filesystem}, which is memory: write a folder on a disk, or "
                 'offload to memory with "device": "cpu"'
             )
-        self.direct = self._try_files(direct)
-        if direct and not self.direct:
+        self.direct = self._try_files()
+        if not self.direct:
             log.warning(
                 "nvme_path %s: its file system (%s) has no direct I/O; transfers go through the page cache, which "
                 "costs memory and time",
@@ -92,7 +89,7 @@ class SwapFolder:
         """
         nbytes = round_up_to_block(nbytes)
         path = self._path_of(name)
-        descriptors = self._open(path, self.direct)
+        descriptors = self._open(path, direct=self.direct)
         free_bytes = self.free_bytes()
         try:
             # This check comes first, because posix_fallocate would fill the disk before it fails.
@@ -156,7 +153,7 @@ class SwapFolder:
             ) from None
         return descriptors
 
-    def _try_files(self, direct: bool) -> bool:
+    def _try_files(self) -> bool:
         """Make a file, and return whether direct I/O works on it.
 
         Some file systems let files be opened with O_DIRECT and refuse the first transfer.
@@ -165,7 +162,7 @@ class SwapFolder:
             OffloadError: Files cannot be made here at all.
         """
         # The trial file vanishes with its descriptors when this method returns.
-        descriptors = self._open(self._path_of("try"), direct)
+        descriptors = self._open(self._path_of("try"), direct=True)
         if descriptors.direct < 0:
             return False
         # A mapped page has the alignment that O_DIRECT needs.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.live_loads import LoadResult, Weights
-    from zeroengine.weights.stream import WeightStream
+    from zeroengine.weights.stream import PlanBuckets, WeightStream
     from zeroengine.weights.vllm_source import VllmWeightSource
 
 log = logging.getLogger("zeroengine")
@@ -391,10 +391,10 @@ class Engine:
 
     @disable_compile
     @explain_out_of_memory
-    def _call_optimizer(self, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
+    def _call_optimizer(self, name: str, act: Callable[[torch.optim.Optimizer], Any], reads: bool) -> Any:
         """Run a method of the optimizer that was passed to ``initialize`` on the optimizer that holds the state."""
         self._checkpoints.check_not_half_loaded(f"optimizer.{name}")
-        return call_over_shards(self._parts, name, act, reads=reads)
+        return call_over_shards(self._parts, name, act, reads)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -706,9 +706,10 @@ class Engine:
         passed = {"layout": "files"} | stream_arguments
         arguments = StreamArguments.of("weight_source()", passed, ranks=ranks, since=None)
 
-        def open_planned(**plan: Any) -> WeightStream:
+        def open_planned(plan: PlanBuckets, in_pieces: bool) -> WeightStream:
             """Open a stream with a plan of its own."""
-            return open_stream(self._parts, self._checkpoints.tensors, dataclasses.replace(arguments, **plan))
+            planned = dataclasses.replace(arguments, plan=plan, in_pieces=in_pieces)
+            return open_stream(self._parts, self._checkpoints.tensors, planned)
 
         return VllmWeightSource(open_planned, self._parts.ranks.replica_layout, None if ranks == "all" else ranks)
 

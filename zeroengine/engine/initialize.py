@@ -33,7 +33,7 @@ from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.offload.interfaces import Copies
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
@@ -96,7 +96,7 @@ def make_engine(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     async_step: bool | None = None,
-    copies: Copies | None = None,
+    copies: GPUCopies | None = None,
 ) -> Engine:
     """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineSetup``."""
     check_torch()

@@ -13,7 +13,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.elementwise import acts_elementwise
 
 
-def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
+def call_over_shards(parts: EngineParts, name: str, act: Callable[[torch.optim.Optimizer], Any], reads: bool) -> Any:
     """Return what a member of the caller's optimizer returns. See ``CallOverShards``. A collective, unless it reads.
 
     Before it, masters take over what the user wrote into the model; after it, all ranks compute with what it made of

@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
 
+from zeroengine.comm.forwarding_transport import ForwardingTransport
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.packing import ErrorFeedback
-from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce, QuantizedTransport
+from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Copies
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.placement import Placement, place_states
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
 from zeroengine.optim.caller_optimizer import redirect_calls
@@ -79,7 +79,7 @@ class EngineSetup:
     lr_scheduler: LRSchedulerLike
     planner: StatePlanner
     async_step: bool | None
-    copies: Copies | None
+    copies: GPUCopies | None
     undo: ExitStack
 
     @property
@@ -170,7 +170,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         # A mixture exists only with `degrees.per_unit`. See "Hops" in quantized_transport.py.
         all_reduces = transport.reduces_by_levels or not is_gathered
         quantized_reduce = QuantizedReduce(transport, zero.gradient_bits, feedback, group.device, all_reduces)
-        transport = cast(Transport, QuantizedTransport(transport, quantized_reduce))
+        transport = ForwardingTransport(transport, quantized_reduce)
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)

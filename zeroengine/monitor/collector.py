@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +29,13 @@ from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
 from zeroengine.monitor.timer import Interval, StepTimes
 from zeroengine.monitor.trace import RankTimeline, measure_clock_offsets, write_trace
 from zeroengine.utils.process_groups import destroy_group, run_collective
+from zeroengine.utils.small_transfers import HostCopy
 
 log = logging.getLogger("zeroengine")
 
 # The seconds in which the records of the last steps must arrive when the engine ends, when the process exits without
 # having ended the engine, and after an error.
 CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, CLOSE_AFTER_ERROR_S = 20.0, 5.0, 2.0
-
-
-class LaterValue(Protocol):
-    """Numbers that a device computes."""
-
-    def read(self) -> list[float]:
-        """Wait for the numbers and return them."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,13 @@ class RankStep:
     time: float
     times: StepTimes
     numbers: Mapping[str, float | None]
-    loss: LaterValue | None
+    loss: HostCopy | None
     loss_divisor: int
-    lr: Sequence[float | LaterValue]
+    lr: Sequence[float | HostCopy]
     loss_scale: float
     grad_norm: Callable[[], float]
     skips: bool
-    user: Mapping[str, float | LaterValue]
+    user: Mapping[str, float | HostCopy]
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class Collector:
     ) -> None:
         self._group, self._rank, self._sinks = group, rank, sinks
         self._layout, self._slot_names, self._peak_flops = RankRow(units), slot_names, peak_flops
-        self.user: dict[str, float | LaterValue] = {}
+        self.user: dict[str, float | HostCopy] = {}
         # The step that has ended, to which the user may add numbers.
         self._ended: RankStep | None = None
         self._timeline: list[Interval] = []
@@ -267,5 +261,5 @@ class Collector:
             self._sinks.event(RunEvent(time.time(), request.first_step, "trace", text, facts))
 
 
-def _number(value: float | LaterValue) -> float:
-    return value if isinstance(value, float) else value.read()[0]
+def _number(value: float | HostCopy) -> float:
+    return value if isinstance(value, float) else float(value.read()[0])

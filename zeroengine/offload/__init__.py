@@ -1,6 +1,6 @@
 """States that live outside of device memory, in CPU memory or in files on a disk, and how they get to the update.
 
-- ``interfaces``: The protocols of a store of states, and of copies between a device and the host.
+- ``interfaces``: The protocols of a store of states.
 - ``device_copies``: Copies between a GPU and page-locked host memory, on streams of their own.
 - ``disk_store``: States in files on a disk.
 - ``host_store``: A GPU's states in CPU memory, or on a disk through CPU memory.

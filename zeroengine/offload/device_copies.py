@@ -6,14 +6,17 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from zeroengine.disk.aligned_memory import Pages, aligned_zeros, pages_of
 from zeroengine.errors import OffloadError
-from zeroengine.offload.interfaces import Direction
 from zeroengine.utils.page_lock import page_lock
 from zeroengine.utils.work import Work
+
+# Into device memory, or out of it.
+Direction = Literal["in", "out"]
 
 
 class RecordedEvent:
@@ -41,7 +44,7 @@ class RecordedEvent:
 
 
 class GPUCopies:
-    """The ``Copies`` of a GPU: one stream for each direction, because a GPU copies both ways at once.
+    """Copies between a GPU and the host: one stream for each direction, because a GPU copies both ways at once.
 
     Args:
         device: The GPU.
@@ -54,7 +57,16 @@ class GPUCopies:
         self._out = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
-        """Start a copy on the stream of its direction."""
+        """Start ``target.copy_(source)`` on the stream of its direction. One of the two is on the host.
+
+        Neither may be written, and ``target`` not be read, before the returned work was awaited.
+
+        Args:
+            target: The tensor that the values are copied into.
+            source: The values, of the same shape and dtype.
+            after: The work that the copy is ordered behind. None: everything in the current stream, which inside
+                ``on_copy_stream`` is a copy stream.
+        """
         # A GPU has a copy engine for each direction, so a copy in never waits behind a copy out.
         stream, current = self._in if target.is_cuda else self._out, torch.cuda.current_stream(self._device)
         # Inside ``on_copy_stream`` copies of both directions stay on that stream, in order. Otherwise reading back a
@@ -71,7 +83,7 @@ class GPUCopies:
             return self.record_event(target, source)
 
     def record_event(self, *tensors: torch.Tensor) -> Work:
-        """Record an event on the current stream, which keeps ``tensors`` alive."""
+        """Return a work that is done when everything in the current stream so far is. It keeps ``tensors`` alive."""
         # A thread that waits for a blocking event sleeps instead of spinning on a core.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -101,14 +113,14 @@ class GPUCopies:
         return not tensor.is_cuda
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory, page-locked unless ``pin`` is False."""
+        """Return new 1-D host memory of zeros, of exactly this size, page-locked unless ``pin`` is False."""
         memory = aligned_zeros(numel, dtype)
         if self._pin and numel:
             _pin(pages_of(memory), memory)
         return memory
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory of torch's allocator."""
+        """Return ``nbytes`` new bytes of torch's allocator."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from zeroengine.comm.buffer_pool import BufferPool
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
-from zeroengine.offload.interfaces import Copies, Medium, OffloadStore, padded_nbytes
+from zeroengine.offload.interfaces import Medium, OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
 
@@ -23,7 +25,7 @@ class HostStore:
 
     medium: Medium = "cpu"
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: GPUCopies) -> None:
         self.copies = copies
         # The addresses of the states' storages.
         self._states: set[int] = set()
@@ -63,7 +65,7 @@ class HostStore:
 class DeviceStates:
     """The device as a ``StateStore`` for a ``Pipeline``: it holds every state that none of ``others`` holds."""
 
-    def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
+    def __init__(self, copies: GPUCopies, others: Sequence[OffloadStore]) -> None:
         self._copies, self._others = copies, others
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -82,19 +84,6 @@ class DeviceStates:
         """Do nothing: a copy that fails ends the CUDA context."""
 
 
-@dataclass(eq=False)
-class _BounceBuffer:
-    """Host memory that a transfer between device and disk passes through.
-
-    Attributes:
-        memory: Its bytes.
-        last_use: The transfer that used it last.
-    """
-
-    memory: torch.Tensor
-    last_use: Work | None = None
-
-
 # [Note: Two threads]
 # A read is a disk transfer and then a copy to the device. A write is a copy from the device and then a disk transfer. A
 # thread starts the second half when the first is done, so that the caller never waits. Reads and writes have separate
@@ -110,14 +99,15 @@ class StagedDiskStore:
 
     medium: Medium = "nvme"
 
-    def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
-        self._disk, self.copies, self._num_buffers = disk, copies, num_buffers
+    def __init__(self, disk: DiskStore, copies: GPUCopies, num_buffers: int) -> None:
+        self._disk, self.copies = disk, copies
         # States are made, found and used in place on the disk.
         self.empty, self.holds, self.fill, self.evict, self.poison = (
             *(disk.empty, disk.holds, disk.fill, disk.evict, disk.poison),
         )
-        # In the order in which their last uses began.
-        self._buffers: list[_BounceBuffer] = []
+        self._buffers: BufferPool[_ChainedTransfer] = BufferPool(
+            self._host_memory, _ChainedTransfer.is_over, enough=num_buffers, largest_multiple=math.inf
+        )
         # By the state's address. Buffers keep writes alive until they are awaited.
         self._writes: weakref.WeakValueDictionary[int, _ChainedTransfer] = weakref.WeakValueDictionary()
         # A write's first half waits for the device, and a read's first half for the disk. See the note above.
@@ -126,18 +116,21 @@ class StagedDiskStore:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the buffers take."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        return self._buffers.nbytes
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from the disk to the device."""
         # The last write may not have reached the disk yet.
         self._finish_write(state)
-        buffer = self._free_buffer(into.nbytes)
-        host = buffer.memory[: into.nbytes].view(into.dtype)
+        host = self._buffers.take(into.numel(), into.dtype)
         # Another thread, with another current stream, issues the copy, so an event orders it.
         issued, disk_read = self.copies.record_event(), self._disk.read(state, host)
-        buffer.last_use = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
-        return buffer.last_use
+        transfer = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
+        self._buffers.put_back(host, transfer)
+        return transfer
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        return self.copies.host_memory(padded_nbytes(nbytes), torch.uint8)
 
     def _copy_in(self, disk_read: Work, into: torch.Tensor, host: torch.Tensor, after: Work) -> Work:
         disk_read.wait_host()
@@ -146,13 +139,13 @@ class StagedDiskStore:
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         """Start to write a state from the device to the disk."""
         self._finish_write(state)
-        buffer = self._free_buffer(source.nbytes)
-        host = buffer.memory[: source.nbytes].view(source.dtype)
+        host = self._buffers.take(source.numel(), source.dtype)
         # This thread issues the copy, because its current stream has the kernels that write ``source``.
         copied = self.copies.copy(host, source)
         written = _ChainedTransfer(self._writer.submit(self._write_out, copied, host, state), copied)
         # The dictionary's references are weak, so the buffer keeps the write alive.
-        buffer.last_use = self._writes[state.data_ptr()] = written
+        self._writes[state.data_ptr()] = written
+        self._buffers.put_back(host, written)
         return written
 
     def _write_out(self, copied: Work, host: torch.Tensor, state: torch.Tensor) -> Work:
@@ -164,23 +157,6 @@ class StagedDiskStore:
         write = self._writes.pop(state.data_ptr(), None)
         if write is not None:
             write.wait_host()
-
-    def _free_buffer(self, nbytes: int) -> _BounceBuffer:
-        """Return a free buffer of at least ``nbytes`` bytes. Wait for one if there are ``num_buffers`` of them."""
-        fitting = [buffer for buffer in self._buffers if buffer.memory.nbytes >= nbytes]
-        free = next((buffer for buffer in fitting if buffer.last_use is None or buffer.last_use.done()), None)
-        if free is None and len(fitting) >= self._num_buffers:
-            free = fitting[0]
-        if free is None:
-            free = _BounceBuffer(self.copies.host_memory(padded_nbytes(nbytes), torch.uint8))
-        else:
-            self._buffers.remove(free)
-        self._buffers.append(free)
-        # The last use is dropped before the wait, so that a failed one raises only once.
-        last_use, free.last_use = free.last_use, None
-        if last_use is not None:
-            last_use.wait_host()
-        return free
 
     def close(self) -> None:
         """End both threads after their tasks, then close the store on the disk."""
@@ -249,3 +225,10 @@ class _ChainedTransfer:
             return False
         # If it failed to start, ``wait_host`` raises at once.
         return self._second.exception() is not None or self._second.result().done()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Return whether the second is done. Any timeout waits for its end: it needs no other rank."""
+        if not timeout_s and not self.done():
+            return False
+        self.wait_host()
+        return True

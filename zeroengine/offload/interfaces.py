@@ -1,56 +1,18 @@
-"""The protocols of a store of states, and of copies between a device and the host."""
+"""The protocols of a store of states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from contextlib import contextmanager
+from typing import Literal, Protocol
 
 import torch
 
 from zeroengine.disk.aligned_memory import round_up_to_block
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.utils.work import Work
 
 Medium = Literal["cpu", "nvme"]
-# Into device memory, or out of it.
-Direction = Literal["in", "out"]
-
-
-class Copies(Protocol):
-    """Copies between one device and the host."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
-        """Start ``target.copy_(source)``. One of the two is on the host.
-
-        Neither may be written, and ``target`` not be read, before the returned work was awaited.
-
-        Args:
-            target: The tensor that the values are copied into.
-            source: The values, of the same shape and dtype.
-            after: The work that the copy is ordered behind. None: everything in the current stream, which inside
-                ``on_copy_stream`` is a copy stream.
-        """
-
-    def record_event(self) -> Work:
-        """Return a work that is done when everything in the current stream so far is."""
-
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Make the copy stream of a direction current, ordered behind the previous current stream."""
-
-    def wait_stream(self) -> None:
-        """Order later kernels of the current stream behind every copy so far."""
-
-    def synchronize(self) -> None:
-        """Block the host until every copy so far is done."""
-
-    def is_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the host."""
-
-    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new 1-D host memory of zeros, of exactly this size, that can be copied fast."""
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` new bytes on the device."""
 
 
 class StateStore(Protocol):
@@ -67,8 +29,8 @@ class StateStore(Protocol):
 
         Args:
             state: A state, or a part of one that begins at a multiple of 4096 bytes.
-            into: Page-aligned memory: of ``Copies.device_memory`` or of a ``Pipeline``, a full buffer, or memory that a
-                transport sends from.
+            into: Page-aligned memory: of ``GPUCopies.device_memory`` or of a ``Pipeline``, a full buffer, or memory
+                that a transport sends from.
         """
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
@@ -85,7 +47,7 @@ class OffloadStore(StateStore, Protocol):
     medium: Medium
 
     @property
-    def copies(self) -> Copies | None:
+    def copies(self) -> GPUCopies | None:
         """Copies between the device and the host, whose streams order the transfers; None if the device is the CPU.
 
         With streams a transfer can be issued behind the work that it depends on. Without them the host first waits for

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zeroengine.comm.buffer_pool import BufferPool
 from zeroengine.comm.interfaces import Ranks, Slices, Transport
-from zeroengine.comm.memory_reuse import buffer_to_reuse
 from zeroengine.comm.quantized_transport import QuantizedGather
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_gather_ahead
 from zeroengine.utils.work import Work
-
-
-@dataclass(eq=False)
-class _SendBuffer:
-    """Memory that a shard is read into and sent from.
-
-    Attributes:
-        memory: Its bytes.
-        gather: The last all-gather that was sent from it; None if nothing reads it any more.
-        busy: Whether it holds, or is receiving, a shard that was not sent yet.
-        address: The address of the shard that it holds, if `all_to_all` may send from it again.
-    """
-
-    memory: torch.Tensor
-    gather: Work | None = None
-    busy: bool = False
-    address: int = 0
 
 
 class OffloadedShards:
@@ -57,15 +40,19 @@ class OffloadedShards:
         self._num_buffers = num_buffers
         self.is_read_directly = transport.world_size == 1
         self.can_gather_ahead = can_gather_ahead(store.medium, transport.world_size, overlaps=transport.overlaps)
-        # In the order in which they were last sent from.
-        self._buffers: list[_SendBuffer] = []
-        # By the shard's address.
-        self._prefetched: dict[int, tuple[_SendBuffer, Work]] = {}
+        # Memory that shards are read into and sent from.
+        self._buffers: BufferPool[Work] = BufferPool(
+            self._aligned_memory, self._is_received, enough=num_buffers, counts_all=True, largest_multiple=math.inf
+        )
+        # By the shard's address: its values, and the read that brings them.
+        self._prefetched: dict[int, tuple[torch.Tensor, Work]] = {}
+        # The shard that ``all_to_all`` may send from again: its address, its values, and the last exchange of them.
+        self._sent: tuple[int, torch.Tensor, Work] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffers take."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        return self._buffers.nbytes
 
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the values of a shard, even of one that was read ahead."""
@@ -98,46 +85,46 @@ class OffloadedShards:
             return self.store.read(shard, full)
         # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
         with self._on_read_stream():
-            buffer, values = self._read(shard, label)
+            values = self._read(shard, label)
             if quantized is not None:
                 # The stream of the next read has packed these values, so the buffer is free for it.
-                buffer.gather = None
+                self._buffers.put_back(values)
                 return quantized.all_gather(full, values, label, ranks)
-            buffer.gather = self._transport.gather.all_gather(full, values, label, ranks)
-        return buffer.gather
+            work = self._transport.gather.all_gather(full, values, label, ranks)
+        self._buffers.put_back(values, work)
+        return work
 
     def all_to_all(self, received: torch.Tensor, shard: torch.Tensor, part: slice, label: str, slices: Slices) -> Work:
         """Read a shard, and start to exchange a part of it. As ``Channel.all_to_all`` with ``shard[part]``."""
         # Several parameters of a unit are sent one after another. The last shard stays in its buffer for that.
-        last = self._buffers[-1] if self._buffers else None
-        if last is not None and last.address == shard.data_ptr() and not last.busy:
-            buffer, values = last, last.memory[: shard.nbytes].view(shard.dtype)
+        if self._sent is not None and self._sent[0] == shard.data_ptr():
+            values = self._sent[1]
         else:
             # The current stream orders this behind earlier uses of ``received``.
-            buffer, values = self._read(shard, label)
-        buffer.gather = self._transport.gather.all_to_all(received, values[part], label, slices)
-        buffer.address = shard.data_ptr()
-        return buffer.gather
+            values = self._read(shard, label)
+        work = self._transport.gather.all_to_all(received, values[part], label, slices)
+        self._sent = shard.data_ptr(), values, work
+        return work
 
-    def _read(self, shard: torch.Tensor, label: str) -> tuple[_SendBuffer, torch.Tensor]:
-        """Return the memory that a shard was read into, and its values there, for the current stream."""
+    def _read(self, shard: torch.Tensor, label: str) -> torch.Tensor:
+        """Return the values of a shard in a buffer, for the current stream."""
+        self._put_sent_back()
         prefetched = self._prefetched.pop(shard.data_ptr(), None)
-        buffer, read = prefetched if prefetched is not None else self._start_read(shard)
+        values, read = prefetched if prefetched is not None else self._start_read(shard)
         with self._timer.span("offload", label):
             try:
                 read.wait_stream()
-            finally:
-                # A failed read must free the buffer, too.
-                buffer.busy = False
-        return buffer, buffer.memory[: shard.nbytes].view(shard.dtype)
+            except BaseException:
+                self._buffers.put_back(values)
+                raise
+        return values
 
     def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:
         """Drop prefetched values of one shard, or of all, because the shard is going to change.
 
         Waits for the reads, so that the shard may be written afterwards.
         """
-        for buffer in self._buffers:
-            buffer.address = 0
+        self._put_sent_back()
         if shard is None:
             # The reads are removed before they are awaited, so that a failed one raises only once.
             discarded, self._prefetched = self._prefetched, {}
@@ -145,8 +132,8 @@ class OffloadedShards:
             address = shard.data_ptr()
             discarded = {address: self._prefetched.pop(address)} if address in self._prefetched else {}
         # All buffers are freed even if a read raises.
-        for buffer, _ in discarded.values():
-            buffer.busy = False
+        for values, _ in discarded.values():
+            self._buffers.put_back(values)
         for _, read in discarded.values():
             with self._timer.span("offload"):
                 read.wait_host()
@@ -155,34 +142,26 @@ class OffloadedShards:
         """Make the stream of the reads current. Do nothing if they use no stream."""
         return nullcontext() if self.store.copies is None else self.store.copies.on_copy_stream("in")
 
-    def _start_read(self, shard: torch.Tensor) -> tuple[_SendBuffer, Work]:
-        buffer = self._free_buffer(shard.nbytes)
-        buffer.busy, buffer.address = True, 0
-        return buffer, self.store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
+    def _start_read(self, shard: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        self._put_sent_back()
+        # A read moves whole blocks.
+        memory = self._buffers.take(padded_nbytes(shard.nbytes))
+        values = memory[: shard.nbytes].view(shard.dtype)
+        return values, self.store.read(shard, values)
 
-    def _free_buffer(self, nbytes: int) -> _SendBuffer:
-        """Return a buffer of at least ``nbytes`` bytes whose last shard all peers have received."""
-        size = padded_nbytes(nbytes)
-        fitting = [buffer for buffer in self._buffers if not buffer.busy and buffer.memory.nbytes >= size]
-        # Buffers that do not fit count as well.
-        num_others = len(self._buffers) - len(fitting)
-        free = buffer_to_reuse(fitting, self._is_reusable, enough=max(1, self._num_buffers - num_others))
-        if free is None:
-            # Collectives send from the transport's memory, which is not aligned for direct I/O.
-            memory = self._transport.empty(size + ALIGNMENT, torch.uint8)
-            offset = -memory.data_ptr() % ALIGNMENT
-            free = _SendBuffer(memory[offset : offset + size])
-        else:
-            self._buffers.remove(free)
-        self._buffers.append(free)
-        return free
+    def _put_sent_back(self) -> None:
+        if self._sent is not None:
+            self._buffers.put_back(*self._sent[1:])
+            self._sent = None
 
-    def _is_reusable(self, buffer: _SendBuffer, timeout_s: float) -> bool:
+    def _aligned_memory(self, nbytes: int) -> torch.Tensor:
+        # Collectives send from the transport's memory, which is not aligned for direct I/O.
+        memory = self._transport.empty(nbytes + ALIGNMENT, torch.uint8)
+        offset = -memory.data_ptr() % ALIGNMENT
+        return memory[offset : offset + nbytes]
+
+    def _is_received(self, gather: Work, timeout_s: float) -> bool:
         """Return whether all peers have received a buffer's last shard, after waiting for at most ``timeout_s``."""
-        if buffer.gather is None:
-            return True
-        if not timeout_s:
-            return self._transport.gather.reusable(buffer.gather, 0.0)
         # A transport may order the current stream instead of waiting: that must be the stream of the next read.
-        with self._on_read_stream():
-            return self._transport.gather.reusable(buffer.gather, timeout_s)
+        with self._on_read_stream() if timeout_s else nullcontext():
+            return self._transport.gather.reusable(gather, timeout_s)

@@ -16,7 +16,8 @@ import torch
 
 from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Copies, StateStore, padded_nbytes, poison_on_error
+from zeroengine.offload.device_copies import GPUCopies
+from zeroengine.offload.interfaces import StateStore, padded_nbytes, poison_on_error
 from zeroengine.utils.work import Work
 
 
@@ -92,7 +93,7 @@ class Pipeline:
         chunk_numel: int,
         element_bytes: int,
         timer: Timer,
-        copies: Copies | None = None,
+        copies: GPUCopies | None = None,
     ) -> None:
         assert num_buffers >= 3 and not chunk_numel % ALIGNMENT
         self._stores, self._copies, self.chunk_numel, self._timer = stores, copies, chunk_numel, timer

@@ -19,7 +19,7 @@ from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_memory import check_host_memory
 from zeroengine.offload.host_store import DeviceStates, HostStore, StagedDiskStore
-from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore
+from zeroengine.offload.interfaces import OffloadStore, StateStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
@@ -48,7 +48,7 @@ class Placement:
     parameter_shards: Sequence[OffloadedShards | None]
     optimizer_stores: Sequence[OffloadStore | None]
     pipeline: Pipeline | None
-    copies: Copies | None = None
+    copies: GPUCopies | None = None
 
     @property
     def send_buffer_bytes(self) -> int:
@@ -123,7 +123,7 @@ def place_states(
     transport: Transport,
     device: torch.device,
     timer: Timer,
-    copies: Copies | None = None,
+    copies: GPUCopies | None = None,
 ) -> Placement:
     """Open the stores that ``config`` asks for, and assign the units' states to them.
 

@@ -16,7 +16,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,18 +24,11 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import REPLACED, deep_copy, refuse_copy
 from zeroengine.utils.tensor_tree import map_tensors
 
-
-class CallOverShards(Protocol):
-    """Runs a member of the optimizer's class over the shards, on every rank."""
-
-    def __call__(self, name: str, act: Callable[[torch.optim.Optimizer], Any], *, reads: bool) -> Any:
-        """Return what ``act`` returns.
-
-        Args:
-            name: The member as it is written in an error, such as "eval()".
-            act: Calls the member of the optimizer that it is given.
-            reads: Whether the member is a property that is read, which changes nothing and is no collective.
-        """
+# Runs a member of the optimizer's class over the shards, on every rank, and returns what the member returns. It takes
+# - the member as it is written in an error, such as "eval()",
+# - a function that calls the member of the optimizer that it is given,
+# - whether the member is a property that is read, which changes nothing and is no collective.
+CallOverShards = Callable[[str, Callable[[torch.optim.Optimizer], Any], bool], Any]
 
 
 def forward_own_methods(optimizer: torch.optim.Optimizer, call: CallOverShards, undo: ExitStack) -> None:
@@ -60,7 +53,7 @@ def forward_own_methods(optimizer: torch.optim.Optimizer, call: CallOverShards, 
             raise ZeroEngineError(
                 f"{cls.__name__}.{name}: the engine that this optimizer was passed to is gone, and its state with it"
             )
-        return call(name, act, reads=reads)
+        return call(name, act, reads)
 
     members = {name: _forwarded(name, member, run) for name, member in _own_members(cls)}
     members |= {

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroengine.comm.buffer_pool import REUSE_TIMEOUT_S
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.memory_reuse import REUSE_TIMEOUT_S
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, poison_on_error

@@ -7,14 +7,15 @@ queue of units whose reduces are launched together (see ``reducer.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.buffer_pool import ENOUGH_BUFFERS, BufferPool
 from zeroengine.comm.interfaces import Transport
-from zeroengine.comm.memory_reuse import buffer_to_reuse
-from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Work, current_stream, order_behind_current
@@ -25,21 +26,16 @@ MAX_TENSORS_PER_LAUNCH = 64
 MAX_PENDING_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class PaddingLayout:
+class PaddingLayout(NamedTuple):
     """The places of the padding in a unit's buffer. Two units with equal layouts may use one buffer in turn.
 
     ``numel`` follows from the parameters and the dtype. It is compared because a unit of another dtype pads its shards
     to another length (``Transport.shard_align_bytes``), so equal parameters may have different padding at the end.
     """
 
+    dtype: torch.dtype  # that gradients are reduced in
     numel: int  # of the flat buffer, padding included
     params: tuple[tuple[int, tuple[int, ...]], ...]  # offset (in elements) and shape of each parameter
-
-    @classmethod
-    def of_unit(cls, layout: FlatLayout) -> PaddingLayout:
-        """Return the padding layout of a unit."""
-        return cls(layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots))
 
 
 @dataclass(eq=False)
@@ -52,12 +48,10 @@ class GradientBuffer:
     """
 
     memory: torch.Tensor  # 1-D, at least as long as the unit's flat buffer
-    layout: PaddingLayout | None = None
-    param_views: list[torch.Tensor] = field(default_factory=list)  # of ``memory``, one for each parameter, in its shape
+    layout: PaddingLayout
+    param_views: list[torch.Tensor]  # of ``memory``, one for each parameter, in its shape
     collective: Work | None = None  # the last collective that reads the memory
     work: Work | None = None  # done when this rank no longer needs the memory: ``collective``, or what follows it
-    in_use: bool = False  # being filled
-    launch_number: int = 0  # counts the launches of the pool; the buffer with the lowest one is free first
 
 
 class GradientBufferPool:
@@ -70,56 +64,46 @@ class GradientBufferPool:
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
         self._largest = max((unit_grads.numel for unit_grads in gradients), default=0)
-        self._buffers: list[GradientBuffer] = []
-        self._num_launched = 0
+        self._layouts: dict[UnitGradients, PaddingLayout] = {}
+        for unit_grads in gradients:
+            slots = tuple((slot.offset, slot.shape) for slot in unit_grads.unit.layout.slots)
+            self._layouts[unit_grads] = PaddingLayout(unit_grads.format.reduce_dtype, unit_grads.unit.numel, slots)
+        allocate = partial(transport.empty, dtype=torch.uint8)
+        self._pool: BufferPool[GradientBuffer] = BufferPool(allocate, self._is_reduced, enough=ENOUGH_BUFFERS)
+        # By the address of the memory: what is in use, or was put back last.
+        self._buffers: dict[int, GradientBuffer] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
-
-    def mark_launched(self, buffer: GradientBuffer) -> None:
-        """Record that the reduce of ``buffer`` was launched: the buffer is free again when the reduce is done."""
-        buffer.in_use = False
-        self._num_launched += 1
-        buffer.launch_number = self._num_launched
+        return self._pool.nbytes
 
     def acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
-        """Return a buffer to fill with one unit's gradients, whose padding is zero.
-
-        Whether that is a new one, ``buffer_to_reuse`` chooses.
-        """
-        unit = unit_grads.unit
-        need = buffer_numel(unit.numel, self._largest)
-        fitting = [
-            buffer
-            for buffer in self._buffers
-            if buffer.memory.numel() == need
-            and buffer.memory.dtype == unit_grads.format.reduce_dtype
-            and not buffer.in_use
-        ]
-        fitting.sort(key=lambda buffer: buffer.launch_number)
-        buffer = buffer_to_reuse(fitting, self._reusable)
-        if buffer is None:
-            buffer = GradientBuffer(self._transport.empty(need, unit_grads.format.reduce_dtype))
-            self._buffers.append(buffer)
-        layout = PaddingLayout.of_unit(unit.layout)
-        if buffer.layout != layout:
+        """Return a buffer to fill with one unit's gradients, whose padding is zero."""
+        unit, layout = unit_grads.unit, self._layouts[unit_grads]
+        memory = self._pool.take(buffer_numel(unit.numel, self._largest), layout.dtype)
+        buffer = self._buffers.get(memory.data_ptr())
+        if buffer is None or buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
-            buffer.memory[: unit.numel].zero_()
-            buffer.layout, buffer.param_views = layout, param_views(unit.layout, buffer.memory)
-        buffer.in_use = True
+            memory[: unit.numel].zero_()
+            buffer = GradientBuffer(memory, layout, param_views(unit.layout, memory))
+            self._buffers[memory.data_ptr()] = buffer
         return buffer
+
+    def put_back(self, buffer: GradientBuffer) -> None:
+        """Take back a buffer whose reduce was launched, or that is not needed. It is free when the reduce is done."""
+        self._pool.put_back(buffer.memory, buffer)
 
     def free_unused(self) -> None:
         """Free the buffers that hold no gradients, if their memory can be given back. All reduces have been awaited."""
-        unused = [b for b in self._buffers if not b.in_use and b.memory.untyped_storage().resizable()]
-        self._buffers = [buffer for buffer in self._buffers if buffer not in unused]
-        for buffer in unused:
-            # A transport may refer to the tensors of its last reduces.
-            buffer.memory.untyped_storage().resize_(0)
+        if not self._transport.keeps_memory:
+            for memory in self._pool.clear():
+                # The system may give new memory the same address.
+                del self._buffers[memory.data_ptr()]
+                # A transport may refer to the tensors of its last reduces.
+                memory.untyped_storage().resize_(0)
 
-    def _reusable(self, buffer: GradientBuffer, timeout_s: float) -> bool:
+    def _is_reduced(self, buffer: GradientBuffer, timeout_s: float) -> bool:
         """Return whether ``buffer`` may be written, after waiting for its peers for at most ``timeout_s`` seconds."""
         if buffer.work is None or buffer.collective is None:
             return True

@@ -22,7 +22,8 @@ import torch
 from zeroengine import ops
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.monitor.timer import Timer
-from zeroengine.offload.interfaces import Copies, poison_on_error
+from zeroengine.offload.device_copies import GPUCopies
+from zeroengine.offload.interfaces import poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 
@@ -167,7 +168,7 @@ class OffloadedGradients:
         buffer.write = unit_grads.store.write(total, unit_grads.flat_grads)
 
     def _reduce_and_store_ordered(
-        self, unit_grads: UnitGradients, copies: Copies, reduce: LaunchReduce, accumulate: bool
+        self, unit_grads: UnitGradients, copies: GPUCopies, reduce: LaunchReduce, accumulate: bool
     ) -> Work:
         store, numel = unit_grads.store, unit_grads.flat_grads.numel()
         assert store is not None
@@ -190,7 +191,7 @@ class OffloadedGradients:
             self._ordered_writes[unit_grads] = store.write(total, unit_grads.flat_grads)
         return reduced
 
-    def _ordered_buffer(self, index: int, copies: Copies, need: int) -> torch.Tensor:
+    def _ordered_buffer(self, index: int, copies: GPUCopies, need: int) -> torch.Tensor:
         """Return one of the two buffers whose uses the store's stream orders, of at least ``need`` bytes."""
         while len(self._ordered_buffers) <= index:
             self._ordered_buffers.append(copies.device_memory(need))

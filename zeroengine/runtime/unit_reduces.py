@@ -154,7 +154,7 @@ class UnitReduces:
         else:
             buffer.work = self._launch_collective(buffer, target, flat, levels, unit.name, accumulate)
             self._works.append((unit.name, buffer.work))
-        self.buffer_pool.mark_launched(buffer)
+        self.buffer_pool.put_back(buffer)
 
     def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill. This waits for the reduce of an earlier unit if all buffers are in use."""
@@ -249,7 +249,7 @@ class UnitReduces:
         self.wait()
         self._copies.discard()
         for buffer in self._buffer_of.values():
-            buffer.in_use = False
+            self.buffer_pool.put_back(buffer)
         self._buffer_of.clear()
 
     def forget_errors(self) -> None:

@@ -21,8 +21,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from zeroengine.comm.buffer_pool import send_memory
 from zeroengine.comm.interfaces import Slices, Transport
-from zeroengine.comm.memory_reuse import SendMemory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.partition.degrees import ranks_of_level
@@ -90,7 +90,7 @@ class SequenceGroup:
         self.facts, self.documents = BatchFacts(weakref.ref(self)), cast("torch.Tensor | None", None)
         self.modules = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self.comparison, self._transport, self._timer = comparison, transport, timer
-        self.send_memory, self._sent_bytes = SendMemory(transport, transport.exchange), 0
+        self.send_memory, self._sent_bytes = send_memory(transport, transport.exchange), 0
         self.averages_losses = True
         _groups[undo] = weakref.ref(self)
         undo.callback(_groups.pop, undo, None)
@@ -187,13 +187,13 @@ class SequenceGroup:
             if self._transport.keeps_memory:
                 # One size serves all exchanges and lengths. It grows in few steps, because this memory stays.
                 self._sent_bytes = max(self._sent_bytes, round_up(nbytes, 1 << max(12, nbytes.bit_length() - 3)))
-            memory = self.send_memory.acquire(self._sent_bytes or nbytes)
+            memory = self.send_memory.take(self._sent_bytes or nbytes)
             sent = memory[:nbytes].view(dtype)
             for piece, target in zip(pieces, sent.view(received.shape).split(widths, dim=-1), strict=True):
                 target.unflatten(-1, piece.shape[2:]).copy_(piece)
             work = self._transport.exchange.all_to_all(received.view(-1), sent, label, Slices(self.ranks))
             self._timer.count("exchange", nbytes * (size - 1) // size)
-            self.send_memory.mark_sent(memory, work)
+            self.send_memory.put_back(memory, work)
             work.wait_stream()
         columns = received.split(widths, dim=-1)
         return [part.unflatten(-1, shape) for part, shape in zip(columns, shapes, strict=True)]

@@ -33,8 +33,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.offload.interfaces import Copies
 from zeroengine.runtime.saved_views import saved_behind
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
@@ -134,7 +134,7 @@ class HostActivations:
         latest: The inputs of the last checkpoint.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit], copies: Copies, undo: ExitStack) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[Unit], copies: GPUCopies, undo: ExitStack) -> None:
         self.copies, self.nbytes, self._device = copies, 0, copies.device_memory(0).device
         self.max_bytes = available_memory() / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # By their size: buffers that are not in use. The current stream is ordered behind the copies of each.

@@ -15,9 +15,9 @@ divide, and those that are computed from others, are whole on every rank, and ar
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -27,12 +27,8 @@ from zeroengine.utils.rounding import round_up
 from zeroengine.weights.selection import OutgoingTensor, Slot
 from zeroengine.weights.stream import PlanBuckets, Run, WeightStream
 
-
-class OpenStream(Protocol):
-    """Opens a stream of buckets that a plan has. A collective."""
-
-    def __call__(self, *, plan: PlanBuckets, in_pieces: bool = False) -> WeightStream:
-        """See above, and `StreamArguments` for the arguments."""
+# Opens a stream of buckets that a plan has, of whole tensors or in pieces: see `StreamArguments`. A collective.
+OpenStream = Callable[[PlanBuckets, bool], WeightStream]
 
 
 class ParamMeta(NamedTuple):
@@ -116,7 +112,7 @@ class VllmWeightSource:
             tensors.extend(outgoing)
             return []
 
-        with self._open_stream(plan=plan):
+        with self._open_stream(plan, False):
             pass
         world_size = self._replicas.ranks_per_replica
         some = None if self._replicas.num_replicas == 1 else tuple(range(world_size))
@@ -142,12 +138,12 @@ class VllmWeightSource:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and whole tensors."""
-        yield from self._pairs(self._open_stream(plan=plan_packed_buffers))
+        yield from self._pairs(self._open_stream(plan_packed_buffers, False))
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and this rank's pieces, which the metadata describe. See "Pieces of ranks" above."""
         plan = partial(plan_packed_buffers, rank=self._replicas.local_rank if self._receiver is None else None)
-        yield from self._pairs(self._open_stream(plan=plan, in_pieces=True))
+        yield from self._pairs(self._open_stream(plan, True))
 
     # vLLM 0.28 to 0.32 iterate over the source itself.
     __iter__ = iter_full

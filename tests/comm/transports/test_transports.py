@@ -10,7 +10,6 @@ import re
 import time
 from ctypes import c_int, c_long, c_size_t, c_void_p
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.choose import open_nccl, open_transport
-from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.shared_memory_file import MAX_POSTED
@@ -47,8 +45,7 @@ def transport_of(kind: str, timeout: float = 60.0) -> Transport:
         imagine_hosts(2)
         return open_transport(Group(None, CPU), "auto", timeout)
     if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
-        inner = cast(GlooTransport, open_transport(Group(None, CPU), "gloo", timeout))
-        return cast(Transport, HostStagedTransport(inner, CPU))
+        return HostStagedTransport(open_transport(Group(None, CPU), "gloo", timeout), CPU)
     return open_transport(Group(None, CPU), kind, timeout)
 
 

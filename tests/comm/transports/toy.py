@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices, Transport
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Slices, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports import choose
@@ -47,7 +47,7 @@ class ToyChannel:
         sum_in_rank_order(shard, pieces, accumulate)
         return Completed()
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         ranks, levels, sizes = slices.ranks or tuple(range(self._size)), slices.levels, slices.sizes
         if sizes is not None:
             # Every rank sends as much as the one that sends most, because this toy sends equally much to all.

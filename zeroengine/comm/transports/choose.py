@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 
@@ -87,7 +86,7 @@ def open_transport(group: Group, kind: str, timeout: float, register_buffers: bo
         )
     if group.device.type != "cpu":
         # Gloo and shared memory move host memory only.
-        return cast(Transport, HostStagedTransport(_open_gloo(group, _hosts(group), timeout), group.device))
+        return HostStagedTransport(_open_gloo(group, _hosts(group), timeout), group.device)
     hosts = _hosts(group)
     chosen = SharedMemoryTransport if kind == "shm" else _between_cpus(kind, hosts)
     if chosen is GlooTransport:
@@ -103,12 +102,6 @@ def open_transport(group: Group, kind: str, timeout: float, register_buffers: bo
         return TwoLevelTransport(memory, layout, sockets, watchdog, timeout)
     group.surround_long_waits(memory.long_wait)
     return SharedMemoryTransport(memory, timeout)
-
-
-def open_between_replicas(group: Group, kind: str, timeout: float) -> Transport:
-    """Open the transport between the ranks that hold the same elements, one of each replica. See ``open_transport``."""
-    # "shm" asks for shared memory within a machine, and replicas may be on several.
-    return open_transport(group, "auto" if kind == "shm" else kind, timeout)
 
 
 def unused_keys(comm: Comm, transport: Transport, device: torch.device) -> Iterator[str]:

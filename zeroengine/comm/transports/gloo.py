@@ -17,11 +17,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, PagedBuffer, Ranks, Slices
+from zeroengine.comm.buffer_pool import private_memory
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, Slices
 from zeroengine.comm.rank_order_sum import sum_by_host, sum_in_rank_order
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import shard_index
 from zeroengine.utils.process_finalizer import exits_with_error, finalize
@@ -129,7 +129,7 @@ class GlooChannel:
         # The number of the last operation. All ranks issue the same operations, so their numbers are equal.
         self._seq = 0
         # Private memory that slices arrive in.
-        self._spare = SparePool()
+        self._spare = private_memory()
         self._writers = SumWriters()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, ranks: Ranks = None) -> Work:
@@ -155,12 +155,12 @@ class GlooChannel:
 
         def finish() -> None:
             sum_by_host(shard, pieces, self._hosts, accumulate)
-            self._spare.give_back(arrived)
+            self._spare.put_back(arrived)
 
         exchange = self.exchange("reduce", label, dict(enumerate(sent)), dict(enumerate(pieces)))
         return self._writers.write(shard, exchange, finish, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Send every peer its slice."""
         return self.exchange("exchange", label, *self.slices_to_exchange(received, sent, slices))
 

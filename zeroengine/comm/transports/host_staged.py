@@ -7,14 +7,13 @@ bits as the transport that moves the host memory.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from zeroengine.comm.interfaces import EQUAL, Buffer, Channel, Levels, Ranks, ResizableBuffer, Slices
+from zeroengine.comm.forwarding_transport import ForwardingTransport
+from zeroengine.comm.interfaces import Buffer, Channel, Levels, Ranks, ResizableBuffer, Slices, Transport
 from zeroengine.comm.sum_writers import SumWriters
-from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.utils.work import Then, Work
 
 
@@ -53,7 +52,7 @@ class HostStagedChannel:
 
         return self._writers.write(shard, inner, copy_back, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Exchange in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(received, received.dtype)
         work = Then(
@@ -84,21 +83,19 @@ class HostStagedChannel:
         return True
 
 
-class HostStagedTransport:
-    """See ``interfaces.Transport``, whose other attributes are those of the transport in host memory.
+class HostStagedTransport(ForwardingTransport):
+    """A transport whose tensors are on a GPU.
 
     Args:
         inner: The transport in host memory.
         device: The GPU.
     """
 
-    def __init__(self, inner: GlooTransport, device: torch.device) -> None:
-        self._inner, self._device = inner, device
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        super().__init__(inner)
+        self._device = device
         channels = (inner.gather, inner.reduce, inner.exchange)
         self.gather, self.reduce, self.exchange = map(HostStagedChannel, channels)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory on the device."""
@@ -110,7 +107,7 @@ class HostStagedTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum in host memory. The host waits for the device."""
-        return self._inner.all_reduce_scalars(_copy_to_host(values), label).to(self._device)
+        return super().all_reduce_scalars(_copy_to_host(values), label).to(self._device)
 
 
 def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

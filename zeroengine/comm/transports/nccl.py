@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.divergence import Divergence
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, Ranks, ResizableBuffer, Slices
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.registered_memory import RegisteredMemory
@@ -194,7 +194,7 @@ class NCCLChannel:
 
         return self._writers.write(shard, work, take_over, accumulate=accumulate)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Launch an all-to-all."""
         assert slices.levels is None, "a sum goes level by level"
         self.record(f"exchange {label}")

@@ -28,7 +28,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, compare_forwards
-from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
+from zeroengine.comm.interfaces import Levels, Ranks, Slices
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
     CHANNEL_BYTES,
@@ -192,7 +192,7 @@ class SharedMemoryChannel:
             self._sum_slice(work, full, own_slice, shard, accumulate)
         return self._issue(work)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Post ``sent``; read this rank's slice of every peer."""
         memory, sizes = self._memory, slices.sizes
         # The ranks of several hosts are numbered from 0 on each of them here.

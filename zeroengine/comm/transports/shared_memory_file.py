@@ -256,21 +256,21 @@ def offer() -> RankAddress | None:
 def open_memory(
     rank: int,
     addresses: Sequence[RankAddress | None],
-    numbers: Sequence[int] | None = None,
-    divergence: Divergence | None = None,
+    numbers: Sequence[int],
+    divergence: Divergence,
 ) -> SharedMemory | str:
     """Open the memory file of every rank.
 
     Args:
         rank: This rank's place in ``addresses``.
         addresses: Every rank's.
-        numbers: The engine's number of each of these ranks. None: their places.
-        divergence: See ``SharedMemory``. None: one of this memory alone.
+        numbers: The engine's number of each of these ranks.
+        divergence: See ``SharedMemory``.
 
     Returns:
         The memory; or the reason why it cannot be used, and then everything is closed.
     """
-    own_address, numbers = addresses[rank], range(len(addresses)) if numbers is None else numbers
+    own_address = addresses[rank]
     if own_address is None:
         return "shared memory is not available in this build or system"
     peers: list[SharedMemoryPeer] = []
@@ -295,7 +295,7 @@ def open_memory(
             except OSError as error:
                 return f"rank {numbers[r]}'s memory cannot be opened from rank {numbers[rank]}: {error}"
         undo.pop_all()
-    return SharedMemory(rank, own_address.fd, peers, numbers, Divergence() if divergence is None else divergence)
+    return SharedMemory(rank, own_address.fd, peers, numbers, divergence)
 
 
 def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroengine.comm.interfaces import EQUAL, Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer, Slices
+from zeroengine.comm.interfaces import Buffer, Levels, PagedBuffer, Ranks, ResizableBuffer, Slices
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.utils.work import Completed, Work
 
@@ -29,7 +29,7 @@ class SingleProcessChannel:
             shard.copy_(full)
         return Completed()
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Copy the only slice."""
         received.copy_(sent)
         return Completed()

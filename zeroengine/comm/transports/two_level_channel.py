@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from zeroengine.comm.buffer_pool import BufferPool, private_memory
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import EQUAL, Levels, Ranks, Slices
+from zeroengine.comm.interfaces import Levels, Ranks, Slices
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
 from zeroengine.comm.transports.gloo import POLL_S, GlooChannel, GlooWork
 from zeroengine.comm.transports.shared_memory_channel import Piece, SharedMemoryChannel
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
-from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.comm.transports.two_level_sum import ExactExchange, HostExchange, PackedExchange, SumPlan
-from zeroengine.comm.transports.two_level_work import StagingPool, TwoLevelWork
+from zeroengine.comm.transports.two_level_work import TwoLevelWork
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.utils.work import Work
 
@@ -46,9 +47,12 @@ class TwoLevelChannel:
     ) -> None:
         self._layout, self._within, self._of_other_hosts, self._between = layout, within, of_other_hosts, between
         self._watchdog, self._progress_all = watchdog, progress
-        self._staging = StagingPool(memory, of_other_hosts)
+        # Memory of this rank's file for what came from other hosts. A much larger buffer is left to the operation that
+        # needs it.
+        allocate = partial(memory.empty, dtype=torch.uint8)
+        self._staging: BufferPool[Work] = BufferPool(allocate, of_other_hosts.reusable, largest_multiple=2)
         # Private memory of sums.
-        self._spare = SparePool()
+        self._spare = private_memory()
         self._seq = 0
         self._pending: deque[TwoLevelWork] = deque()
 
@@ -91,11 +95,11 @@ class TwoLevelChannel:
             yield exchange
             shared = self._of_other_hosts.share(staging, label, pieces)
             yield shared
-            self._staging.give_back(staging, shared)
+            self._staging.put_back(staging, shared)
 
         return self._issue(TwoLevelWork(self.wait, self.progress, what, steps(), within, exchange))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices = EQUAL) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str, slices: Slices) -> Work:
         """Send every rank its slice directly, also the ranks of this host."""
         what = self._begin("exchange", label)
         exchange = self._exchange("exchange", label, *self._between.slices_to_exchange(received, sent, slices))
@@ -170,7 +174,7 @@ class TwoLevelChannel:
         ]
         shared = self._of_other_hosts.share(staging, label, reads)
         yield shared
-        self._staging.give_back(staging, shared)
+        self._staging.put_back(staging, shared)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``interfaces.Channel``: whether the ranks of this host have read it, and it was sent to the others."""

@@ -9,11 +9,12 @@ from functools import cache, cached_property
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.buffer_pool import BufferPool
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.packing import Packing, is_quantizable
 from zeroengine.comm.rank_order_sum import sum_in_rank_order, wide_dtype
-from zeroengine.comm.transports.spare_pool import SparePool
 from zeroengine.partition.degrees import shard_index
+from zeroengine.utils.work import Work
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class ExactExchange:
         received: For each host, the memory for what its counterpart sends. This rank's host is among them.
     """
 
-    def __init__(self, plan: SumPlan, numel: int, dtype: torch.dtype, pool: SparePool) -> None:
+    def __init__(self, plan: SumPlan, numel: int, dtype: torch.dtype, pool: BufferPool[Work]) -> None:
         self._plan, self._pool = plan, pool
         self.sums = {index: pool.take(numel, dtype) for index in plan.hosts_of}
         own = plan.piece_for(plan.host, self.sums)
@@ -181,7 +182,7 @@ class ExactExchange:
         """Give the memory back."""
         others = (tensor for host, tensor in enumerate(self.received) if host != self._plan.host)
         for tensor in (*self.sums.values(), *others):
-            self._pool.give_back(tensor)
+            self._pool.put_back(tensor)
 
 
 class PackedExchange:
@@ -195,7 +196,7 @@ class PackedExchange:
         name: Names the sum, for the errors that ``packing`` keeps.
     """
 
-    def __init__(self, plan: SumPlan, numel: int, pool: SparePool, packing: Packing, name: Hashable) -> None:
+    def __init__(self, plan: SumPlan, numel: int, pool: BufferPool[Work], packing: Packing, name: Hashable) -> None:
         self._plan, self._pool, self._packing, self._name = plan, pool, packing, name
         self._taken: list[torch.Tensor] = []
         self.sums = {index: pool.take(numel, torch.float32) for index in plan.hosts_of}
@@ -252,14 +253,14 @@ class PackedExchange:
 
     def _give_sums_back(self) -> None:
         for tensor in self.sums.values():
-            self._pool.give_back(tensor)
+            self._pool.put_back(tensor)
         self.sums = {}
 
     def close(self) -> None:
         """Give the memory back."""
         self._give_sums_back()
         for tensor in self._taken:
-            self._pool.give_back(tensor)
+            self._pool.put_back(tensor)
 
 
 HostExchange = ExactExchange | PackedExchange

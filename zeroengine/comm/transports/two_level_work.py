@@ -1,14 +1,11 @@
-"""Operations between the ranks of several hosts that take several steps, and their memory. See ``two_level``."""
+"""Operations between the ranks of several hosts that take several steps. See ``two_level``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-
 from zeroengine.comm.transports.gloo import GlooWork
-from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel, SharedMemoryWork
-from zeroengine.comm.transports.shared_memory_file import SharedMemory
+from zeroengine.comm.transports.shared_memory_channel import SharedMemoryWork
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.work import Work
 
@@ -78,34 +75,3 @@ class TwoLevelWork:
         if self.current is not None:
             self._progress()
         return self.current is None
-
-
-class StagingPool:
-    """Memory of this rank's file for what came from other hosts, which the ranks of its host read.
-
-    Args:
-        memory: The memory files.
-        channel: The channel that the memory is shared on.
-    """
-
-    def __init__(self, memory: SharedMemory, channel: SharedMemoryChannel) -> None:
-        self._memory, self._channel = memory, channel
-        self._idle: list[tuple[torch.Tensor, Work]] = []
-        self.nbytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, 1-D, that no rank reads any more."""
-        size = numel * dtype.itemsize
-        # A much larger buffer is left to the operation that needs it.
-        fitting = [item for item in self._idle if size <= item[0].numel() <= 2 * size]
-        for item in sorted(fitting, key=lambda item: item[0].numel()):
-            if self._channel.reusable(item[1], 0.0):
-                self._idle = [other for other in self._idle if other is not item]
-                return item[0][:size].view(dtype)
-        self.nbytes += size
-        return self._memory.empty(size, torch.uint8).view(dtype)
-
-    def give_back(self, tensor: torch.Tensor, work: Work) -> None:
-        """Take memory back that ``work`` has shared."""
-        whole = tensor.untyped_storage()
-        self._idle.append((torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole), work))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from zeroengine.comm.buffer_pool import REUSE_TIMEOUT_S
 from zeroengine.comm.interfaces import Slices, Transport
-from zeroengine.comm.memory_reuse import REUSE_TIMEOUT_S
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import FlatLayout

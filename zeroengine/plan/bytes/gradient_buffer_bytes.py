@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.comm.memory_reuse import ENOUGH_BUFFERS, buffer_to_reuse
+from zeroengine.comm.buffer_pool import ENOUGH_BUFFERS
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.runtime.gradient_buffers import buffer_numel
@@ -86,8 +86,7 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
     def acquire(flow: GradientFlow) -> BufferKey:
         key = _buffer_key(flow, largest)
         # A slow peer, or a slow disk, frees a buffer only for those who wait.
-        is_done = at_once and not flow.format.is_offloaded
-        is_new = buffer_to_reuse(range(num_idle[key]), lambda _, timeout_s: is_done or timeout_s > 0) is None
+        is_new = num_idle[key] < (1 if at_once and not flow.format.is_offloaded else ENOUGH_BUFFERS)
         counts[key] += is_new
         num_idle[key] -= not is_new
         return key
