@@ -120,7 +120,7 @@ def count_host_seconds(engine: Any, host: list[float]) -> None:
 
         return run
 
-    calls = [(reports.monitor, "end_step"), (reports, "note_loss"), (reports, "take_loss")]
+    calls = [(reports.monitor, "end_step"), (reports, "loss_noted"), (reports, "take_loss")]
     for part, name in [*calls, (reports.monitor.forwards, "begin"), (reports.monitor.forwards, "end")]:
         setattr(part, name, timed(getattr(part, name), name == "end_step"))
 

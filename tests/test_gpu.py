@@ -147,8 +147,8 @@ def compared() -> list[str]:
     torch.cuda.synchronize()
     for number in range(4):
         with no_waiting() if number < 3 else nullcontext():
-            comparison.observe(inputs[number])
-            comparison.end_micro_step(True)
+            comparison.forward_began(inputs[number], {})
+            comparison.micro_step_ended(True)
         assert bool(records) == (number == 3)
     return records
 
@@ -176,7 +176,7 @@ def compared_facts() -> None:
             loss = mean_of_group(group, loss.requires_grad_(), 3)
             facts.note("losses", loss)
             loss.backward()
-            facts.end_micro_step(True)
+            facts.micro_step_ended(True)
 
 
 def test_ranks_that_share_samples_are_compared_without_waiting() -> None:

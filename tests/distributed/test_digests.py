@@ -155,14 +155,14 @@ def test_every_flipped_bit_of_a_copy_is_named_by_rank_and_unit(
 def flip_within_a_step(stage: int, flipped: str) -> tuple[str, int]:
     engine = make({"zero_optimization": {"stage": stage}}, every=2)
     take_steps(engine, range(1))
-    shard, begin_update = engine._parts.states.optimizer.shards[1], engine._checkpoints.digests.begin_update
+    shard, digest = engine._parts.states.optimizer.shards[1], engine._checkpoints.digests.gradients_reduced
 
-    def begin_update_after_flip() -> None:
+    def digest_after_flip() -> None:
         if engine.rank == 2:
             flip(engine.units[1].full_buffer.tensor if flipped == "weights" else shard.gradient, 3, 7)
-        begin_update()
+        digest()
 
-    engine._checkpoints.digests.begin_update = begin_update_after_flip  # type: ignore[method-assign]
+    engine._checkpoints.digests.gradients_reduced = digest_after_flip  # type: ignore[method-assign]
     with pytest.raises(DivergenceError) as error:
         take_steps(engine, range(1, 2))
     # The step has been taken, so the script may save, or look at its states.

@@ -14,7 +14,7 @@ from torch import nn
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from zeroengine.engine.replay import REPLAY_VARIABLE, ReplayTarget, file_of_step
+from zeroengine.engine.replay import REPLAY_VARIABLE, ReplayTarget, StepRecorder, file_of_step
 from zeroengine.errors import ZeroEngineError
 
 SAVED, LAST = 2, 5
@@ -111,7 +111,7 @@ def keep_a_view_and_fail(folder: Path) -> int:
     nbytes = file_of_step(folder / "run", engine.rank, 1).stat().st_size
     # A full disk is torch's own error.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._steps._recorder, "begin_forward", lambda *_: None)
+        patch.setattr(StepRecorder, "forward_began", lambda *_: None)
         patch.setattr(torch, "save", fail_to_write)
         engine.backward(engine(ids, ids))
         engine.step()

@@ -198,8 +198,8 @@ def test_inputs_are_exchanged_once_and_in_an_update() -> None:
     comparison = RankComparison(transport, CPU)  # type: ignore[arg-type]
     exchanges = []
     for updates in (False, False, False, False, True, False, True):
-        comparison.observe(torch.ones(2))
-        comparison.end_micro_step(updates)
+        comparison.forward_began(torch.ones(2), {})
+        comparison.micro_step_ended(updates)
         exchanges.append(transport.exchanges)
     assert exchanges == [0, 0, 0, 0, 1, 1, 1]
 

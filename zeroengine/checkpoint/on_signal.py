@@ -14,7 +14,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 from zeroengine.checkpoint.agreement import StepAgreement
 from zeroengine.checkpoint.failures import as_checkpoint_errors
@@ -32,24 +32,15 @@ INTERVAL_S = 1.0
 _listeners: weakref.WeakSet[SaveOnSignal] = weakref.WeakSet()
 
 
-class SavingEngine(Protocol):
-    """The part of an engine that this module uses."""
-
-    global_steps: int
-
-    def save_checkpoint(self, directory: str) -> None:
-        """Save a checkpoint in the folder `directory`."""
-
-    def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint is on the disk."""
-
-
 class SaveOnSignal:
     """Listens for the signal on one rank. All ranks construct, query and close it together.
 
     Args:
         config: A configuration that names a signal and a folder under `checkpoint`.
         group: All ranks.
+
+    Attributes:
+        directory: The folder that they save in.
 
     Raises:
         ZeroEngineError: On every rank; the folder cannot be made, or this thread or process cannot listen.
@@ -61,12 +52,12 @@ class SaveOnSignal:
         # The checks concern one process only. All ranks raise together, since they would otherwise wait for each other
         # below.
         with group.collective_errors("to initialize"):
-            self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
+            self.directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
             if group.rank == 0:
                 # When the signal comes it is too late for an error.
-                with as_checkpoint_errors(f"checkpoint.directory {self._directory}: cannot be made a folder"):
-                    Path(self._directory).mkdir(parents=True, exist_ok=True)
+                with as_checkpoint_errors(f"checkpoint.directory {self.directory}: cannot be made a folder"):
+                    Path(self.directory).mkdir(parents=True, exist_ok=True)
         self._agreement = StepAgreement(group, "agree on a signal", INTERVAL_S)
         # The handler is installed last, when everything that it needs exists. It keeps no engine alive.
         self._received, previous = threading.Event(), signal.getsignal(self._signal)
@@ -94,22 +85,21 @@ class SaveOnSignal:
         """Return whether the ranks save now, at the end of a step; the same answer on all ranks."""
         return self._agreement.end_step(self._received.is_set())
 
-    def save_and_exit(self, engine: SavingEngine) -> None:
-        """Save, and end this rank with an exit code that asks for a restart.
+    def exit(self, num_updates: int) -> NoReturn:
+        """End this rank, whose checkpoint is saved, with an exit code that asks for a restart.
+
+        Args:
+            num_updates: The number of updates that the checkpoint holds.
 
         Raises:
-            CheckpointError: On every rank; there is no such checkpoint then.
-            SystemExit: The checkpoint is saved.
+            SystemExit: Always.
         """
-        engine.save_checkpoint(self._directory)
-        # The process ends next, and a save beside training would be cut off.
-        engine.wait_for_checkpoint()
         if self._group.rank == 0:
             log.warning(
                 "%s: saved after step %d in %s. The ranks end with exit code %d, to be started again",
                 self._signal.name,
-                engine.global_steps,
-                self._directory,
+                num_updates,
+                self.directory,
                 RESTART_EXIT_CODE,
             )
         # SystemExit lets `finally` blocks and exit handlers run, and the exit code asks zero-launch for another round.

@@ -5,6 +5,8 @@
 - ``engine``: the Engine itself, whose methods call its parts.
 - ``call_checks``: checks of the arguments of public calls, and of where these calls come.
 - ``step_loop``: one step, from its first backward to the counters, with what follows.
+- ``observers``: what observes a step, in order. ``monitor/observer.py`` has the moments.
+- ``model_forwards``: which forwards are those of a step.
 - ``accumulation``: counts micro-steps, and decides which call may end a step.
 - ``clipping``: the largest norm of the gradient.
 - ``step``: takes a step from reduced gradients, steps the LR schedule, and counts.

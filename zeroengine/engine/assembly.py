@@ -20,8 +20,8 @@ from zeroengine.engine.call_checks import NUM_SHOWN
 from zeroengine.engine.clipping import GradientClipping
 from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.parts import (
+    EngineCalls,
     EngineSetup,
-    OptimizerCalls,
     PartitionedModel,
     Passes,
     Ranks,
@@ -102,7 +102,7 @@ class EngineParts:
 
 
 def build_parts(
-    setup: EngineSetup, group: Group, replicas: Replicas | None, transport: Transport, calls: OptimizerCalls
+    setup: EngineSetup, group: Group, replicas: Replicas | None, transport: Transport, calls: EngineCalls
 ) -> EngineParts:
     """Build the parts of one engine, which partitions the model. A collective.
 
@@ -111,7 +111,7 @@ def build_parts(
         group: All ranks.
         replicas: The replicas of ``local_steps``, if there are several.
         transport: Moves bytes between the ranks of the replica.
-        calls: The methods of the engine that either optimizer calls.
+        calls: What the parts call of the engine.
     """
     ranks = connect_ranks(setup, group, replicas, transport)
     reports = start_reports(setup, group)
@@ -125,7 +125,7 @@ def build_parts(
     sequences = SequenceGroup(setup.model, ranks.transport, comparison, reports.timer, setup.undo)
     if sequences.size > 1:
         transformers_models.connect(setup.model, sequences, setup.undo)
-    passes = connect_passes(setup, ranks, partition, reports.timer)
+    passes = connect_passes(setup, ranks, partition, reports.timer, calls.listener)
     if sequences.size > 1:
         # The check comes before the engine's own hooks, which then see ordinary forwards.
         model_check.install(setup.model, sequences, setup.undo)

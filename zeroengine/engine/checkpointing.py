@@ -25,9 +25,10 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import check_keeps_averages
 from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.public_call import WEIGHTS, Inside, PublicCall
-from zeroengine.engine.replay import ReplayTarget, StepReplay
+from zeroengine.engine.replay import StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.monitor.observer import Observer
 from zeroengine.recovery.newest import NewestStates, newest_on_disk
 from zeroengine.runtime.mixed_precision import exact_tensors
 from zeroengine.utils.byte_size import format_byte_size
@@ -59,8 +60,10 @@ SAVE_WEIGHTS = PublicCall(
 LOAD_WEIGHTS = PublicCall("load_weights()", "to load weights", WEIGHTS | Inside.GATHERED, needs_own_parameters=True)
 
 
-class EngineCheckpoints:
-    """Saves and loads checkpoints and weights. Every method that moves values is a collective.
+class EngineCheckpoints(Observer):
+    """Saves and loads checkpoints and weights, and saves after a step when that is due.
+
+    Every method that moves values is a collective.
 
     torch's part of checkpoints takes 50 MB and a second to import, so it is imported when it is first used.
 
@@ -68,21 +71,22 @@ class EngineCheckpoints:
         parts: The parts of the engine.
         rounds: Makes replicas equal before a save.
         digests: Takes the digests of what is saved.
+        replay: Takes a step of another run again; None in an ordinary run.
 
     Attributes:
-        rounds, digests: See above.
+        rounds, digests, replay: See above.
         tensors: The engine's tensors by name.
-        replay: Takes a step of another run again; None in an ordinary run.
     """
 
-    def __init__(self, parts: EngineParts, rounds: ReplicaRounds, digests: StateDigests) -> None:
-        self._parts, self.rounds, self.digests = parts, rounds, digests
+    def __init__(
+        self, parts: EngineParts, rounds: ReplicaRounds, digests: StateDigests, replay: StepReplay | None
+    ) -> None:
+        self._parts, self.rounds, self.digests, self.replay = parts, rounds, digests, replay
         module, units, gatherer = parts.setup.model, parts.partition.units, parts.passes.gatherer
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
         exact = exact_tensors(module, parts.setup.config)
         optimizer, outer_step = states.optimizer, states.outer_step
         self.tensors = EngineTensors(module, units, optimizer, outer_step, gatherer, group, replicas, exact)
-        self.replay: StepReplay | None = None
         self._stateful: dict[str, Stateful] = {}
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
         # same as at the save.
@@ -183,6 +187,21 @@ class EngineCheckpoints:
                     **self.digests.now(),
                 }
             self._writer.write(content, path, tag)
+
+    def step_ended(self, number: int) -> None:
+        """Save if a signal has come, and end the process; take a snapshot if it is due. A collective.
+
+        Ranks agree on whether the signal has come, so all save after the same step. See ``checkpoint/on_signal.py``.
+        """
+        loop = self._parts.loop
+        if loop.save_on_signal is not None and loop.save_on_signal.is_due():
+            self.save(loop.save_on_signal.directory, None, None, frozen=True, inside_step=False)
+            # The process ends next, and a save beside training would be cut off.
+            self.wait()
+            loop.save_on_signal.exit(loop.step_runner.num_updates)
+        # After that checkpoint a snapshot would be in vain.
+        if loop.snapshots is not None and loop.snapshots.end_step(number):
+            self.take_snapshot(loop.snapshots)
 
     def take_snapshot(self, snapshots: MemorySnapshots) -> None:
         """Keep the states in the memory of hosts, at the end of a step. A failure is a warning."""
@@ -385,12 +404,10 @@ class EngineCheckpoints:
 
     def begin_replay(self) -> None:
         """Load the checkpoint that a replay goes on from, if zero-replay has started this process. A collective."""
-        if (target := ReplayTarget.of_process()) is not None:
-            self.replay = StepReplay(self._parts, target)
-            if target.checkpoint is not None:
-                options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
-                directory, tag = os.path.split(target.checkpoint)
-                self.replay.note_loaded(self._load(directory, tag, options))
+        if self.replay is not None and self.replay.target.checkpoint is not None:
+            options = LoadOptions(fallback=False, weights_only=False, optimizer=True, strict=True)
+            directory, tag = os.path.split(self.replay.target.checkpoint)
+            self.replay.note_loaded(self._load(directory, tag, options))
 
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""

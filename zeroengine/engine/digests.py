@@ -22,9 +22,11 @@ from zeroengine.checkpoint.content import random_states
 from zeroengine.comm.watchdog import host_name
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import DivergenceError
+from zeroengine.monitor.observer import Observer
 from zeroengine.monitor.run_folder import append_to_file
 from zeroengine.optim.state_digests import KINDS, differences, state_digests, weights_digests, whole_digests
-from zeroengine.runtime.input_digest import digest_inputs
+from zeroengine.runtime.input_digest import can_read_values, digest_inputs
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 from zeroengine.utils.listed import listed
 from zeroengine.utils.run_files import DIGEST_FORMAT, DIGESTS, GIVEN
 from zeroengine.utils.small_transfers import HostCopy
@@ -38,8 +40,8 @@ NUM_SHOWN, MAX_RANKS_SHOWN = 3, 8
 UnitDigests = list[torch.Tensor | None]
 
 
-class StateDigests:
-    """Takes the digests of one engine every few steps. Every method but ``close`` is a collective.
+class StateDigests(Observer):
+    """Takes the digests of one engine every few steps. ``step_ended`` and ``now`` are collectives.
 
     Args:
         parts: The parts of the engine.
@@ -82,9 +84,11 @@ class StateDigests:
         every = self._settings.every
         return every is not None and self._parts.loop.step_runner.next_number % every == 0
 
-    def begin_forward(self, args: Any, kwargs: Any) -> None:
-        """Take the digest of the inputs of a forward of training. Not a collective."""
-        if self._is_due:
+    def forward_began(self, args: Any, kwargs: Any) -> None:
+        """Take the digest of the inputs."""
+        if not self._is_due or not can_read_values(self._group.device):
+            return
+        with hidden_from_activation_checkpoint():
             # Python's and NumPy's generators begin with other states in each process.
             states = {name: random_states(self._group.device).get(name) for name in ("torch", "cuda")}
             inputs = digest_inputs((args, kwargs), self._group.device)
@@ -93,13 +97,13 @@ class StateDigests:
             given = inputs, digest_inputs(states, torch.device("cpu"))
             self._given.append([None if digest is None else digest.long() * factor for digest in given])
 
-    def begin_update(self) -> None:
+    def gradients_reduced(self) -> None:
         """Take the digests that come before the update of the step in progress. No unit is being gathered."""
         # Those of a step that raised are not of this one.
         is_due, units = self._is_due, self._parts.partition.units
         self._weights = weights_digests(units, self._group.world_size) if is_due else None
 
-    def end_update(self) -> None:
+    def step_ended(self, number: int) -> None:
         """Take the other digests of the step that has ended, if it is due, and compare copies.
 
         Raises:
@@ -108,10 +112,9 @@ class StateDigests:
         self._read()
         weights, self._weights = self._weights, None
         facts = [_total(digests) for digests in zip(*self._given, strict=True)]
-        self.drop_gradients()
-        issued = self._parts.loop.step_runner.issued_step
-        if weights is not None and issued is not None:
-            self._pending = issued.number, HostCopy(self._exchange(weights, facts))
+        self.gradients_dropped()
+        if weights is not None:
+            self._pending = number, HostCopy(self._exchange(weights, facts))
             if self._group.device.type == "cpu":
                 self._read()
 
@@ -119,7 +122,7 @@ class StateDigests:
         """Return the digests of whole parameters and moments between two steps, as in ``taken``, and compare copies.
 
         Raises:
-            DivergenceError: See ``end_update``.
+            DivergenceError: See ``step_ended``.
         """
         runner = self._parts.loop.step_runner
         runner.await_result()
@@ -128,8 +131,8 @@ class StateDigests:
         digests = self._whole(numbers)
         return {kind: digests[kind] for kind in ("parameters", "moments")}
 
-    def drop_gradients(self) -> None:
-        """Forget what the step in progress was given, which starts again."""
+    def gradients_dropped(self) -> None:
+        """Forget what the step in progress was given."""
         self._given = []
 
     def by_unit(self, digests: str) -> dict[str, str]:

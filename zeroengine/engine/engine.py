@@ -18,16 +18,12 @@ from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.engine import call_checks, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
-from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
-from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.observers import build_observers
 from zeroengine.engine.optimizer_methods import call_over_shards
-from zeroengine.engine.parts import OptimizerCalls
-from zeroengine.engine.replay import StepRecorder
-from zeroengine.engine.replica_rounds import ReplicaRounds
+from zeroengine.engine.parts import EngineCalls
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -80,21 +76,15 @@ class Engine:
         reducer: Collects gradients in buffers and reduces them.
 
     Args:
-        make_parts: Builds the parts of the engine, for the methods of the engine that either optimizer calls.
+        make_parts: Builds the parts of the engine, for what they call of it.
     """
 
-    def __init__(self, make_parts: Callable[[OptimizerCalls], EngineParts]) -> None:
-        calls = OptimizerCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
-        self._parts = parts = make_parts(calls)
-        rounds = ReplicaRounds(parts)
-        digests = StateDigests(parts)
-        self._checkpoints = checkpoints = EngineCheckpoints(parts, rounds, digests)
+    def __init__(self, make_parts: Callable[[EngineCalls], EngineParts]) -> None:
+        calls = partial(EngineCalls, self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
+        self._steps = steps = StepLoop(lambda listener: make_parts(calls(listener)), build_observers)
+        self._parts, self._checkpoints = parts, _ = steps.parts, steps.checkpoints
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
-        recorder = StepRecorder(parts) if parts.setup.config.replay.keep is not None else None
-        observers = [digests.begin_forward] if recorder is None else [digests.begin_forward, recorder.begin_forward]
-        forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
-        self._steps = StepLoop(parts, checkpoints, recorder, forwards)
         self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group
         self.device, self.rank, self.world_size = self.group.device, self.group.rank, self.group.world_size
         self.gatherer, self.reducer, self.loss_scaler = parts.passes.gatherer, parts.passes.reducer, parts.passes.scaler
@@ -171,17 +161,12 @@ class Engine:
         scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
         self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
         # A backward that raises is no part of the step, so this comes after it.
-        self._note_loss(loss)
+        self._steps.note_loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        self._note_loss(loss)
+        self._steps.note_loss(loss)
         return self._parts.passes.backward.mark_scaled(self.loss_scaler.scaled(loss))
-
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        self._parts.reports.note_loss(loss)
-        if self.sequence_group.size > 1:
-            self.sequence_group.comparison.note("losses", loss)
 
     @property
     def loss_scale(self) -> float:
@@ -382,12 +367,12 @@ class Engine:
             DivergenceError: On every rank, where the ranks ran different collectives, or wrote different values into
                 the parameters.
         """
-        return self._steps.end_micro_step(self)
+        return self._steps.end_micro_step()
 
     @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
-        self._steps.end_by_optimizer(self)
+        self._steps.end_by_optimizer()
 
     @disable_compile
     @explain_out_of_memory

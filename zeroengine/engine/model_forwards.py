@@ -1,4 +1,4 @@
-"""Observes each forward of the whole model by hooks, so that ``model(...)`` is the same as ``engine(...)``.
+"""Counts each forward of the whole model by hooks, so that ``model(...)`` is the same as ``engine(...)``.
 
 [Note: Which forwards count]
 Frameworks call the model itself, so the engine learns of a forward from the hooks of ``Forward``, and from nothing
@@ -22,30 +22,28 @@ from torch import nn
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.memory import explain_if_out_of_memory
 from zeroengine.monitor.flops import is_anything_compiled
+from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.runtime import mixed_precision
-from zeroengine.runtime.input_digest import can_read_values
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.utils.call_stack import calls_in_progress
-from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 from zeroengine.utils.torch_internals import CALL_MODULE_CODE, current_graph_task_id
-
-InputObserver = Callable[[Any, Any], None]
-# The code that calls the hooks and the forward of a module.
 
 
 class ModelForwards:
-    """Observes the forwards of the model, of which ``Forward`` tells it, and explains their errors.
+    """Tells observers of the forwards of the model that count, and explains errors of all of them.
 
     Args:
         parts: The parts of the engine, complete. Their ``undo`` removes the hooks.
         checkpoint_copy_bytes: Returns the bytes of the copy that a checkpoint is written from.
-        observers: Called with the positional and the other inputs of each forward of training that counts.
+        observers: The observers, in order.
     """
 
     def __init__(
-        self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int], observers: Sequence[InputObserver]
+        self, parts: EngineParts, checkpoint_copy_bytes: Callable[[], int], observers: Sequence[Observer]
     ) -> None:
-        self._parts, self._checkpoint_copy_bytes, self._observers = parts, checkpoint_copy_bytes, observers
+        self._parts, self._checkpoint_copy_bytes = parts, checkpoint_copy_bytes
+        self._at_begin = overriding(observers, Observer.forward_began)
+        self._at_end = overriding(observers, Observer.forward_ended)
         self._model, self._forward = parts.setup.model, parts.passes.forward
         # Whether a forward has begun whose end is not known yet, and whether it counts.
         self._in_progress = self._counts = False
@@ -59,7 +57,6 @@ class ModelForwards:
             begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
             parts.setup.undo.callback(self._model.register_forward_pre_hook(begin).remove)
             parts.setup.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
-        parts.passes.forward.observer = self
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Begin a forward, unless it is nested in another one.
@@ -87,15 +84,9 @@ class ModelForwards:
             self._has_plain_forward = True
         elif self._has_plain_forward:
             return
-        if parts.loop.sequences.comparison.is_recording:
-            with hidden_from_activation_checkpoint():
-                parts.loop.sequences.comparison.observe((args, kwargs))
-        for observe in self._observers if can_read_values(parts.ranks.group.device) else ():
-            with hidden_from_activation_checkpoint():
-                observe(args, kwargs)
         self._counts = True
-        if parts.reports.monitor is not None:
-            parts.reports.monitor.begin_forward((args, kwargs))
+        for observer in self._at_begin:
+            observer.forward_began(args, kwargs)
 
     def end_by_hook(self) -> None:
         """End the outermost forward."""
@@ -113,8 +104,8 @@ class ModelForwards:
         self._in_progress, self._counts, self._outer_error = False, False, None
         if counts:
             self._close_profile(error)
-            if self._parts.reports.monitor is not None:
-                self._parts.reports.monitor.forwards.end(completed=error is None)
+            for observer in self._at_end:
+                observer.forward_ended(completed=error is None)
         if isinstance(error, RuntimeError):
             mixed_precision.note_buffers(error, self._model, self._parts.setup.config)
             explain_if_out_of_memory(error, self._parts, self._checkpoint_copy_bytes())

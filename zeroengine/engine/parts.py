@@ -47,6 +47,7 @@ from zeroengine.runtime.forward import Forward
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
+from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.scheduling import ModuleNumbers, make_schedule
 from zeroengine.runtime.unit import Unit
@@ -94,18 +95,20 @@ class EngineSetup:
 
 
 @dataclass(frozen=True)
-class OptimizerCalls:
-    """The methods of the engine that stand behind those of either optimizer. All are bound methods.
+class EngineCalls:
+    """What the parts call of the engine, which is complete before they do. The first three are bound methods.
 
     Attributes:
         step: Ends a step, for ``step()``.
         zero_grad: Drops gradients, for ``zero_grad()``.
         run_method: Runs a method that the class of the caller's optimizer adds to torch's ``Optimizer``.
+        listener: Is told of forwards and backwards.
     """
 
     step: Callable[[], None]
     zero_grad: Callable[[bool], None]
     run_method: CallOverShards
+    listener: PassListener
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,9 @@ class Passes:
     host_activations: HostActivations | None
 
 
-def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, timer: Timer) -> Passes:
+def connect_passes(
+    setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, timer: Timer, listener: PassListener
+) -> Passes:
     """Register the hooks on the model by which forwards gather parameters and backwards reduce gradients.
 
     Args:
@@ -290,6 +295,7 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
         ranks: The ranks.
         partition: The units of the model.
         timer: Times forwards, backwards and collectives.
+        listener: Is told of forwards and backwards.
     """
     config, device, units, transport = setup.config, ranks.group.device, partition.units, ranks.transport
     scaler = LossScaler(config.fp16 if config.scales_loss else None)
@@ -303,7 +309,7 @@ def connect_passes(setup: EngineSetup, ranks: Ranks, partition: PartitionedModel
     executor = Executor(make_schedule(units, gradients, modules, transport, config), units)
     reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, timer)
     num_forwards = ranks.group.divergence.num_forwards
-    forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards)
+    forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards, listener)
     for handle in forward.hook_handles:
         setup.undo.callback(handle.remove)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
@@ -344,7 +350,7 @@ class States:
 
 
 def build_states(
-    setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, passes: Passes, timer: Timer, calls: OptimizerCalls
+    setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, passes: Passes, timer: Timer, calls: EngineCalls
 ) -> States:
     """Build the optimizer over shards and the schedule, and let the caller's optimizer call the engine. A collective.
 

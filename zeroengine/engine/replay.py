@@ -26,7 +26,10 @@ from zeroengine.checkpoint.content import random_states, set_random_states, stor
 from zeroengine.checkpoint.failures import failure_reason
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.monitor.observer import Observer
+from zeroengine.runtime.input_digest import can_read_values
 from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 from zeroengine.utils.tensor_tree import map_tensors
 from zeroengine.utils.torch_internals import current_graph_task_id
 
@@ -63,7 +66,7 @@ def file_of_step(run_folder: str | os.PathLike[str], rank: int, step: int) -> Pa
     return Path(run_folder) / "replay" / f"rank-{rank}" / f"step-{step}.pt"
 
 
-class StepRecorder:
+class StepRecorder(Observer):
     """Keeps the inputs of the model and the states of the generators of the last steps of this rank. A collective.
 
     Raises:
@@ -84,34 +87,37 @@ class StepRecorder:
             )
         self._folder: Path = folder
 
-    def begin_forward(self, args: Any, kwargs: Any) -> None:
-        """Keep the inputs of a forward of training."""
+    def forward_began(self, args: Any, kwargs: Any) -> None:
+        """Keep the inputs."""
+        device = self._parts.ranks.group.device
+        if self._failed or not can_read_values(device):
+            return
         try:
-            if not self._failed:
+            with hidden_from_activation_checkpoint():
                 # Of a view torch would save all the memory that it is part of, such as a whole corpus.
                 inputs = map_tensors(torch.clone, [list(args), dict(kwargs)])
                 inputs = storable("the inputs of the model", inputs)
-                self._forwards.append({"inputs": inputs, "random": random_states(self._parts.ranks.group.device)})
+                self._forwards.append({"inputs": inputs, "random": random_states(device)})
         except CheckpointError as error:
             self._fail(str(error))
 
-    def drop_gradients(self) -> None:
-        """Forget what the step in progress was given, which starts again."""
+    def gradients_dropped(self) -> None:
+        """Forget what the step in progress was given."""
         self._forwards = []
 
-    def end_step(self, step: int) -> None:
+    def step_ended(self, number: int) -> None:
         """Write what the step was given, and remove what is no longer kept."""
         forwards, self._forwards = self._forwards, []
         if self._failed:
             return
-        path = file_of_step(self._folder, self._parts.ranks.group.rank, step)
+        path = file_of_step(self._folder, self._parts.ranks.group.rank, number)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(forwards, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)
             for old in path.parent.glob("step-*.pt"):
                 # A run that went back to an earlier step has files of later ones, which are of another course.
-                if not step - self._keep < int(old.stem.removeprefix("step-")) <= step:
+                if not number - self._keep < int(old.stem.removeprefix("step-")) <= number:
                     old.unlink(missing_ok=True)
         # torch has errors of its own for a full disk, and an error of this rank alone would let the others wait.
         except (OSError, RuntimeError) as error:
@@ -122,7 +128,7 @@ class StepRecorder:
         log.warning("no further steps are kept for zero-replay: %s", reason)
 
 
-class StepReplay:
+class StepReplay(Observer):
     """Takes a step again. See the note above.
 
     Args:
@@ -178,17 +184,17 @@ class StepReplay:
             log.warning("%s does nothing: this process takes step %d of a run again", call, self.target.step)
         return True
 
-    def drop_gradients(self) -> None:
-        """Begin with the first forward that the run has kept of the step, which starts again."""
+    def gradients_dropped(self) -> None:
+        """Begin with the first forward that the run has kept of the step."""
         self._kept_step = -1
 
-    def end_step(self, step: int) -> None:
+    def step_ended(self, number: int) -> None:
         """End the process after the step that was asked for.
 
         Raises:
             SystemExit: This was the step.
         """
-        if step >= self.target.step:
+        if number >= self.target.step:
             raise SystemExit(0)
 
     def _replace_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

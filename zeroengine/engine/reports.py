@@ -23,6 +23,7 @@ from zeroengine.engine.progress import ProgressPrinter
 from zeroengine.engine.run_description import describe_run, peak_flops_of
 from zeroengine.monitor.collector import Collector, RankStep, TraceRequest
 from zeroengine.monitor.forward_profile import ForwardProfiler
+from zeroengine.monitor.observer import Observer
 from zeroengine.monitor.profile_table import ProfiledRank
 from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
@@ -45,7 +46,7 @@ log = logging.getLogger("zeroengine")
 MEMORY_INTERVAL = 20
 
 
-class Reports:
+class Reports(Observer):
     """What reports on a run. Parts that nothing asks for are None.
 
     Args:
@@ -64,22 +65,32 @@ class Reports:
         self.timer = Timer() if monitor is None else monitor.timer
         self._loss: torch.Tensor | None = None
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add what a backward was given to the loss of the step."""
+    def forward_began(self, args: Any, kwargs: Any) -> None:
+        """Record the step that has ended, and count the forward."""
         if self.monitor is not None:
             self.monitor.begin_step()
-        if self.monitor is not None or self.progress is not None:
-            # The copy is made now, because the user may change the tensor afterwards.
-            value = loss.detach().to(torch.float64, copy=True).view(())
-            self._loss = value if self._loss is None else self._loss + value
+            self.monitor.forwards.begin((args, kwargs))
+
+    def forward_ended(self, completed: bool) -> None:
+        """Count the forward if it has completed."""
+        if self.monitor is not None:
+            self.monitor.forwards.end(completed)
+
+    def loss_noted(self, loss: torch.Tensor) -> None:
+        """Record the step that has ended, and add what a backward was given to the loss of this one."""
+        if self.monitor is not None:
+            self.monitor.begin_step()
+        # The copy is made now, because the user may change the tensor afterwards.
+        value = loss.detach().to(torch.float64, copy=True).view(())
+        self._loss = value if self._loss is None else self._loss + value
 
     def take_loss(self) -> HostCopy | None:
         """Return the loss of the step that was issued, of one element, and begin with that of the next step."""
         loss, self._loss = self._loss, None
         return None if loss is None else HostCopy(loss.view(1))
 
-    def drop_gradients(self) -> None:
-        """Forget the losses and the samples of the step in progress, which starts again."""
+    def gradients_dropped(self) -> None:
+        """Forget the losses and the samples of the step in progress."""
         self._loss = None
         if self.monitor is not None:
             self.monitor.forwards.drop()
@@ -192,11 +203,6 @@ class EngineMonitor:
     def begin_step(self) -> None:
         """Record the step that has ended, at the first work of the next one."""
         self._collector.begin_step()
-
-    def begin_forward(self, inputs: Any) -> None:
-        """Count a forward of training that begins."""
-        self.begin_step()
-        self.forwards.begin(inputs)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add the user's numbers to the step in progress, or to the one that has ended."""

@@ -3,54 +3,79 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.on_signal import SavingEngine
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
-from zeroengine.engine.memory import measure_memory
+from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.model_forwards import ModelForwards
 from zeroengine.engine.public_call import ALL_BUT_FORWARD, Inside, PublicCall
-from zeroengine.engine.replay import StepRecorder
+from zeroengine.engine.replay import ReplayTarget, StepReplay
+from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
-from zeroengine.runtime.backward_listener import BackwardListener
+from zeroengine.runtime.pass_listener import PassListener
 
 log = logging.getLogger("zeroengine")
 
 
-class StepLoop(BackwardListener):
+class StepLoop(PassListener):
     """Takes one step after another. It alone tells the parts of the loop what a backward does.
 
+    The passes tell it of forwards and backwards. So it builds the parts that they belong to, and no forward or backward
+    begins before it is complete.
+
     Args:
-        parts: The parts of the engine.
-        checkpoints: Knows whether a load failed half way. Has the rounds of ``local_steps``, and the digests.
-        recorder: Keeps what repeats the last steps; None if nothing asks for it.
-        forwards: Observes the forwards of the model.
+        make_parts: Builds the parts of the engine, whose passes tell their listener of forwards and backwards.
+        make_observers: Builds what observes the steps, in order.
 
     Attributes:
-        forwards: See above.
+        parts: The parts of the engine.
+        checkpoints: Saves and loads for the engine.
+        forwards: Observes the forwards of the model.
     """
 
     def __init__(
-        self, parts: EngineParts, checkpoints: EngineCheckpoints, recorder: StepRecorder | None, forwards: ModelForwards
+        self,
+        make_parts: Callable[[PassListener], EngineParts],
+        make_observers: Callable[[EngineParts, EngineCheckpoints], tuple[Observer, ...]],
     ) -> None:
-        self._parts, self._loop, self._reports = parts, parts.loop, parts.reports
-        self._checkpoints, self._rounds, self._digests = checkpoints, checkpoints.rounds, checkpoints.digests
-        self._recorder, self.forwards = recorder, forwards
+        self.parts = parts = make_parts(self)
+        self._loop = parts.loop
+        self._rounds, digests, target = ReplicaRounds(parts), StateDigests(parts), ReplayTarget.of_process()
+        replay = None if target is None else StepReplay(parts, target)
+        self.checkpoints = checkpoints = EngineCheckpoints(parts, self._rounds, digests, replay)
+        observers = make_observers(parts, checkpoints)
+        self.forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
+        self._at_loss = overriding(observers, Observer.loss_noted)
+        self._at_drop = overriding(observers, Observer.gradients_dropped)
+        self._at_reduced = overriding(observers, Observer.gradients_reduced)
+        self._at_micro_step_end = overriding(observers, Observer.micro_step_ended)
+        self._at_step_end = overriding(observers, Observer.step_ended)
+        for observer in overriding(observers, Observer.state_dict):
+            checkpoints.register_stateful(f"observer.{type(observer).__name__}", observer)
         # The warnings that were given, which come once each.
         self._warnings: set[str] = set()
-        parts.passes.backward.listener = self
 
-    # -- the events of a backward -----------------------------------------------------------------
+    # -- the events of forwards and backwards -----------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_model_forward(self, args: Any, kwargs: Any) -> None:
+        """Begin a forward of the whole model, unless it is nested in another one."""
+        self.forwards.begin(args, kwargs)
+
+    def end_model_forward(self) -> None:
+        """End the outermost forward of the whole model."""
+        self.forwards.end_by_hook()
+
+    def count_forward(self) -> None:
         """Count a forward that a backward may follow."""
         self._loop.accumulation.begin_forward()
 
@@ -70,7 +95,7 @@ class StepLoop(BackwardListener):
 
     def begin_backward(self) -> None:
         """Count a backward that begins."""
-        self._warn_of_dropped_micro_steps(self._parts.passes.reducer.user_gradients.drops_all)
+        self._warn_of_dropped_micro_steps(self.parts.passes.reducer.user_gradients.drops_all)
         self._loop.accumulation.begin_backward()
 
     def end_backward(self, num_calls: int) -> None:
@@ -89,28 +114,30 @@ class StepLoop(BackwardListener):
         self._loop.clipping.drop_gradients()
 
     def _forget_step(self) -> None:
-        """Forget what the step in progress was given."""
-        self._reports.drop_gradients()
-        self._digests.drop_gradients()
-        for observer in (self._recorder, self._checkpoints.replay):
-            if observer is not None:
-                observer.drop_gradients()
+        """Let observers forget what the step in progress was given."""
+        for observer in self._at_drop:
+            observer.gradients_dropped()
 
     # -- calls of the user ------------------------------------------------------------------------
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of a backward, before it is scaled."""
+        for observer in self._at_loss:
+            observer.loss_noted(loss)
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the gradients of the step so far, or set them to zero. See ``Engine.zero_grad``."""
-        backward, accumulation = self._parts.passes.backward, self._loop.accumulation
+        backward, accumulation = self.parts.passes.backward, self._loop.accumulation
         # This also ends a backward that raised, and drops its gradients.
         backward.finish()
         if not set_to_none and not accumulation.incomplete:
-            nn.Module.zero_grad(self._parts.setup.model, set_to_none=False)
+            nn.Module.zero_grad(self.parts.setup.model, set_to_none=False)
         elif accumulation.has_gradients:
             self._warn_of_dropped_micro_steps(True)
             backward.drop_gradients()
         else:
             # Many loops call zero_grad() directly after a step, when only the user can have left something.
-            self._parts.passes.reducer.user_gradients.drop()
+            self.parts.passes.reducer.user_gradients.drop()
 
     def clip(self, max_norm: float, call: str) -> torch.Tensor:
         """Clip the step in progress to ``max_norm``, and return the norm. See ``Engine.clip_grad_norm_``."""
@@ -123,25 +150,26 @@ class StepLoop(BackwardListener):
         self._loop.clipping.clip_once(max_norm)
         return norm
 
-    def end_micro_step(self, engine: SavingEngine) -> bool | StepResult:
+    def end_micro_step(self) -> bool | StepResult:
         """End a micro-step, and at the boundary the step. See ``Engine.step``."""
         self.check(ENGINE_STEP)
         # Every rank counts the same micro-steps, so all ranks take the same branch.
         if self._loop.accumulation.engine_step_updates():
-            return self._end(ENGINE_STEP, engine)
+            return self._end(ENGINE_STEP)
         self._loop.accumulation.end_micro_step()
-        self._loop.sequences.comparison.end_micro_step(False)
+        for observer in self._at_micro_step_end:
+            observer.micro_step_ended(ranks_meet=False)
         return False
 
-    def end_by_optimizer(self, engine: SavingEngine) -> None:
+    def end_by_optimizer(self) -> None:
         """End a step for ``optimizer.step()``. See "Who ends a step" in ``engine/accumulation.py``."""
         self.check(OPTIMIZER_STEP)
         self._loop.accumulation.check_optimizer_step()
-        self._end(OPTIMIZER_STEP, engine)
+        self._end(OPTIMIZER_STEP)
 
     def average_replicas(self) -> bool:
         """End the round of ``local_steps``. See ``Engine.average_replicas``."""
-        call, parts = "average_replicas()", self._parts
+        call, parts = "average_replicas()", self.parts
         if parts.states.outer_step is None:
             self.check(call)
             return False
@@ -157,7 +185,7 @@ class StepLoop(BackwardListener):
 
     def round_masters(self) -> None:
         """Let the masters take the rounded values of the model. See ``Engine.round_masters``."""
-        call, parts = "round_masters()", self._parts
+        call, parts = "round_masters()", self.parts
         # The ranks exchange values below, so an error of one rank before that is an error of all.
         with parts.ranks.group.collective_errors("to round the master weights"):
             self.check(call)
@@ -175,10 +203,10 @@ class StepLoop(BackwardListener):
             ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside ``gathered``, a CUDA graph or a
                 backward.
         """
-        parts, reducer = self._parts, self._parts.passes.reducer
+        parts, reducer = self.parts, self.parts.passes.reducer
         # Ending a backward that is still running would reduce only some of its gradients.
         PublicCall(call, "", ALL_BUT_FORWARD | Inside.CAPTURE, needs_store=True).check(parts)
-        self._checkpoints.check_not_half_loaded(call)
+        self.checkpoints.check_not_half_loaded(call)
         # If the last backward raised, this drops its gradients, which are incomplete.
         parts.passes.backward.finish()
         # The parameters are looked at again only where the loop clips by hand.
@@ -190,7 +218,7 @@ class StepLoop(BackwardListener):
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If this raises, nothing has changed."""
-        reducer = self._parts.passes.reducer
+        reducer = self.parts.passes.reducer
         # Inside ``no_sync`` the user asked to keep gradients unreduced.
         if not reducer.reduces_gradients:
             raise ZeroEngineError(
@@ -201,20 +229,20 @@ class StepLoop(BackwardListener):
         self._loop.foreign_parameters.check()
         reducer.reduce_remaining()
 
-    def _end(self, call: str, engine: SavingEngine) -> bool | StepResult:
+    def _end(self, call: str) -> bool | StepResult:
         """Take a step on behalf of ``call``. Return the result of ``Engine.step``."""
-        parts, loop, placement = self._parts, self._loop, self._parts.partition.placement
+        parts, loop, placement = self.parts, self._loop, self.parts.partition.placement
         self._finish_gradients(call)
         self._warn_of_dropped_gradients()
         # If anything up to here raises, nothing has changed, and the step may be called again.
         parts.passes.gatherer.begin_update()
-        self._digests.begin_update()
+        for observer in self._at_reduced:
+            observer.gradients_reduced()
         self.forwards.end_step()
-        # The counters and the comparison advance on every rank, whether the update below is skipped or not.
+        # The counters advance on every rank, whether the update below is skipped or not.
         loop.accumulation.end_step(call)
-        # The comparison may run a collective, and no other collective is in progress at this point. It takes all ranks,
-        # so replicas that train apart do it where they meet.
-        loop.sequences.comparison.end_micro_step(self._rounds.ends_with_this_step)
+        for observer in self._at_micro_step_end:
+            observer.micro_step_ended(self._rounds.ends_with_this_step)
         if call == ENGINE_STEP:
             self._warn_of_unused_hooks()
         updated = loop.step_runner.run_step()
@@ -222,28 +250,16 @@ class StepLoop(BackwardListener):
         parts.passes.outside_writes.reset_baseline()
         self._rounds.end_step()
         if placement.disks:
-            with self._reports.timer.span("offload"):
+            with parts.reports.timer.span("offload"):
                 placement.evict()
-        issued = loop.step_runner.issued_step
-        if self._reports.monitor is not None and issued is not None:
-            memory = partial(measure_memory, parts, self._checkpoints.copy_bytes)
-            self._reports.monitor.end_step(issued, memory, placement, parts.partition.units)
-        # The comparison of copies may raise, and this is the step that zero-replay is to take again.
-        if issued is not None and self._recorder is not None:
-            self._recorder.end_step(issued.number)
-        self._digests.end_update()
-        if issued is not None and self._checkpoints.replay is not None:
-            self._checkpoints.replay.end_step(issued.number)
-        # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
-        if loop.save_on_signal is not None and loop.save_on_signal.is_due():
-            loop.save_on_signal.save_and_exit(engine)
-        if loop.snapshots is not None and loop.snapshots.end_step(loop.step_runner.next_number - 1):
-            self._checkpoints.take_snapshot(loop.snapshots)
+        number = loop.step_runner.next_number - 1
+        for observer in self._at_step_end:
+            observer.step_ended(number)
         return updated
 
     def _warn_of_dropped_gradients(self) -> None:
         """Warn once of a step all of whose gradients the user has dropped, perhaps in each step."""
-        reducer = self._parts.passes.reducer
+        reducer = self.parts.passes.reducer
         # Late gradients are deferred.
         dropped = reducer.assigned_digests and not any(
             any(grads.has_grad) or grads.deferred_grads for grads in reducer.gradients
@@ -266,13 +282,13 @@ class StepLoop(BackwardListener):
     def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings.add(text)
-            if self._parts.ranks.group.rank == 0:
+            if self.parts.ranks.group.rank == 0:
                 log.warning("%s", text)
 
     def _warn_of_unused_hooks(self) -> None:
         """Warn once that ``engine.step()`` does not call the step hooks of the optimizer that was passed in."""
         # Hooks may be registered after initialize(), so every step checks until the first warning.
-        if has_own_step_hooks(self._parts.states.base_optimizer):
+        if has_own_step_hooks(self.parts.states.base_optimizer):
             self._warn_once(
                 "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
                 "optimizer.step() in its place, which does"

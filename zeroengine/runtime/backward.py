@@ -32,10 +32,10 @@ from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, register_hook_first
 from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
-from zeroengine.runtime.backward_listener import BackwardListener
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.graph_outputs import GraphOutputs
+from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.schedule.events import (
     BackwardBegan,
@@ -69,24 +69,29 @@ class Backward:
         reducer: Takes the gradients.
         requires_scaled_loss: Whether a loss that was not multiplied by the loss scale is refused.
         timer: Times backwards.
+        listener: Is told of backwards, none of which begins before it is complete.
 
     Attributes:
-        listener: Counts the backwards of a step, once there are steps.
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
         hook_handles: The handles of the hooks on parameters.
     """
 
     def __init__(
-        self, executor: Executor, gatherer: Gatherer, reducer: Reducer, requires_scaled_loss: bool, timer: Timer
+        self,
+        executor: Executor,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        requires_scaled_loss: bool,
+        timer: Timer,
+        listener: PassListener,
     ) -> None:
         self._executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
-        self._requires_scaled_loss = requires_scaled_loss
+        self._requires_scaled_loss, self._listener = requires_scaled_loss, listener
         self._residency, self._backwards = executor.schedule.residency, executor.schedule.backwards
         self._logs = executor.schedule.logs
         self._outputs = GraphOutputs(WeakMethod(self, Backward.follow))
         self._params = [param for unit in executor.units if unit.trainable for param in unit.params]
-        self.listener = BackwardListener()
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
         self.in_progress = self.run_by_engine = self._run_raised = False
@@ -167,7 +172,7 @@ class Backward:
         self._abandon()
         self.finish()
         if torch.is_grad_enabled():
-            self.listener.begin_forward()
+            self._listener.count_forward()
         # The forward is to find the parameters with their own class.
         self._reducer.user_gradients.pause()
 
@@ -241,7 +246,7 @@ class Backward:
                 # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
                 self._note_gradient()
             elif not self._wants_gradients():
-                self.listener.check_frozen_backward()
+                self._listener.check_frozen_backward()
 
     def _note_end(self, task: int, is_outermost: bool) -> None:
         """Note that autograd has ended a backward, which has not raised."""
@@ -331,11 +336,11 @@ class Backward:
         if wants_gradients:
             self._gatherer.check_has_weights("a backward")
         else:
-            self.listener.check_frozen_backward()
-        self.listener.check_backward(wants_gradients)
+            self._listener.check_frozen_backward()
+        self._listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:
-            self.listener.begin_backward()
+            self._listener.begin_backward()
             self._reducer.begin_backward(by_engine=self.run_by_engine)
             self.in_progress = True
             self._begin_call()
@@ -356,7 +361,7 @@ class Backward:
             # The next forward may be what ends the backward, and it may run in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 num_calls = self._reducer.end_backward()
-                self.listener.end_backward(num_calls)
+                self._listener.end_backward(num_calls)
         except BaseException:
             # The gradients of the step cannot be used.
             self._run_raised = True
@@ -400,7 +405,7 @@ class Backward:
             self.in_progress = self._is_in_call = False
             self._abandon()
             self._reducer.drop_gradients()
-            self.listener.fail_backward(after_others)
+            self._listener.fail_backward(after_others)
 
     def check_ended(self) -> None:
         """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
@@ -413,7 +418,7 @@ class Backward:
         """Drop the gradients of the step in progress so far."""
         self.in_progress = self._is_in_call = False
         self._reducer.drop_gradients()
-        self.listener.drop_gradients()
+        self._listener.drop_gradients()
 
 
 def _indices(reducer: Reducer) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,8 @@ from zeroengine.runtime.backward_calls import is_in_checkpoint, is_in_recomputat
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_paths import require_gradients
-from zeroengine.runtime.module_hooks import ForwardObserver, function_node_number, is_raising, register_hooks
+from zeroengine.runtime.module_hooks import function_node_number, is_raising, register_hooks
+from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
 from zeroengine.runtime.scheduling import ModuleNumbers
@@ -58,11 +59,11 @@ class Forward:
         config: The resolved configuration.
         timer: Times forwards, gathers and backwards.
         num_forwards: ``Divergence.num_forwards``, which is counted here.
+        listener: Is told of forwards and backwards, none of which begins before it is complete.
 
     Attributes:
         gatherer: Gathers units.
         backward: Follows the backwards of the model.
-        observer: Is told of the forwards of the whole model, if it is not None.
         hook_handles: The handles of the hooks on modules and parameters.
     """
 
@@ -76,20 +77,21 @@ class Forward:
         config: Config,
         timer: Timer,
         num_forwards: list[int],
+        listener: PassListener,
     ) -> None:
         self._model, self._executor, self._timer, self._num_forwards = model, executor, timer, num_forwards
+        self._listener = listener
         self._units, self._number_of, self._units_of = executor.units, modules.number_of, modules.units_of
         self._residency, self._calls = executor.schedule.residency, executor.schedule.forwards
         self._backwards = executor.schedule.backwards
         self._has_releasable = any(unit.is_releasable for unit in self._units)
         self._has_communicators = transport.runs_on_streams and transport.has_peers
-        self.observer: ForwardObserver | None = None
         # Whether the outermost forward of the whole model began with gradients enabled, the timer's span of it, and the
         # number of the first node that it may have made.
         self._forward_has_grad, self._forward_span, self._first_node = False, -1, 0
         max_live_numel = config.zero_optimization.max_live_parameters
         self.gatherer = Gatherer(executor, transport, max_live_numel, timer, self._gather_for_use, self.abandon)
-        self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer)
+        self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
         hooks = register_hooks(self, model, self._units, modules)
@@ -115,7 +117,7 @@ class Forward:
     # -- the whole model --------------------------------------------------------------------------
 
     def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell the observer, and begin a pass, if no forward and no backward is in progress.
+        """Tell the listener, and begin a pass, if no forward and no backward is in progress.
 
         Raises:
             ZeroEngineError: A CUDA graph is being captured, over NCCL.
@@ -127,8 +129,7 @@ class Forward:
                 "and nothing of what the host does between them (memory of gathered units, order of ranks, timeouts). "
                 "Leave the engine's model outside of the graph, or train on one rank."
             )
-        if self.observer is not None:
-            self.observer.begin(args, kwargs)
+        self._listener.begin_model_forward(args, kwargs)
         with hidden_from_activation_checkpoint():
             self._begin_model_forward()
 
@@ -151,12 +152,11 @@ class Forward:
             self._forward_span = -1 if in_backward else self._timer.begin("forward" if has_grad else "other")
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Tell the observer, and end the pass: release what was gathered without hooks."""
+        """Tell the listener, and end the pass: release what was gathered without hooks."""
         if self._residency.num_forwards > 1:
             self._executor.tell(ForwardEnded())
             return
-        if self.observer is not None:
-            self.observer.end_by_hook()
+        self._listener.end_model_forward()
         with hidden_from_activation_checkpoint():
             self._end_model_forward(output)
 

@@ -31,16 +31,6 @@ from zeroengine.utils.torch_internals import StopRecomputation, is_function_forw
 VISIBLE = nullcontext()
 
 
-class ForwardObserver(Protocol):
-    """Is notified by ``Forward`` when the forward of the whole model begins and ends."""
-
-    def begin(self, args: Any, kwargs: Any) -> None:
-        """Note that a forward begins with these inputs. The call may be nested in another one."""
-
-    def end_by_hook(self) -> None:
-        """Note that the outermost forward has returned or raised."""
-
-
 class ForwardListener(Protocol):
     """Is notified when forwards begin and end, with the ``args``, ``kwargs`` and ``output`` of the module."""
 

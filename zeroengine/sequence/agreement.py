@@ -15,7 +15,9 @@ import torch
 
 from zeroengine.comm.replicas import RankSums
 from zeroengine.errors import DivergenceError
+from zeroengine.monitor.observer import Observer
 from zeroengine.runtime.input_digest import can_read_values, digest_inputs
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 
@@ -38,7 +40,7 @@ SEED_ALIKE = (
 )
 
 
-class RankComparison:
+class RankComparison(Observer):
     """Compares the first inputs of training over the ranks, once, and in each step what ranks share.
 
     It warns if ranks have the same inputs, and raises an error if ranks that share samples differ.
@@ -58,12 +60,12 @@ class RankComparison:
     Attributes:
         device: As given.
         group_size: As given.
-        is_recording: Whether inputs of forwards are still to be observed.
     """
 
     def __init__(self, transport: RankSums, device: torch.device, group_size: int = 1) -> None:
         self._transport, self.device, self.group_size = transport, device, group_size
-        self.is_recording = transport.has_peers
+        # Whether inputs of forwards are still to be observed.
+        self._is_recording = transport.has_peers
         # The digest of each micro-step that has ended, and that of the micro-step in progress.
         self._digests: list[torch.Tensor | None] = []
         self._digest: torch.Tensor | None = None
@@ -84,24 +86,19 @@ class RankComparison:
             here = value if value.device == self.device else to_device([float(value)], self.device)[0]
             self._sums[fact] = self._sums[fact] + here.detach().double().sum() * self._counts[fact]
 
-    def observe(self, inputs: Any) -> None:
-        """Note the inputs of a forward of the whole model. The first forward of a micro-step counts.
+    def forward_began(self, args: Any, kwargs: Any) -> None:
+        """Note the inputs. The first forward of a micro-step counts."""
+        if len(self._digests) < MICRO_STEPS and self._digest is None and can_read_values(self.device):
+            with hidden_from_activation_checkpoint():
+                self._digest = digest_inputs((args, kwargs), self.device)
 
-        Args:
-            inputs: Tensors in nested containers.
-        """
-        # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
-        if len(self._digests) >= MICRO_STEPS or self._digest is not None or not torch.is_grad_enabled():
-            return
-        if can_read_values(self.device):
-            self._digest = digest_inputs(inputs, self.device)
+    def loss_noted(self, loss: torch.Tensor) -> None:
+        """Note the loss, if several ranks compute it together."""
+        if self.group_size > 1:
+            self.note("losses", loss)
 
-    def end_micro_step(self, may_exchange: bool) -> None:
-        """Note the end of a micro-step. Call it on every rank.
-
-        Args:
-            may_exchange: Whether the micro-step ends with an update in which all ranks meet, and no collective is in
-                progress.
+    def micro_step_ended(self, ranks_meet: bool) -> None:
+        """Note the end of a micro-step, and perhaps compare.
 
         Raises:
             DivergenceError: On every rank: ranks that share a sample were given different ones, or the same part, or
@@ -109,17 +106,17 @@ class RankComparison:
         """
         # The exchange was a micro-step ago, so the result has arrived, and reading it does not stall the device.
         self._check()
-        if self.is_recording:
+        if self._is_recording:
             self._digests.append(self._digest)
             self._digest = None
         # Inputs are exchanged once. Every rank has counted the same micro-steps, so every rank takes part.
-        ends_recording = self.is_recording and len(self._digests) >= MICRO_STEPS
-        if not may_exchange or not (ends_recording or self.group_size > 1):
+        ends_recording = self._is_recording and len(self._digests) >= MICRO_STEPS
+        if not ranks_meet or not (ends_recording or self.group_size > 1):
             return
         # Each rank fills its own row, so the sum over ranks holds the rows of all.
         shape = self._transport.world_size, MICRO_STEPS + 2 * len(FACTS)
         rows = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        self.is_recording &= not ends_recording
+        self._is_recording &= not ends_recording
         digests = self._digests[:MICRO_STEPS] if ends_recording else [None] * MICRO_STEPS
         # A digest of inputs is never 0, which stands for inputs that cannot be compared.
         values = [rows.new_zeros(()) if value is None else value for value in digests]

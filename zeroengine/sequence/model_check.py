@@ -176,7 +176,7 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
         outputs[name, num_calls[name]] = [x.detach().clone() for x in tensors_in(output) if x.is_floating_point()]
         num_calls[name] += 1
 
-    class Observer(TorchDispatchMode):
+    class DrawRecorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -185,7 +185,7 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
 
     # All ranks of the group decide alike.
     torch.manual_seed(0)
-    with Observer(), ExitStack() as undo:  # type: ignore[no-untyped-call]
+    with DrawRecorder(), ExitStack() as undo:  # type: ignore[no-untyped-call]
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(UncopiedHook(partial(observe, name))).remove)
         model(*inputs[0], **inputs[1])

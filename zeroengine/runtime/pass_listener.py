@@ -1,13 +1,21 @@
-"""What is told of backwards, such as the counter of micro-steps."""
+"""What is told of the forwards and the backwards of the whole model, such as the loop of steps."""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
 
-class BackwardListener:
-    """The events of a backward, for ``StepLoop``. Before there is one, they do nothing."""
 
-    def begin_forward(self) -> None:
-        """A forward of the whole model begins with autograd enabled, outside of any backward."""
+class PassListener(Protocol):
+    """The events of forwards and backwards, for ``StepLoop``."""
+
+    def begin_model_forward(self, args: Any, kwargs: Any) -> None:
+        """A forward of the whole model begins with these inputs, perhaps nested in another one."""
+
+    def end_model_forward(self) -> None:
+        """The outermost forward of the whole model has returned or raised."""
+
+    def count_forward(self) -> None:
+        """A forward of the whole model has begun with autograd enabled, outside of any backward."""
 
     def check_backward(self, wants_gradients: bool) -> None:
         """A backward is about to begin. Raise to refuse it, before anything has changed its state.
