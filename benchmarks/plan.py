@@ -24,12 +24,12 @@ from peers import machine as describe_machine
 from workload import SIZES, Transformer, json_config
 
 from zeroengine.config import load
-from zeroengine.plan.bytes.activations import trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_module
-from zeroengine.plan.bytes.state_bytes import predict_states
+from zeroengine.memory.state_bytes import predict_states
 from zeroengine.plan.measure import measure
 from zeroengine.plan.seconds.machine import Machine, read_machine, save_machine
 from zeroengine.plan.seconds.step_time import StepTime, predict_step, topology_of
+from zeroengine.plan.trace.activations import trace_micro_step
+from zeroengine.plan.trace.model_facts import from_module
 
 
 class Setting(NamedTuple):

@@ -31,9 +31,9 @@ from torch import nn
 
 import zeroengine
 from zeroengine.config import load
-from zeroengine.plan.bytes.activations import trace_micro_step
-from zeroengine.plan.bytes.model_facts import ModelFacts, from_huggingface
-from zeroengine.plan.bytes.operation_trace import OperationTrace
+from zeroengine.plan.trace.activations import trace_micro_step
+from zeroengine.plan.trace.model_facts import ModelFacts, from_huggingface
+from zeroengine.plan.trace.operation_trace import OperationTrace
 from zeroengine.utils.tensor_tree import tensors_in
 
 

@@ -191,7 +191,7 @@ def running(folder: Path, mb: int, every: float, rounds: int) -> Iterator[tuple[
 
 
 def cost(mb: int, rounds: int) -> None:
-    from zeroengine.plan.bytes.snapshot_bytes import snapshot_memory_bytes
+    from zeroengine.memory.snapshot_bytes import snapshot_memory_bytes
 
     with tempfile.TemporaryDirectory() as name, running(Path(name), mb, 1e6, rounds) as (_, screen):
         code = screen.process.wait(1800)

@@ -24,8 +24,8 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.engine.initialize import make_engine
-from zeroengine.engine.memory import REPORTED_STATES
 from zeroengine.errors import DivergenceError
+from zeroengine.memory.state_bytes import STATES
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.mean_loss import mean_of_group
@@ -288,7 +288,7 @@ def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple
     ]
     pinned = all(moment.is_cuda or on_disk or moment.is_pinned() for moment in moments)
     memory = engine.memory()
-    there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in REPORTED_STATES)
+    there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in STATES)
     losses = [loss.item() for loss in found]
     engine.close()
     return losses, pinned, there > 0

@@ -24,3 +24,14 @@ def test_importing_zeroengine_and_its_errors_does_not_import_torch() -> None:
     code = "import sys, zeroengine; print(zeroengine.ConfigError); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "imports", ["import zeroengine", "import zeroengine.plan.seconds", "import zeroengine.plan.api as api, zeroengine"]
+)
+def test_plan_is_a_package_that_can_be_called_in_every_order_of_imports(imports: str) -> None:
+    code = (
+        f"{imports}; import sys; assert zeroengine.plan is sys.modules['zeroengine.plan'] and callable(zeroengine.plan)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

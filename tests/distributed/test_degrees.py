@@ -22,8 +22,8 @@ from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
+from zeroengine.memory.state_bytes import RankTopology, predict_states
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.bytes.state_bytes import RankTopology, predict_states
 
 Triple = tuple[int, int, int]
 # The degrees of most units, and of those whose names match a pattern.

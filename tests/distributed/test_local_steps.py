@@ -544,8 +544,8 @@ def test_checkpoints_of_runs_with_and_without_an_outer_momentum_load_into_one_an
 
 
 def predicted_copy(engine: zeroengine.Engine) -> int:
-    planner = engine._parts.setup.planner
-    return planner.requirement(planner.current()).states.checkpoint_copy
+    state_memory = engine._parts.setup.state_memory
+    return state_memory.requirement(state_memory.current()).states.checkpoint_copy
 
 
 def edges(folder: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from zeroengine.config import load
 from zeroengine.errors import CheckpointError, ReleasedParameterError, ZeroEngineError
 from zeroengine.partition.cut import cut_units
 from zeroengine.plan.api import model_facts
-from zeroengine.plan.bytes.activations import trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_module
+from zeroengine.plan.trace.activations import trace_micro_step
+from zeroengine.plan.trace.model_facts import from_module
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 
 

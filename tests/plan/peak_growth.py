@@ -15,8 +15,8 @@ from torch import nn
 
 import zeroengine
 from zeroengine.config import load
+from zeroengine.memory.state_bytes import RankTopology, predict_states
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.bytes.state_bytes import RankTopology, predict_states
 
 WIDTH, BLOCKS = 1024, 10
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from zeroengine.config import load
-from zeroengine.plan.bytes.activations import loss_of, trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_huggingface
+from zeroengine.plan.trace.activations import loss_of, trace_micro_step
+from zeroengine.plan.trace.model_facts import from_huggingface
 from zeroengine.utils.malloc_trim import trim_heap
 
 SAMPLES, SEQUENCE = 2, 128

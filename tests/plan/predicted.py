@@ -16,14 +16,14 @@ from tests.distributed.experts import ExpertsLM, Style, draw
 from tests.distributed.fake_group import init_fake_group
 from tests.distributed.models import TinyLM, batch, build
 from zeroengine.config import Config, load
+from zeroengine.memory.state_bytes import STATES, RankTopology, StateBytes, planned_units, predict_states
 from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.mixed_optimizer import MixedOptimizer
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.bytes.model_facts import from_module
-from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, StateBytes, planned_units, predict_states
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.step_collectives import StepCollectives
+from zeroengine.plan.trace.model_facts import from_module
 from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]
@@ -161,10 +161,10 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
         predicted = predict(factory(), config, topology)
     model = build(factory)
     engine = zeroengine.initialize(model, None if case.optimizer else mixed(model), config=config)
-    planner = engine._parts.setup.planner
+    planned = engine._parts.setup.state_memory
     # Values of a model on the meta device take no memory at the start.
     at_start = {"peak_device_extra": 0, "peak_cpu_extra": 0}
-    assert replace(planner.requirement(planner.current()).states, **at_start) == replace(predicted, **at_start)
+    assert replace(planned.requirement(planned.current()).states, **at_start) == replace(predicted, **at_start)
     most = 0
 
     def look(*_: Any) -> None:

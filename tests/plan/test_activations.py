@@ -18,9 +18,9 @@ from tests.conftest import ROOT
 from tests.plan.peak_memory import FAMILIES, PRECISIONS
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.bytes.activations import MicroStep, OperationCount, _trace, trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_module, from_numbers
-from zeroengine.plan.bytes.repeated_blocks import omit_equal_blocks
+from zeroengine.plan.trace.activations import MicroStep, OperationCount, _trace, trace_micro_step
+from zeroengine.plan.trace.model_facts import from_module, from_numbers
+from zeroengine.plan.trace.repeated_blocks import omit_equal_blocks
 
 CONFIG = load({}).resolve(world_size=1)
 QUICK = [("LlamaForCausalLM", "bf16", "1")]

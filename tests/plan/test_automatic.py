@@ -16,11 +16,13 @@ import zeroengine
 from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
 from zeroengine.config import load
+from zeroengine.memory.free_memory import FreeMemory
+from zeroengine.memory.state_bytes import RankTopology
+from zeroengine.memory.state_choice import StateChoice
+from zeroengine.memory.state_memory import StateMemory, fit_configuration
 from zeroengine.offload.host_memory import HOST_LIMIT_VARIABLE, available_memory
 from zeroengine.partition.cut import cut_units
-from zeroengine.plan.bytes.free_memory import FreeMemory
-from zeroengine.plan.bytes.state_bytes import RankTopology
-from zeroengine.plan.search.automatic import StateChoice, StatePlanner, fit_configuration
+from zeroengine.plan.search.automatic import choose_states
 
 GIB = 1 << 30
 AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}}
@@ -35,13 +37,17 @@ def config_of(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "optimizer": optimizer, **more}
 
 
-def planner_of(zero: dict[str, Any], world_size: int = 8, device: Any = "cuda", **more: Any) -> StatePlanner:
-    """A planner for a billion parameters, in bf16 unless ``more`` says otherwise."""
+def memory_of(zero: dict[str, Any], world_size: int = 8, device: Any = "cuda", **more: Any) -> StateMemory:
+    """The memory of the states of a billion parameters, in bf16 unless ``more`` says otherwise."""
     with torch.device("meta"):
         model = blocks(16, 8192)
     config = load(config_of(zero, **({"bf16": {"enabled": True}} | more))).resolve(world_size=world_size)
     plans = cut_units(model, compute_dtype=config.low_precision)
-    return StatePlanner(plans, config, RankTopology(world_size, device, "nccl" if device == "cuda" else "gloo"), None)
+    return StateMemory(plans, config, RankTopology(world_size, device, "nccl" if device == "cuda" else "gloo"), None)
+
+
+def fit(memory: StateMemory, free_memory: FreeMemory) -> tuple[StateMemory, str | None]:
+    return fit_configuration(memory, lambda _: free_memory, choose_states)
 
 
 def free(device: float, host: float = 1000, disk: float = 0) -> FreeMemory:
@@ -56,39 +62,35 @@ def free(device: float, host: float = 1000, disk: float = 0) -> FreeMemory:
 def test_the_first_choice_is_taken_that_leaves_a_quarter_for_activations(
     device_gib: float, stage: int, place: str
 ) -> None:
-    planner, notice = fit_configuration(planner_of(AUTO), lambda paths: free(device_gib))
-    chosen = planner.current()
+    memory, notice = fit(memory_of(AUTO), free(device_gib))
+    chosen = memory.current()
     assert (chosen.stage, chosen.offload_optimizer) == (stage, place)
-    assert planner.requirement(chosen).device <= 0.75 * device_gib * GIB
+    assert memory.requirement(chosen).device <= 0.75 * device_gib * GIB
     assert notice is not None and notice.startswith(f'"auto" is stage {stage}, offload_optimizer {place}: it takes ')
 
 
 def test_only_what_is_auto_is_chosen() -> None:
-    planner, notice = fit_configuration(
-        planner_of({"stage": 1, "offload_optimizer": {"device": "auto"}}), lambda _: free(6)
-    )
-    assert planner.current() == StateChoice(1, "cpu")
+    memory, notice = fit(memory_of({"stage": 1, "offload_optimizer": {"device": "auto"}}), free(6))
+    assert memory.current() == StateChoice(1, "cpu")
     assert notice is not None and notice.startswith('"auto" is offload_optimizer cpu: ')
-    planner, _ = fit_configuration(
-        planner_of({"stage": "auto", "offload_param": {"device": "cpu"}}), lambda _: free(80)
-    )
-    assert planner.current() == StateChoice(3, "none", "cpu"), "no lower stage releases parameters"
-    planner, notice = fit_configuration(planner_of({"stage": 2}), lambda _: free(80))
-    assert planner.current() == StateChoice(2) and notice is None
+    memory, _ = fit(memory_of({"stage": "auto", "offload_param": {"device": "cpu"}}), free(80))
+    assert memory.current() == StateChoice(3, "none", "cpu"), "no lower stage releases parameters"
+    memory, notice = fit(memory_of({"stage": 2}), free(80))
+    assert memory.current() == StateChoice(2) and notice is None
 
 
 def test_a_disk_is_chosen_only_where_a_folder_is_named(tmp_path: Path) -> None:
     small = free(2.2, host=0.1, disk=1000)
     with pytest.raises(ZeroEngineError, match="does not fit"):
-        fit_configuration(planner_of(AUTO), lambda _: small)
+        fit(memory_of(AUTO), small)
     named = AUTO | {"offload_optimizer": {"device": "auto", "nvme_path": str(tmp_path), "buffer_size": 1 << 12}}
-    planner, _ = fit_configuration(planner_of(named), lambda _: free(2.2, host=1, disk=1000))
-    assert planner.current() == StateChoice(3, "nvme")
+    memory, _ = fit(memory_of(named), free(2.2, host=1, disk=1000))
+    assert memory.current() == StateChoice(3, "nvme")
 
 
 def test_what_cannot_fit_is_refused_with_the_two_nearest_choices_that_do() -> None:
     with pytest.raises(ZeroEngineError) as error:
-        fit_configuration(planner_of({"stage": 1}), lambda _: free(5))
+        fit(memory_of({"stage": 1}), free(5))
     message = str(error.value)
     assert message.startswith("the model does not fit: stage 1 takes 5.")
     assert "of a rank's GPU memory, and 5.0 GiB are free (rank 3)" in message
@@ -97,27 +99,27 @@ def test_what_cannot_fit_is_refused_with_the_two_nearest_choices_that_do() -> No
 
 
 def test_a_warning_takes_the_place_of_the_refusal_where_it_is_asked_for() -> None:
-    planner, notice = fit_configuration(planner_of({"stage": 1}, memory_check="warn"), lambda _: free(5))
-    assert planner.current() == StateChoice(1) and notice is not None and "does not fit" in notice
-    planner, notice = fit_configuration(planner_of({"stage": 1}, memory_check="off"), lambda _: free(5))
+    memory, notice = fit(memory_of({"stage": 1}, memory_check="warn"), free(5))
+    assert memory.current() == StateChoice(1) and notice is not None and "does not fit" in notice
+    memory, notice = fit(memory_of({"stage": 1}, memory_check="off"), free(5))
     assert notice is None
 
 
 def test_too_little_on_every_machine_names_zero_plan_or_the_unit_that_is_the_cause() -> None:
     with pytest.raises(ZeroEngineError, match=r"No stage and no offload fits .* zero-plan --nodes N says"):
-        fit_configuration(planner_of({"stage": 3}), lambda _: free(2.2, host=0.1))
+        fit(memory_of({"stage": 3}), free(2.2, host=0.1))
     with pytest.raises(ZeroEngineError, match=r"Even unit 0 alone, 128\.0 MiB where it is gathered, is too large: cut"):
-        fit_configuration(planner_of({"stage": 3}), lambda _: free(0.1))
+        fit(memory_of({"stage": 3}), free(0.1))
 
 
 def test_optimizers_of_torch_are_never_offloaded_by_choice_and_serve_every_stage() -> None:
-    planner = planner_of(AUTO)
-    optimizer = torch.optim.Adafactor([p for plan in planner.plans for _, p in plan.params])
-    planner = StatePlanner(planner.plans, planner.config, RankTopology(8, "cuda", "nccl"), optimizer)
-    choices = planner.choices("auto", "auto", "auto", any_disk=True)
+    memory = memory_of(AUTO)
+    optimizer = torch.optim.Adafactor([p for plan in memory.plans for _, p in plan.params])
+    memory = StateMemory(memory.plans, memory.config, RankTopology(8, "cuda", "nccl"), optimizer)
+    choices = memory.choices("auto", "auto", "auto", any_disk=True)
     assert {(choice.stage, choice.offload_optimizer) for choice in choices} == {(stage, "none") for stage in range(4)}
     # A value per row and per column, where Adam has two per element.
-    assert planner.requirement(choices[-1]).states.device["optimizer"] < 2**20
+    assert memory.requirement(choices[-1]).states.device["optimizer"] < 2**20
 
 
 def starts(limits: list[tuple[str, dict[str, Any]]]) -> list[Any]:

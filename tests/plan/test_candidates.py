@@ -19,12 +19,12 @@ from tests.distributed.models import VOCAB, TinyLM
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.plan.api import machine_with
-from zeroengine.plan.bytes.model_facts import from_numbers
 from zeroengine.plan.report.result import Plan
 from zeroengine.plan.search.candidates import HEADROOM, Choices, micro_batches
 from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.search.scaling import largest
 from zeroengine.plan.seconds.known_machines import load_machine
+from zeroengine.plan.trace.model_facts import from_numbers
 
 GIB = 2**30
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -18,7 +18,7 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.plan.predicted import bytes_between_hosts
 from zeroengine.comm.transports.gloo import GlooChannel
-from zeroengine.plan.bytes.state_bytes import RankTopology
+from zeroengine.memory.state_bytes import RankTopology
 
 WORLD_SIZE, RANKS_PER_HOST, MICRO_STEPS = 4, 2, 2
 NODE = {"parameters": "node", "gradients": "node"}
@@ -38,9 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def predicted_bytes(engine: Any) -> float:
     """What the planner says that a host sends in a step of an engine."""
-    planner, transport = engine._parts.setup.planner, engine._parts.ranks.transport
+    state_memory, transport = engine._parts.setup.state_memory, engine._parts.ranks.transport
     topology = RankTopology(WORLD_SIZE, "cpu", transport.name, RANKS_PER_HOST)
-    return bytes_between_hosts(planner.plans, engine.config, topology, engine.config.micro_steps_in_mean)
+    return bytes_between_hosts(state_memory.plans, engine.config, topology, engine.config.micro_steps_in_mean)
 
 
 def traffic(transport: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, float]]:

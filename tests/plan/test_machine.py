@@ -8,7 +8,8 @@ import pytest
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.seconds.known_machines import load_machine, this_machine
 from zeroengine.plan.seconds.machine import rate_at_length, read_machine, save_machine
-from zeroengine.plan.seconds.machine_presets import DATA_SHEETS, PRESETS
+from zeroengine.plan.seconds.machine_presets import PRESETS
+from zeroengine.utils.gpu_data_sheets import DATA_SHEETS
 
 
 def test_a_saved_machine_is_read_back_equal(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tests.distributed.ranks import run_ranks
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan, cut_units
-from zeroengine.plan.bytes.activations import trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_function, from_huggingface, from_module, from_numbers
+from zeroengine.plan.trace.activations import trace_micro_step
+from zeroengine.plan.trace.model_facts import from_function, from_huggingface, from_module, from_numbers
 from zeroengine.runtime import mixed_precision
 
 MODELS = "tests.plan.models_without_memory"

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import zeroengine
 from zeroengine.config import load
+from zeroengine.memory.state_bytes import STATES, RankTopology, predict_states
 from zeroengine.plan.api import machine_with
-from zeroengine.plan.bytes.model_facts import ModelFacts, from_module, from_numbers
-from zeroengine.plan.bytes.state_bytes import STATES, RankTopology, predict_states
 from zeroengine.plan.seconds.known_machines import load_machine
+from zeroengine.plan.trace.model_facts import ModelFacts, from_module, from_numbers
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes of model states per device with Pos, Pos+g and Pos+g+p, which are stages 1
 # to 3, by the number of ranks. Training is in fp16 with Adam.

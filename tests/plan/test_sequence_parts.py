@@ -15,12 +15,12 @@ from benchmarks.sequence_memory import facts_of as measured_facts
 from tests.distributed.ranks import run_ranks
 from zeroengine.config import load
 from zeroengine.errors import ConfigError, ZeroEngineError
-from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
-from zeroengine.plan.bytes.model_facts import ModelFacts, from_module
-from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.plan.search.candidates import Choices, PlanCandidate, micro_batches
 from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.seconds.known_machines import load_machine
+from zeroengine.plan.trace.activations import MicroStep, trace_micro_step
+from zeroengine.plan.trace.model_facts import ModelFacts, from_module
+from zeroengine.plan.trace.standard_decoder import StandardDecoder
 from zeroengine.sequence import tiled_loss
 
 VOCAB, LAYERS, WIDTH, HEADS, TOKENS = 256, 2, 64, 4, 1024

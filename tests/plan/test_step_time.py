@@ -9,12 +9,12 @@ import pytest
 
 from tests.plan.predicted import bytes_between_hosts
 from zeroengine.config import load
-from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
-from zeroengine.plan.bytes.model_facts import ModelFacts, from_numbers
-from zeroengine.plan.bytes.state_bytes import predict_states
+from zeroengine.memory.state_bytes import predict_states
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.machine_presets import PRESETS
 from zeroengine.plan.seconds.step_time import StepTime, predict_step, topology_of
+from zeroengine.plan.trace.activations import MicroStep, trace_micro_step
+from zeroengine.plan.trace.model_facts import ModelFacts, from_numbers
 
 
 @cache

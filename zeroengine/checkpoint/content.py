@@ -17,9 +17,9 @@ from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.entries import AVERAGE, MODEL, StateEntries, StateEntry, momentum_name
 from zeroengine.errors import CheckpointError
+from zeroengine.memory.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.partition.storages import storages_of
-from zeroengine.plan.bytes.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 

@@ -22,9 +22,9 @@ from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import path_argument
 
 if TYPE_CHECKING:
-    from zeroengine.plan.bytes.model_facts import ModelFacts
     from zeroengine.plan.report.result import Plan
     from zeroengine.plan.seconds.machine import Machine
+    from zeroengine.plan.trace.model_facts import ModelFacts
 
 USAGE = "zero-plan [MODEL] [options]"
 EXAMPLES = """\
@@ -168,7 +168,7 @@ def _plan(
 
 def _model(options: argparse.Namespace) -> ModelFacts:
     from zeroengine.plan.api import model_facts
-    from zeroengine.plan.bytes.model_facts import from_numbers
+    from zeroengine.plan.trace.model_facts import from_numbers
 
     if options.model is not None:
         return model_facts(options.model, sequence=options.seq)

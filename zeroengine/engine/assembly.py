@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from zeroengine.checkpoint.newest import SnapshotStore
 from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
@@ -19,6 +20,7 @@ from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.call_checks import NUM_SHOWN
 from zeroengine.engine.clipping import GradientClipping
 from zeroengine.engine.foreign_parameters import ForeignParameters
+from zeroengine.engine.optional_packages import open_snapshots
 from zeroengine.engine.parts import (
     EngineCalls,
     EngineSetup,
@@ -40,9 +42,6 @@ from zeroengine.sequence.group import SequenceGroup
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
-
-if TYPE_CHECKING:
-    from zeroengine.recovery.snapshots import MemorySnapshots
 
 log = logging.getLogger("zeroengine")
 # From here on the fragments that full buffers of different sizes leave count.
@@ -70,7 +69,7 @@ class LoopParts:
     foreign_parameters: ForeignParameters
     state_offloader: StateOffloader
     save_on_signal: SaveOnSignal | None
-    snapshots: MemorySnapshots | None
+    snapshots: SnapshotStore | None
     sequences: SequenceGroup
 
 
@@ -119,7 +118,7 @@ def build_parts(
     save_on_signal = SaveOnSignal(setup.config, group) if setup.config.checkpoint.on_signal else None
     if save_on_signal is not None:
         setup.undo.callback(save_on_signal.close)
-    snapshots = _open_snapshots(setup, group)
+    snapshots = open_snapshots(setup, group)
     partition = partition_model(setup, ranks, reports.timer)
     comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size)
     sequences = SequenceGroup(setup.model, ranks.transport, comparison, reports.timer, setup.undo)
@@ -156,18 +155,6 @@ def build_parts(
                 listed(dropped, NUM_SHOWN),
             )
     return EngineParts(setup, ranks, reports, partition, passes, states, loop, sys.exc_info()[1])
-
-
-def _open_snapshots(setup: EngineSetup, group: Group) -> MemorySnapshots | None:
-    if setup.config.snapshots.every_seconds is None:
-        return None
-    # torch's part of checkpoints takes a second to import, which only runs with snapshots need here.
-    from zeroengine.recovery.snapshots import MemorySnapshots
-
-    planner = setup.planner
-    snapshots = MemorySnapshots(setup.config, group, planner.requirement(planner.current()).states.snapshot)
-    setup.undo.callback(snapshots.close)
-    return snapshots
 
 
 def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes) -> None:

@@ -7,17 +7,17 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zeroengine.checkpoint.content import CheckpointContent, collect_content
-from zeroengine.checkpoint.dcp_metadata import open_local
+from zeroengine.checkpoint.dcp_metadata import OpenFile, open_local
 from zeroengine.checkpoint.directory import check_tag
 from zeroengine.checkpoint.engine_state import EngineState, EngineTensors
 from zeroengine.checkpoint.load_plan import LoadOptions
+from zeroengine.checkpoint.newest import NewestStates, SnapshotStore, newest_on_disk
 from zeroengine.checkpoint.unused_states import UnusedStates, listed_by_kind
 from zeroengine.comm.group import check_same
 from zeroengine.engine.accumulation import MANUAL_MODE
@@ -29,7 +29,6 @@ from zeroengine.engine.replay import StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.monitor.observer import Observer
-from zeroengine.recovery.newest import NewestStates, newest_on_disk
 from zeroengine.runtime.mixed_precision import exact_tensors
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.paths import checked_path
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from zeroengine.checkpoint.manifest import Manifest
     from zeroengine.checkpoint.restore import RestoreResult
     from zeroengine.checkpoint.writer import CheckpointWriter
-    from zeroengine.recovery.snapshots import MemorySnapshots
     from zeroengine.weights.live_loads import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
@@ -203,7 +201,7 @@ class EngineCheckpoints(Observer):
         if loop.snapshots is not None and loop.snapshots.end_step(number):
             self.take_snapshot(loop.snapshots)
 
-    def take_snapshot(self, snapshots: MemorySnapshots) -> None:
+    def take_snapshot(self, snapshots: SnapshotStore) -> None:
         """Keep the states in the memory of hosts, at the end of a step. A failure is a warning."""
         try:
             with self._parts.reports.timer.span("checkpoint"):
@@ -362,12 +360,11 @@ class EngineCheckpoints(Observer):
         # A save beside training may be replacing the very checkpoint that is asked for.
         if self._writer is not None:
             self._writer.wait()
-        snapshots, open_file = self._parts.loop.snapshots, open_local
+        open_file: OpenFile = open_local
         source: AbstractContextManager[tuple[Path, Manifest | None]]
         source = CheckpointSearch(group, folder, tag, fallback=options.fallback).open()
-        if snapshots is not None and newest is not None and (snapshot := newest.snapshot) is not None:
-            source = nullcontext((snapshots.path_of(snapshot), snapshot.manifest))
-            open_file = partial(snapshots.open_file, snapshot)
+        if newest is not None and (snapshot := newest.snapshot) is not None:
+            source, open_file = nullcontext((snapshot.path, snapshot.manifest)), snapshot.open_file
         try:
             with source as (checkpoint, manifest):
                 if manifest is not None and manifest.tag != checkpoint.name and group.rank == 0:

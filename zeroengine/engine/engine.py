@@ -315,7 +315,7 @@ class Engine:
             "train_batch_size": steps * micro_batch * self.num_sample_groups,
         }
         # Checkpoints take it from the parts, which an engine that has ended lacks.
-        self.config = self._parts.setup.planner.config = self.config.model_copy(update=sizes)
+        self.config = self._parts.setup.state_memory.config = self.config.model_copy(update=sizes)
 
     @property
     def gradient_clipping(self) -> float:

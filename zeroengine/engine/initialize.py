@@ -28,10 +28,14 @@ from zeroengine.engine.assembly import build_parts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
+from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.errors import ZeroEngineError
+from zeroengine.memory.free_memory import measure_free_memory
+from zeroengine.memory.state_bytes import RankTopology
+from zeroengine.memory.state_memory import StateMemory, fit_configuration
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.optim.algorithms import algorithms_of
@@ -39,9 +43,6 @@ from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimi
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters
 from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.bytes.free_memory import measure_free_memory
-from zeroengine.plan.bytes.state_bytes import RankTopology
-from zeroengine.plan.search.automatic import StatePlanner, fit_configuration
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
@@ -159,21 +160,21 @@ def make_engine(
         num_replicas = group.world_size // replica_ranks
         between = () if replicas is None else (replicas.between.name,)
         topology = RankTopology(replica_ranks, device, transport.name, transport.ranks_per_host, num_replicas, *between)
-        planner, notice = fit_configuration(
-            StatePlanner(plans, settings, topology, base_optimizer), partial(measure_free_memory, group)
+        state_memory, notice = fit_configuration(
+            StateMemory(plans, settings, topology, base_optimizer), partial(measure_free_memory, group), choose_states
         )
         if notice is not None and group.rank == 0:
             log.warning("%s", notice)
         # The prediction looks at the caller's optimizer, which the engine empties.
-        start = describe_start(model, planner, replica_ranks, num_replicas, group.device)
-        setup = EngineSetup(model, base_optimizer, lr_scheduler, planner, async_step, copies, undo)
+        start = describe_start(model, state_memory, replica_ranks, num_replicas, group.device)
+        setup = EngineSetup(model, base_optimizer, lr_scheduler, state_memory, async_step, copies, undo)
         try:
             engine = Engine(partial(build_parts, setup, group, replicas, transport))
         except RuntimeError as error:
             if is_out_of_memory(error):
                 count = sum(plan.numel for plan in plans)
                 holds = f"initialize() was partitioning {count:,} parameters over {counted(group.world_size, 'rank')}."
-                add_advice(error, planner, group.device, holds)
+                add_advice(error, state_memory, group.device, holds)
             raise
         if group.rank == 0:
             announce(start)

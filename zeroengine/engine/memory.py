@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.memory.state_bytes import BUFFERS, STATES
+from zeroengine.memory.state_memory import StateMemory
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.state_offloader import resident_bytes
-from zeroengine.plan.search.automatic import StatePlanner
 
-REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
-WORKING = ("buckets", "gathered", "staging", "quantized")
 # What the advice in an error begins with.
 ADVICE = "What takes less"
 METHOD = TypeVar("METHOD", bound=Callable[..., Any])
@@ -64,12 +63,12 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the bytes in the device's memory."""
-        return sum(getattr(self, name) for name in (*REPORTED_STATES, *WORKING, "checkpoint"))
+        return sum(getattr(self, name) for name in (*STATES, *BUFFERS, "checkpoint"))
 
     @property
     def states(self) -> int:
         """Return the bytes that the table in ZeRO, section 5, counts: the four states, wherever they are."""
-        return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in REPORTED_STATES)
+        return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in STATES)
 
     def __str__(self) -> str:
         """Return a table with a row for each state and a column for each kind of memory."""
@@ -83,7 +82,7 @@ class Memory:
             "quantized": self.quantized,
             "checkpoint": self.checkpoint or self.cpu.get("checkpoint"),
         }
-        for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
+        for name in (*STATES, *BUFFERS, "checkpoint", "total"):
             if not rare.get(name, True):
                 continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
@@ -176,7 +175,7 @@ def explain_if_out_of_memory(error: RuntimeError, parts: EngineParts, checkpoint
     if is_out_of_memory(error) and ADVICE not in str(error):
         memory = measure_memory(parts, checkpoint_copy_bytes)
         rest = "The rest are activations, temporaries and what else runs there."
-        add_advice(error, parts.setup.planner, parts.ranks.group.device, f"zeroengine holds, {memory}\n\n{rest}")
+        add_advice(error, parts.setup.state_memory, parts.ranks.group.device, f"zeroengine holds, {memory}\n\n{rest}")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -185,22 +184,22 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
-def add_advice(error: RuntimeError, planner: StatePlanner, device: torch.device, holds: str) -> None:
+def add_advice(error: RuntimeError, state_memory: StateMemory, device: torch.device, holds: str) -> None:
     """Add advice to the message of an out-of-memory error, which keeps its type for callers that catch it.
 
     Args:
         error: The error.
-        planner: Predicts what other choices would take.
+        state_memory: What states take with other choices.
         device: The device that the model computes on.
         holds: Sentences that say what takes the memory.
     """
     # The cheapest remedies come first. Offloading costs the most time, so it comes last.
     try:
-        remedies, offloads = planner.advice()
+        remedies, offloads = state_memory.advice()
     # Such as of a model that was changed since. It must not hide the error itself.
     except Exception:
         remedies, offloads = [], []
-    if planner.config.low_precision is None:
+    if state_memory.config.low_precision is None:
         remedies.append('"bf16": {"enabled": true}')
     remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing", *offloads]
     # The message of torch stays first: it says how many bytes were asked for.

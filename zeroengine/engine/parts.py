@@ -20,6 +20,7 @@ from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
+from zeroengine.memory.state_memory import StateMemory
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.placement import Placement, place_states
@@ -39,7 +40,6 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
@@ -68,7 +68,7 @@ class EngineSetup:
         model: The model; its parameters keep their objects, shapes and names.
         base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are adopted.
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
-        planner: The units and the resolved configuration. It predicts what other stages and places would take.
+        state_memory: The units, the resolved configuration, and what states take with it and with other choices.
         async_step: Whether a step is issued without waiting for its norm. None: on a GPU, where possible.
         copies: Moves tensors between the device and the host. None: as the device requires.
         undo: The calls that end the engine: they make the model, the optimizer and the schedule ordinary again, with
@@ -78,7 +78,7 @@ class EngineSetup:
     model: nn.Module
     base_optimizer: torch.optim.Optimizer
     lr_scheduler: LRSchedulerLike
-    planner: StatePlanner
+    state_memory: StateMemory
     async_step: bool | None
     copies: GPUCopies | None
     undo: ExitStack
@@ -86,12 +86,12 @@ class EngineSetup:
     @property
     def config(self) -> Config:
         """The resolved configuration."""
-        return self.planner.config
+        return self.state_memory.config
 
     @property
     def plans(self) -> Sequence[UnitPlan]:
         """The units that the model is cut into."""
-        return self.planner.plans
+        return self.state_memory.plans
 
 
 @dataclass(frozen=True)

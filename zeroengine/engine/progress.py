@@ -13,9 +13,9 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.config.degrees import STATES as DEGREE_STATES
 from zeroengine.engine.run_description import planned_steps
+from zeroengine.memory.state_memory import StateMemory
 from zeroengine.ops import kernels_in_use
 from zeroengine.optim.mixed_optimizer import describe_algorithms
-from zeroengine.plan.search.automatic import StatePlanner
 from zeroengine.utils.byte_size import format_byte_size
 from zeroengine.utils.formats import counted, format_count, format_loss
 from zeroengine.utils.small_transfers import HostCopy
@@ -36,25 +36,26 @@ def announce(line: str) -> None:
 
 
 def describe_start(
-    model: nn.Module, planner: StatePlanner, replica_ranks: int, num_replicas: int, device: torch.device
+    model: nn.Module, state_memory: StateMemory, replica_ranks: int, num_replicas: int, device: torch.device
 ) -> str:
     """Return one line: the model, how it is partitioned, the bytes of a rank as planned, and the kernels."""
     version = sys.modules["zeroengine"].__version__
-    zero, requirement = planner.config.zero_optimization, planner.requirement(planner.current())
+    zero, plans = state_memory.config.zero_optimization, state_memory.plans
+    states = state_memory.requirement(state_memory.current()).states
     ranks = counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
     how = f"stage {zero.stage} over {ranks}"
     if zero.degrees is not None:
         how = f"{', '.join(f'{state} over {getattr(zero.degrees, state)}' for state in DEGREE_STATES)} of {ranks}"
-    total = sum(plan.numel for plan in planner.plans)
-    trainable = sum(plan.numel for plan in planner.plans if plan.trainable)
+    total = sum(plan.numel for plan in plans)
+    trainable = sum(plan.numel for plan in plans if plan.trainable)
     frozen = "" if trainable == total else f" ({format_count(trainable)} trainable)"
-    of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in requirement.states.device.items() if n)
-    elsewhere = {"CPU memory": requirement.states.cpu_total, "NVMe": sum(requirement.states.nvme.values())}
+    of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in states.device.items() if n)
+    elsewhere = {"CPU memory": states.cpu_total, "NVMe": sum(states.nvme.values())}
     more = "".join(f"; {format_byte_size(nbytes)} in {place}" for place, nbytes in elsewhere.items() if nbytes)
-    algorithms = f"; {text}" if (text := describe_algorithms(planner.optimizer)) else ""
+    algorithms = f"; {text}" if (text := describe_algorithms(state_memory.optimizer)) else ""
     return (
         f"zeroengine {version}: {type(model).__name__}, {format_count(total)} parameters{frozen} in "
-        f"{counted(len(planner.plans), 'unit')}, {how}, {format_byte_size(requirement.states.device_total)} a rank: "
+        f"{counted(len(plans), 'unit')}, {how}, {format_byte_size(states.device_total)} a rank: "
         f"{of_states}{more}{algorithms}; kernels: {kernels_in_use(device)}"
     )
 

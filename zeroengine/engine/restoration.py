@@ -14,9 +14,9 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import DivergenceError, ReleasedParameterError, ZeroEngineError
+from zeroengine.memory.free_memory import measure_free_memory
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.plan.bytes.free_memory import measure_free_memory
 from zeroengine.runtime.released_parameter import stop_observing
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.listed import listed

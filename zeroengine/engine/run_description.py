@@ -17,7 +17,7 @@ from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.config.loading import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.seconds.machine_presets import DATA_SHEETS, presets_of_gpu, words_of_gpu
+from zeroengine.utils.gpu_data_sheets import DATA_SHEETS, data_sheets_of_gpu, words_of_gpu
 
 # Variants with these words in their names have other peaks than the GPU of the data sheet.
 VARIANTS = {"pcie", "nvl", "laptop", "max"}
@@ -85,8 +85,8 @@ def peak_flops_by_name(gpu: str, dtype: str) -> float | None:
         gpu: The name that CUDA reports, such as "NVIDIA H100 80GB HBM3".
         dtype: "fp32", "bf16" or "fp16".
     """
-    presets = presets_of_gpu(gpu)
-    if not presets or words_of_gpu(gpu) & VARIANTS:
+    names = data_sheets_of_gpu(gpu)
+    if not names or words_of_gpu(gpu) & VARIANTS:
         return None
     # The size of the memory does not change the peak.
-    return DATA_SHEETS[presets[0]].tflops[dtype] * 1e12
+    return DATA_SHEETS[names[0]].tflops[dtype] * 1e12

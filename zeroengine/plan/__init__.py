@@ -3,8 +3,8 @@
 ``zeroengine.plan(...)`` is ``api.plan``: the package can be called. ``python -m zeroengine.plan.measure`` measures the
 rates of a machine. The folders, each of which imports those above it alone:
 
-- ``bytes``: what a rank holds, of a model that has no memory. Where the runtime decides (what is gathered ahead, what
-  fills a bucket, which buffer is used again), its own rules are run here over numbers.
+- ``trace``: what a micro-step computes and holds, of a model that has no memory. ``zeroengine.memory`` has the bytes of
+  the states.
 - ``seconds``: what a step takes, by the rates of a machine.
 - ``search``: what is compared, what ``initialize`` chooses, and what fits.
 - ``report``: the plan as Python, as JSON and as a table.

@@ -16,8 +16,6 @@ from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.choice import can_offload
 from zeroengine.optim.mixed_optimizer import describe_algorithms
-from zeroengine.plan.bytes.meta_copy import batches_like, copy_to_meta
-from zeroengine.plan.bytes.model_facts import ModelFacts, from_function, from_huggingface, from_module
 from zeroengine.plan.report.result import Plan
 from zeroengine.plan.search.candidates import (
     Choices,
@@ -32,6 +30,8 @@ from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.search.scaling import merged
 from zeroengine.plan.seconds.known_machines import load_machine
 from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.trace.meta_copy import batches_like, copy_to_meta
+from zeroengine.plan.trace.model_facts import ModelFacts, from_function, from_huggingface, from_module
 from zeroengine.utils.byte_size import format_byte_size
 
 DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}

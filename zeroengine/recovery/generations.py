@@ -105,38 +105,3 @@ def removable(hosts: Holdings) -> set[str]:
     whole = [tag for tag in tags if is_whole(hosts, tag)]
     everywhere = [tag for tag in whole if all(tag in host for host in hosts if host)]
     return tags.keys() - set([whole[0], everywhere[0]] if everywhere else whole)
-
-
-@dataclass(frozen=True)
-class FoundSnapshot:
-    """A snapshot that is whole over the hosts that are left.
-
-    Attributes:
-        tag: Its name.
-        manifest: Its manifest.
-        hosts: What each host has of it and of the others.
-    """
-
-    tag: str
-    manifest: Manifest
-    hosts: Holdings
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts that have part of it."""
-        return sum(self.tag in host for host in self.hosts)
-
-
-@dataclass(frozen=True)
-class SnapshotSearch:
-    """What was found in the memory of the hosts.
-
-    Attributes:
-        found: The newest snapshot that is whole; None where there is none.
-        damage: What is wrong with it and with newer ones, a sentence each.
-        reached: The largest step that any host has reached.
-    """
-
-    found: FoundSnapshot | None
-    damage: Sequence[str]
-    reached: int

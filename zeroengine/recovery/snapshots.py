@@ -40,6 +40,7 @@ from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.failures import as_checkpoint_errors, failure_reason
 from zeroengine.checkpoint.manifest import FORMAT, Manifest, find_damage
+from zeroengine.checkpoint.newest import FoundSnapshot, SnapshotSearch
 from zeroengine.checkpoint.writer import CPU, BackgroundWriter
 from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.comm.group import Group
@@ -47,13 +48,12 @@ from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.mounts import mount_of
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.memory.snapshot_bytes import GENERATIONS, copies_of
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.plan.bytes.snapshot_bytes import GENERATIONS, copies_of
 from zeroengine.recovery.generations import (
-    FoundSnapshot,
     HeldSnapshot,
+    Holdings,
     HostRanks,
-    SnapshotSearch,
     describe_damage,
     newest_first,
     newest_whole,
@@ -275,23 +275,22 @@ class MemorySnapshots:
         tag = newest_whole(hosts)
         # All ranks of a host find the same damaged manifest.
         damage = describe_damage(hosts, tag, list(dict.fromkeys(item for row in rows for item in row[1])))
-        found = None if tag is None else FoundSnapshot(tag, newest_first(hosts)[tag], hosts)
+        found = None
+        if tag is not None:
+            # The directory need not exist on this host.
+            path, num_hosts = self._folder.path / tag, sum(tag in host for host in hosts)
+            found = FoundSnapshot(path, newest_first(hosts)[tag], num_hosts, partial(self._open_file, hosts))
         return SnapshotSearch(found, damage, max(row[2] for row in rows))
 
-    def open_file(self, found: FoundSnapshot, path: Path) -> io.BufferedReader:
+    def _open_file(self, hosts: Holdings, path: Path) -> io.BufferedReader:
         """Open a file of a snapshot, on this host or on another one that has it."""
-        holders = [
-            host for host, held in enumerate(found.hosts) if found.tag in held and path.name in held[found.tag].files
-        ]
+        tag, name = path.parent.name, path.name
+        holders = [host for host, held in enumerate(hosts) if tag in held and name in held[tag].files]
         if self._ranks.host in holders:
             return open_local(path)
         connection = PeerConnection(self._endpoints[holders[0]][0], self._token)
-        remote = RemoteFile(connection, found.tag, path.name, found.manifest.files[path.name].bytes)
+        remote = RemoteFile(connection, tag, name, hosts[holders[0]][tag].manifest.files[name].bytes)
         return io.BufferedReader(remote, BUFFER_BYTES)
-
-    def path_of(self, found: FoundSnapshot) -> Path:
-        """Return the directory of a snapshot, which need not exist on this host."""
-        return self._folder.path / found.tag
 
     def _holdings_here(self, *, verify: bool = False) -> tuple[dict[str, HeldSnapshot], list[tuple[str, str]]]:
         """Return what this host has, as far as this rank has looked: the ranks of a host share the files.

@@ -24,8 +24,8 @@ def train() -> tuple[list[Trained], list[Trained], list[tuple[int, int]]]:
 
     def loop(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
         numbers = ordinary_loop(task, engine)
-        planner = engine._parts.setup.planner
-        staged.append((engine.memory().staging, planner.requirement(planner.current()).states.device["staging"]))
+        planned = engine._parts.setup.state_memory
+        staged.append((engine.memory().staging, planned.requirement(planned.current()).states.device["staging"]))
         assert isinstance(engine._parts.ranks.transport, ToyTransport)
         return numbers
 

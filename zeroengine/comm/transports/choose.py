@@ -27,7 +27,7 @@ from zeroengine.errors import ZeroEngineError
 NCCL_EXTRA_TIMEOUT_S = 30.0
 
 
-# The classes of all transports, by the names that ``plan.bytes.state_bytes.RankTopology`` takes.
+# The classes of all transports, by the names that ``memory.state_bytes.RankTopology`` takes.
 TRANSPORTS: dict[str, type[TransportTraits]] = {
     transport.name: transport
     for transport in (

@@ -1,371 +1,56 @@
-"""Choose the stage and the offload at ``initialize``, refuse what cannot fit, and advise where memory ran out.
-
-Every rank takes the same decision: predictions are equal on all ranks, and ``FreeMemory`` is that of the rank with the
-least.
-"""
+"""Choose the stage and the offload that a configuration leaves to ``initialize`` by "auto"."""
 
 from __future__ import annotations
-
-import copy
-import dataclasses
-import json
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
-from typing import Any
-
-import torch
 
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.choice import can_offload
-from zeroengine.optim.elementwise import check_looks_at_one_parameter
-from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import STAGES
-from zeroengine.plan.bytes.free_memory import UNKNOWN_BYTES, FreeMemory
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
-from zeroengine.plan.bytes.state_bytes import BUFFERS, STATES, RankTopology, StateBytes, predict_states
-from zeroengine.plan.bytes.unit_bytes import value_bytes
+from zeroengine.memory.free_memory import FreeMemory
+from zeroengine.memory.state_choice import SECTIONS
+from zeroengine.memory.state_memory import StateMemory
 from zeroengine.utils.byte_size import format_byte_size
 
 # "auto" leaves this share of the free device memory for activations, if any choice does.
 ACTIVATION_SHARE = 0.25
-# Advice is to save at least this share of the bytes.
-LEAST_SAVING = 0.05
-# Places in the order of their cost in time.
-PLACES = ("none", "cpu", "nvme")
-SECTIONS = ("offload_optimizer", "offload_param")
-# A message names so many alternatives.
-NUM_SHOWN = 2
 
 
-@dataclass(frozen=True)
-class StateChoice:
-    """Where states are: the stage and the devices of the two offload sections."""
+def choose_states(memory: StateMemory, free: FreeMemory) -> tuple[Config, str]:
+    """Return the configuration with a choice for every "auto", and a sentence that says what and why.
 
-    stage: int
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-
-    @property
-    def cost(self) -> tuple[int, int, int]:
-        """What choices are ordered by: less offload first, then the lower stage."""
-        optimizer, param = (PLACES.index(place) for place in (self.offload_optimizer, self.offload_param))
-        return optimizer + param, param, self.stage
-
-    def num_changes(self, other: StateChoice) -> int:
-        """Return how many settings differ."""
-        return sum(a != b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-
-    def applied(self, config: Config) -> Config:
-        """Return ``config`` with this choice."""
-        zero = config.zero_optimization
-        sections = {name: getattr(zero, name).model_copy(update={"device": getattr(self, name)}) for name in SECTIONS}
-        return config.model_copy(
-            update={"zero_optimization": zero.model_copy(update={"stage": self.stage, **sections})}
-        )
-
-    def written(self, config: Config) -> str:
-        """Return what to write in a configuration, as far as it differs from ``config``."""
-        zero = config.zero_optimization
-        keys: dict[str, Any] = {} if zero.stage == self.stage else {"stage": self.stage}
-        for name in SECTIONS:
-            section, place = getattr(zero, name), getattr(self, name)
-            if section.device != place:
-                path = {"nvme_path": section.nvme_path or "/a/folder"} if place == "nvme" else {}
-                keys[name] = {"device": place, **path}
-        return f'"zero_optimization": {json.dumps(keys)}'
-
-
-@dataclass(frozen=True)
-class MemoryRequirement:
-    """Bytes that one rank takes beyond what it holds before ``initialize``.
-
-    Attributes:
-        states: The prediction.
-        device: Bytes of the device's memory.
-        host: Bytes of CPU memory, if the device is a GPU.
-        disk: Bytes of files.
-    """
-
-    states: StateBytes
-    device: int
-    host: int
-    disk: int
-
-    def fits(self, free: FreeMemory, share: float = 1.0) -> bool:
-        """Return whether it fits, into a share of the free device memory."""
-        return self.device <= free.device * share and self.host <= free.host and self.disk <= free.disk
-
-    def shortage(self, free: FreeMemory, device: str) -> str:
-        """Return what does not fit, in words."""
-        shares = f", its share of what {free.ranks_per_host} ranks of a machine have"
-        note = f"{shares if device == 'cpu' and free.ranks_per_host > 1 else ''} (rank {free.scarcest_rank})"
-        needs = (
-            (self.device, free.device, f"of a rank's {'GPU' if device == 'cuda' else 'CPU'} memory", note),
-            (self.host, free.host, "of CPU memory a rank", ""),
-            (self.disk, free.disk, "of disk a rank", ""),
-        )
-        return "; and ".join(
-            f"{format_byte_size(need)} {where}, and {format_byte_size(size)} are free{note}"
-            for need, size, where, note in needs
-            if need > size
-        )
-
-    def breakdown(self) -> str:
-        """Return the bytes of the device by state, in words."""
-        rows = [(name, self.states.device[name]) for name in (*STATES, *BUFFERS)]
-        rows.append(("more for a moment", self.states.peak_device_extra))
-        return ", ".join(f"{name} {format_byte_size(nbytes)}" for name, nbytes in rows if nbytes)
-
-
-class StatePlanner:
-    """Predicts what choices take, for one model, configuration and group of ranks.
+    This is the cheapest choice that leaves ``ACTIVATION_SHARE`` of the device. If none does, it is that which takes the
+    least of the device.
 
     Args:
-        plans: The units.
-        config: The resolved configuration; its stage and devices may be "auto".
-        topology: The ranks, the device and the transport.
-        optimizer: The optimizer over the model's parameters; None: that of the configuration.
-
-    Attributes:
-        plans: The units.
-        config: The configuration.
-        optimizer: The optimizer.
-    """
-
-    def __init__(
-        self,
-        plans: Sequence[UnitPlan],
-        config: Config,
-        topology: RankTopology,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        self.plans, self.config, self._topology = plans, config, topology
-        # One object serves all predictions: after ``initialize`` the caller's optimizer has no state to look at.
-        self._probe = OptimizerProbe(optimizer, config, plans)
-        self.optimizer = self._probe.optimizer
-        self._requirements: dict[StateChoice, MemoryRequirement] = {}
-
-    def with_config(self, config: Config) -> StatePlanner:
-        """Return a planner of another configuration, whose states have equal sizes."""
-        planner = copy.copy(self)
-        planner.config = config
-        return planner
-
-    @property
-    def is_automatic(self) -> bool:
-        """Whether anything is left to choose."""
-        zero = self.config.zero_optimization
-        return CHOSEN in (zero.stage, zero.offload_optimizer.device, zero.offload_param.device)
-
-    def nvme_paths(self) -> set[str]:
-        """Return the folders that the configuration names for states."""
-        sections = (getattr(self.config.zero_optimization, name) for name in SECTIONS)
-        return {section.nvme_path for section in sections if section.nvme_path}
-
-    def current(self) -> StateChoice:
-        """Return the configured choice, in which nothing is left open."""
-        zero = self.config.zero_optimization
-        return StateChoice(int(zero.stage), zero.offload_optimizer.device, zero.offload_param.device)
-
-    def requirement(self, choice: StateChoice) -> MemoryRequirement:
-        """Return what a choice takes."""
-        if choice not in self._requirements:
-            states = predict_states(self.plans, choice.applied(self.config), self._topology, self._probe)
-            # The model's own values are counted as taken already, and are freed while the units are made.
-            values = sum(value_bytes(plan, self._topology.device) for plan in self.plans)
-            device = states.device_total + states.peak_device_extra - states.shared_pages - values
-            self._requirements[choice] = MemoryRequirement(states, device, states.cpu_total, states.disk_files)
-        return self._requirements[choice]
-
-    @cached_property
-    def _serves_stages(self) -> bool:
-        """Whether the optimizer works where its states are partitioned."""
-        try:
-            check_looks_at_one_parameter(self.optimizer)
-        except ZeroEngineError:
-            return False
-        return True
-
-    def choices(self, stage: int | str, optimizer: str, param: str, *, any_disk: bool) -> list[StateChoice]:
-        """Return the choices that the arguments leave open by "auto", the cheapest first.
-
-        Args:
-            stage: A stage, or "auto".
-            optimizer: A device of the optimizer's states, or "auto".
-            param: A device of the parameter shards, or "auto".
-            any_disk: Whether a disk may be chosen for which the configuration names no folder.
-        """
-
-        def places(place: str, section: str) -> list[str]:
-            if place != CHOSEN:
-                return [place]
-            if not can_offload(self.optimizer):
-                return ["none"]
-            path = getattr(self.config.zero_optimization, section).nvme_path
-            # On a machine without a GPU, CPU memory is where states are anyway.
-            return ["none"] + ["cpu"] * (self._topology.device == "cuda") + ["nvme"] * bool(any_disk or path)
-
-        stages = tuple(STAGES) if self._serves_stages or self._topology.world_size == 1 else (0,)
-        found = [
-            StateChoice(s, o, p)
-            for s in (stages if stage == CHOSEN else (int(stage),))
-            for o in places(optimizer, "offload_optimizer")
-            for p in places(param, "offload_param")
-            # Parameters are partitioned, and so released between uses, at stage 3 alone.
-            if p == "none" or s == 3
-        ]
-        return sorted(found, key=lambda choice: choice.cost)
-
-    def others(self, current: StateChoice) -> list[StateChoice]:
-        """Return all choices but ``current``, those that change the least first."""
-        everything = self.choices(CHOSEN, CHOSEN, CHOSEN, any_disk=True)
-        others = [choice for choice in everything if choice != current]
-        return sorted(others, key=lambda choice: (current.num_changes(choice), choice.cost))
-
-    def describe(self, choice: StateChoice) -> str:
-        """Return what to write for a choice, and what it takes, in words."""
-        requirement = self.requirement(choice)
-        places = ((requirement.device, "a rank"), (requirement.host, "of CPU memory"), (requirement.disk, "of disk"))
-        numbers = [
-            f"{format_byte_size(max(nbytes, 0))} {where}" for nbytes, where in places if nbytes or where == "a rank"
-        ]
-        return f"{choice.written(self.config)} takes {' and '.join(numbers)}"
-
-    # -- decisions --------------------------------------------------------------------------------
-
-    def choose(self, free: FreeMemory) -> tuple[Config, str]:
-        """Return the configuration with a choice for every "auto", and a sentence that says what and why.
-
-        This is the cheapest choice that leaves ``ACTIVATION_SHARE`` of the device. If none does, it is that which takes
-        the least of the device.
-
-        Raises:
-            ZeroEngineError: The configuration leaves no choice.
-        """
-        zero = self.config.zero_optimization
-        devices = [getattr(zero, name).device for name in SECTIONS]
-        options = self.choices(zero.stage, *devices, any_disk=False)
-        if not options:
-            raise ZeroEngineError(
-                'zero_optimization: "stage": "auto" finds no stage at which this optimizer works with offload_param; '
-                'write "offload_param": {"device": "none"}'
-            )
-        roomy = (choice for choice in options if self.requirement(choice).fits(free, 1 - ACTIVATION_SHARE))
-        choice = next(roomy, None)
-        if choice is None:
-            fitting = [option for option in options if self.requirement(option).fits(free)]
-            choice = min(fitting or options, key=lambda option: self.requirement(option).device)
-            reason = "no choice leaves a quarter for activations, and this one leaves the most"
-        elif choice is options[0]:
-            reason = "the rest is for activations"
-        else:
-            before = options[options.index(choice) - 1]
-            size = format_byte_size(self.requirement(before).device)
-            reason = f"{_in_words(before)} would take {size}, which leaves less than a quarter for activations"
-        keys = [f"stage {choice.stage}"] if zero.stage == CHOSEN else []
-        keys += [f"{name} {getattr(choice, name)}" for name in SECTIONS if getattr(zero, name).device == CHOSEN]
-        taken = format_byte_size(max(self.requirement(choice).device, 0))
-        return choice.applied(self.config), (
-            f'"auto" is {", ".join(keys)}: it takes {taken} of the {format_byte_size(free.device)} that are free for a '
-            f"rank; {reason}."
-        )
-
-    def check(self, free: FreeMemory) -> None:
-        """Check that the configuration, in which nothing is "auto", fits.
-
-        Raises:
-            ZeroEngineError: It does not. The message has the numbers, and the nearest choices that fit.
-        """
-        current = self.current()
-        requirement = self.requirement(current)
-        if requirement.fits(free):
-            return
-        # Nothing is known of a disk for which the configuration names no folder.
-        known = free if self.nvme_paths() else dataclasses.replace(free, disk=UNKNOWN_BYTES)
-        fitting = (self.describe(choice) for choice in self.others(current) if self.requirement(choice).fits(known))
-        if shown := list(islice(fitting, NUM_SHOWN)):
-            remedy = f"What fits: {', or '.join(shown)}"
-        else:
-            remedy = self._say_nothing_fits(free)
-        raise ZeroEngineError(
-            f"the model does not fit: {_in_words(current)} takes {requirement.shortage(free, self._topology.device)}. "
-            f"These are {requirement.breakdown()}; activations come on top. {remedy}. "
-            'With "memory_check": "warn" it is tried.'
-        )
-
-    def _say_nothing_fits(self, free: FreeMemory) -> str:
-        choice = min(
-            self.choices(CHOSEN, CHOSEN, CHOSEN, any_disk=True), key=lambda option: self.requirement(option).device
-        )
-        text = "No stage and no offload fits on these machines"
-        if choice != self.current():
-            text += f": {self.describe(choice)}, the least"
-        unit = max(self.plans, key=lambda plan: plan.numel)
-        unit_bytes = unit.numel * unit.dtype.itemsize
-        if unit_bytes > free.device:
-            return (
-                f"{text}. Even unit {unit.name} alone, {format_byte_size(unit_bytes)} where it is gathered, is too "
-                'large: cut the model into smaller units ("units": ["layers.*"]), or take devices with more memory'
-            )
-        return f"{text}. zero-plan --nodes N says whether more machines suffice"
-
-    def advice(self) -> tuple[list[str], list[str]]:
-        """Return stages, and offloads, that take less of the device than the configuration, with numbers."""
-        current = self.current()
-        now = self.requirement(current).states.device_total
-        stages: list[str] = []
-        # By section, the cheapest place that would help.
-        offloads: dict[str, str] = {}
-        for choice in self.others(current):
-            total = self.requirement(choice).states.device_total
-            if total > now * (1 - LEAST_SAVING) or current.num_changes(choice) > 1:
-                continue
-            less = f"{format_byte_size(total)} of states and buffers a rank instead of {format_byte_size(now)}"
-            text = f"{choice.written(self.config)} ({less})"
-            section = next((name for name in SECTIONS if getattr(choice, name) != getattr(current, name)), None)
-            if section is None:
-                stages.append(text)
-            else:
-                offloads.setdefault(section, text)
-        return stages[:NUM_SHOWN], list(offloads.values())
-
-
-def _in_words(choice: StateChoice) -> str:
-    offloads = [f"{name} {place}" for name in SECTIONS if (place := getattr(choice, name)) != "none"]
-    return " with ".join([f"stage {choice.stage}", *([" and ".join(offloads)] if offloads else [])])
-
-
-def fit_configuration(
-    planner: StatePlanner, measure: Callable[[Collection[str]], FreeMemory]
-) -> tuple[StatePlanner, str | None]:
-    """Fill in what the configuration leaves to ``initialize``, and check that it fits as ``memory_check`` says.
-
-    Args:
-        planner: Predicts for the resolved configuration.
-        measure: Returns the free memory, and the free space of folders; a collective.
-
-    Returns:
-        The planner of a configuration in which nothing is "auto", and what the user should read, if anything.
+        memory: What states take with each choice.
+        free: The memory that each rank may take.
 
     Raises:
-        ZeroEngineError: It does not fit, and ``memory_check`` is "error".
+        ZeroEngineError: The configuration leaves no choice.
     """
-    config, notice = planner.config, None
-    if config.memory_check == "off" and not planner.is_automatic:
-        return planner, None
-    free = measure(planner.nvme_paths())
-    if planner.is_automatic:
-        config, notice = planner.choose(free)
-        planner = planner.with_config(config)
-    if config.memory_check != "off":
-        try:
-            planner.check(free)
-        except ZeroEngineError as error:
-            if config.memory_check == "error":
-                raise
-            notice = f"{notice} {error}" if notice else str(error)
-    return planner, notice
+    zero = memory.config.zero_optimization
+    devices = [getattr(zero, name).device for name in SECTIONS]
+    options = memory.choices(zero.stage, *devices, any_disk=False)
+    if not options:
+        raise ZeroEngineError(
+            'zero_optimization: "stage": "auto" finds no stage at which this optimizer works with offload_param; '
+            'write "offload_param": {"device": "none"}'
+        )
+    roomy = (choice for choice in options if memory.requirement(choice).fits(free, 1 - ACTIVATION_SHARE))
+    choice = next(roomy, None)
+    if choice is None:
+        fitting = [option for option in options if memory.requirement(option).fits(free)]
+        choice = min(fitting or options, key=lambda option: memory.requirement(option).device)
+        reason = "no choice leaves a quarter for activations, and this one leaves the most"
+    elif choice is options[0]:
+        reason = "the rest is for activations"
+    else:
+        before = options[options.index(choice) - 1]
+        size = format_byte_size(memory.requirement(before).device)
+        reason = f"{before.in_words()} would take {size}, which leaves less than a quarter for activations"
+    keys = [f"stage {choice.stage}"] if zero.stage == CHOSEN else []
+    keys += [f"{name} {getattr(choice, name)}" for name in SECTIONS if getattr(zero, name).device == CHOSEN]
+    taken = format_byte_size(max(memory.requirement(choice).device, 0))
+    return choice.applied(memory.config), (
+        f'"auto" is {", ".join(keys)}: it takes {taken} of the {format_byte_size(free.device)} that are free for a '
+        f"rank; {reason}."
+    )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
-from zeroengine.plan.bytes.activations import MicroStep
-from zeroengine.plan.bytes.state_bytes import StateBytes
+from zeroengine.memory.state_bytes import StateBytes
 from zeroengine.plan.search.degree_choices import DEFAULT, DEGREES, STAGE, has_second_copy
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.step_time import StepTime
+from zeroengine.plan.trace.activations import MicroStep
 
 Place = Literal["none", "cpu", "nvme"]
 PLACES: tuple[Place, ...] = ("none", "cpu", "nvme")

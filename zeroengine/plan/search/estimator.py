@@ -8,13 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from zeroengine.config import Config, load
+from zeroengine.memory.optimizer_state import OptimizerProbe
+from zeroengine.memory.snapshot_bytes import copies_of, snapshot_memory_bytes
+from zeroengine.memory.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.bytes.activations import MicroStep, trace_micro_step
-from zeroengine.plan.bytes.model_facts import ModelFacts
-from zeroengine.plan.bytes.operation_trace import MAX_REAL_NUMEL
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
-from zeroengine.plan.bytes.snapshot_bytes import copies_of, snapshot_memory_bytes
-from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, predict_states
 from zeroengine.plan.search.candidates import (
     HEADROOM,
     Choices,
@@ -27,6 +24,9 @@ from zeroengine.plan.search.candidates import (
 from zeroengine.plan.search.scaling import extrapolated, largest, merged
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.step_time import predict_step, topology_of
+from zeroengine.plan.trace.activations import MicroStep, trace_micro_step
+from zeroengine.plan.trace.model_facts import ModelFacts
+from zeroengine.plan.trace.operation_trace import MAX_REAL_NUMEL
 from zeroengine.runtime.mixed_precision import dtype_of_model
 from zeroengine.utils.byte_size import format_byte_size
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroengine.plan.bytes.activations import MicroStep, OperationCount
+from zeroengine.plan.trace.activations import MicroStep, OperationCount
 
 
 def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroengine.config import Config
-from zeroengine.plan.bytes.state_bytes import RankTopology
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.memory.state_bytes import RankTopology
+from zeroengine.memory.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.seconds.step_collectives import GatherBytes

@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from zeroengine.config import FLOATS, load
-from zeroengine.plan.bytes.activations import OperationCount, trace_micro_step
-from zeroengine.plan.bytes.model_facts import from_module
-from zeroengine.plan.bytes.standard_decoder import StandardDecoder
 from zeroengine.plan.seconds.machine import MAPPED_BYTES, rate_at_length
 from zeroengine.plan.seconds.timing import median_seconds
+from zeroengine.plan.trace.activations import OperationCount, trace_micro_step
+from zeroengine.plan.trace.model_facts import from_module
+from zeroengine.plan.trace.standard_decoder import StandardDecoder
 
 
 class DecoderShape(NamedTuple):

@@ -11,9 +11,9 @@ from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
-from zeroengine.plan.bytes.state_bytes import RankTopology
-from zeroengine.plan.bytes.two_level_bytes import sent_sum_bytes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.memory.state_bytes import RankTopology
+from zeroengine.memory.two_level_bytes import sent_sum_bytes
+from zeroengine.memory.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.step_collectives import GatherBytes
 
 

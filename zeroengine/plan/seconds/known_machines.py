@@ -13,11 +13,12 @@ import torch
 
 from zeroengine.config import FLOATS
 from zeroengine.errors import ZeroEngineError
+from zeroengine.memory.free_memory import free_device_bytes
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.plan.bytes.free_memory import free_device_bytes
 from zeroengine.plan.seconds.machine import Machine, Rates, default_machine_file, read_machine
-from zeroengine.plan.seconds.machine_presets import PRESETS, presets_of_gpu
+from zeroengine.plan.seconds.machine_presets import PRESETS
 from zeroengine.plan.seconds.timing import median_seconds
+from zeroengine.utils.gpu_data_sheets import data_sheets_of_gpu
 
 THIS = "this"
 # The side of the square matrices, and the bytes of the copy, of a quick estimate.
@@ -79,7 +80,7 @@ def this_machine() -> Machine:
 def _preset_of_gpu() -> Machine:
     """Return the preset with the name of this GPU, or else the one with the nearest memory."""
     properties = torch.cuda.get_device_properties(0)
-    candidates = presets_of_gpu(properties.name) or list(PRESETS)
+    candidates = data_sheets_of_gpu(properties.name) or list(PRESETS)
     name = min(candidates, key=lambda name: abs(PRESETS[name].device_bytes - properties.total_memory))
     preset = PRESETS[name]
     note = f"preset {preset.name} for {properties.name}; `zero-plan --measure` measures it"

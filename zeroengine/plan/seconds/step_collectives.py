@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.memory.unit_bytes import UnitBytes
 
 
 class GatherBytes(NamedTuple):

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 
 from zeroengine.comm.transports.choose import expected_transport
 from zeroengine.config import Config
+from zeroengine.memory.outer_bytes import piece_numel
+from zeroengine.memory.state_bytes import RankTopology, StateBytes, planned_units
+from zeroengine.memory.unit_bytes import UnitBytes
 from zeroengine.optim.replica_mean import sum_dtype
-from zeroengine.plan.bytes.activations import MicroStep, OperationCount
-from zeroengine.plan.bytes.model_facts import ModelFacts
-from zeroengine.plan.bytes.outer_bytes import piece_numel
-from zeroengine.plan.bytes.state_bytes import RankTopology, StateBytes, planned_units
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
 from zeroengine.plan.seconds.collective_seconds import HostCollectives, RingCollectives, Seconds, collectives_of
 from zeroengine.plan.seconds.machine import MAPPED_BYTES, Machine
 from zeroengine.plan.seconds.step_collectives import StepCollectives
+from zeroengine.plan.trace.activations import MicroStep, OperationCount
+from zeroengine.plan.trace.model_facts import ModelFacts
 
 # The share of a computation on CPUs that hides what crosses the network meanwhile. Measured with two hosts of two ranks
 # on two cores (docs/benchmarks.md, "Two hosts"): 0 to 0.9, a third in most runs.

@@ -8,8 +8,8 @@ import torch
 
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.config import Config
+from zeroengine.memory.unit_bytes import UnitBytes
 from zeroengine.optim.replica_mean import NUM_BUFFERS, chunk_capacity, sum_dtype
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
 
 def outer_element_sizes(unit: UnitBytes, config: Config) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.transports.two_level_sum import SumSizes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.memory.unit_bytes import UnitBytes
 
 
 def two_level_bytes(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.plan.bytes.gradient_buffer_bytes import MAX_IN_FLIGHT
-from zeroengine.plan.bytes.unit_bytes import UnitBytes, value_bytes
+from zeroengine.memory.gradient_buffer_bytes import MAX_IN_FLIGHT
+from zeroengine.memory.unit_bytes import UnitBytes, value_bytes
 
 
 def most_at_start(units: Sequence[UnitBytes], device: str) -> int:

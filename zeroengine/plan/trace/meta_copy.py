@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.bytes.model_facts import Batch, as_batch
+from zeroengine.plan.trace.model_facts import Batch, as_batch
 from zeroengine.runtime.quantized_parameters import library_of, replace_quantized_parameters, shared_by_copies
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 

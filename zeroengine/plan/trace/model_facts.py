@@ -24,7 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import build_configured
 from zeroengine.partition.cut import UnitPlan, check_has_parameters
-from zeroengine.plan.bytes.standard_decoder import StandardDecoder
+from zeroengine.plan.trace.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.runtime.quantized_parameters import quantize_on_meta, split_quantized_parameters
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.bytes.meta_copy import copy_to_meta
-from zeroengine.plan.bytes.model_facts import ModelFacts
-from zeroengine.plan.bytes.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
-from zeroengine.plan.bytes.repeated_blocks import count_omitted_blocks, first_differentiable, omit_equal_blocks
-from zeroengine.plan.bytes.sequence_parts import TracedTransport, connect_parts, connect_tiles
+from zeroengine.plan.trace.meta_copy import copy_to_meta
+from zeroengine.plan.trace.model_facts import ModelFacts
+from zeroengine.plan.trace.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
+from zeroengine.plan.trace.repeated_blocks import count_omitted_blocks, first_differentiable, omit_equal_blocks
+from zeroengine.plan.trace.sequence_parts import TracedTransport, connect_parts, connect_tiles
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.runtime.released_parameter import drop_gradient_of

@@ -20,13 +20,9 @@ from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.config import Config
 from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.interfaces import Medium, padded_nbytes
-from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, can_gather_ahead, plan_placement
-from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.plan.bytes.checkpoint_copy import checkpoint_copy_bytes
-from zeroengine.plan.bytes.gathered_bytes import GatheredUnit, most_gathered_bytes
-from zeroengine.plan.bytes.gradient_buffer_bytes import (
+from zeroengine.memory.checkpoint_copy import checkpoint_copy_bytes
+from zeroengine.memory.gathered_bytes import GatheredUnit, most_gathered_bytes
+from zeroengine.memory.gradient_buffer_bytes import (
     MAX_IN_FLIGHT,
     GradientFlow,
     count_gradient_buffers,
@@ -34,13 +30,17 @@ from zeroengine.plan.bytes.gradient_buffer_bytes import (
     received_bytes,
     staging_buffer_bytes,
 )
-from zeroengine.plan.bytes.optimizer_bytes import predict_optimizer
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe
-from zeroengine.plan.bytes.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
-from zeroengine.plan.bytes.quantized_bytes import kept_bytes, transient_bytes
-from zeroengine.plan.bytes.transient_bytes import most_at_start, receive_bytes
-from zeroengine.plan.bytes.two_level_bytes import two_level_bytes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes, units_of_plans, value_bytes
+from zeroengine.memory.optimizer_bytes import predict_optimizer
+from zeroengine.memory.optimizer_state import OptimizerProbe
+from zeroengine.memory.outer_bytes import exchange_bytes, outer_element_sizes, piece_numel, received_exchange_bytes
+from zeroengine.memory.quantized_bytes import kept_bytes, transient_bytes
+from zeroengine.memory.transient_bytes import most_at_start, receive_bytes
+from zeroengine.memory.two_level_bytes import two_level_bytes
+from zeroengine.memory.unit_bytes import UnitBytes, average_bytes, units_of_plans, value_bytes
+from zeroengine.offload.interfaces import Medium, padded_nbytes
+from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, can_gather_ahead, plan_placement
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime.scheduling import prefetch_limits
 
 STATES = ("parameters", "gradients", "master", "optimizer")

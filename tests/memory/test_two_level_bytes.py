@@ -12,7 +12,7 @@ from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_degrees import degree_config
-from zeroengine.plan.bytes.state_bytes import RankTopology, predict_states
+from zeroengine.memory.state_bytes import RankTopology, predict_states
 
 TRIPLES = ((4, 4, 4), (2, 2, 2), (1, 2, 4), (1, 1, 1))
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
@@ -31,9 +31,9 @@ def staging(transport: str, zero: dict[str, Any]) -> list[dict[str, tuple[int, i
         for number in range(2):
             engine.backward(engine(*batch(number, engine.rank)))
             engine.step()
-        planner, opened = engine._parts.setup.planner, engine._parts.ranks.transport
+        state_memory, opened = engine._parts.setup.state_memory, engine._parts.ranks.transport
         topology = RankTopology(4, "cpu", opened.name, opened.ranks_per_host)
-        predicted, memory = predict_states(planner.plans, engine.config, topology).device, engine.memory()
+        predicted, memory = predict_states(state_memory.plans, engine.config, topology).device, engine.memory()
         found.append({name: (getattr(memory, name), predicted[name]) for name in ("staging", "quantized")})
         engine.close()
     return found

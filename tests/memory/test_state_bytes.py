@@ -22,7 +22,7 @@ from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
 from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
 from zeroengine import ZeroEngineError
-from zeroengine.plan.bytes.state_bytes import STATES, RankTopology
+from zeroengine.memory.state_bytes import STATES, RankTopology
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}

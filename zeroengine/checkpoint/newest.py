@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from zeroengine.checkpoint.content import CheckpointContent
+from zeroengine.checkpoint.dcp_metadata import OpenFile
 from zeroengine.checkpoint.directory import LATEST
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
-from zeroengine.recovery.generations import FoundSnapshot, SnapshotSearch
 from zeroengine.utils.formats import counted
+
+
+@dataclass(frozen=True)
+class FoundSnapshot:
+    """A snapshot in memory that is whole over the hosts that are left.
+
+    Attributes:
+        path: Its directory, which need not exist on this host.
+        manifest: Its manifest.
+        num_hosts: The number of hosts that have part of it.
+        open_file: Opens one of its files, on this host or on another one that has it.
+    """
+
+    path: Path
+    manifest: Manifest
+    num_hosts: int
+    open_file: OpenFile
+
+
+@dataclass(frozen=True)
+class SnapshotSearch:
+    """What was found in the memory of the hosts.
+
+    Attributes:
+        found: The newest snapshot that is whole; None where there is none.
+        damage: What is wrong with it and with newer ones, a sentence each.
+        reached: The largest step that any host has reached.
+    """
+
+    found: FoundSnapshot | None
+    damage: Sequence[str]
+    reached: int
+
+
+class SnapshotStore(Protocol):
+    """Takes snapshots of the states in memory and finds them. ``recovery.snapshots`` has the class.
+
+    Attributes:
+        unused: The tag of a snapshot of an earlier round, as long as nothing was loaded.
+    """
+
+    unused: str | None
+
+    @property
+    def copy_bytes(self) -> int:
+        """Return the bytes of CPU memory of the copy that snapshots are written from."""
+
+    def end_step(self, step: int) -> bool:
+        """Return whether a snapshot is to be taken now. Call it on every rank at the end of each step."""
+
+    def take(self, content: CheckpointContent) -> None:
+        """Copy the states, and keep them in memory beside training. A collective."""
+
+    def find(self) -> SnapshotSearch:
+        """Look for the newest snapshot that is whole. A collective."""
 
 
 def newest_on_disk(path: Path) -> tuple[bool, Manifest | None, str]:

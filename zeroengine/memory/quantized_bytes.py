@@ -10,8 +10,8 @@ from zeroengine import ops
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS
 from zeroengine.config import Config
-from zeroengine.plan.bytes.gradient_buffer_bytes import MAX_IN_FLIGHT
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
+from zeroengine.memory.gradient_buffer_bytes import MAX_IN_FLIGHT
+from zeroengine.memory.unit_bytes import UnitBytes
 
 
 def kept_bytes(

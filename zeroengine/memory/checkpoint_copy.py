@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroengine.config import Config
-from zeroengine.plan.bytes.optimizer_bytes import UnitState
-from zeroengine.plan.bytes.outer_bytes import outer_element_sizes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes, average_bytes
+from zeroengine.memory.optimizer_bytes import UnitState
+from zeroengine.memory.outer_bytes import outer_element_sizes
+from zeroengine.memory.unit_bytes import UnitBytes, average_bytes
 
 # Counted in bytes: a multiple of every dtype's size, as a view of another dtype requires.
 COPY_ALIGNMENT = 64

@@ -24,8 +24,8 @@ from torch import nn
 from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.config.tiling import Tiling
 from zeroengine.monitor.timer import Timer
-from zeroengine.plan.bytes.operation_trace import OperationTrace
-from zeroengine.plan.bytes.standard_decoder import StandardDecoder
+from zeroengine.plan.trace.operation_trace import OperationTrace
+from zeroengine.plan.trace.standard_decoder import StandardDecoder
 from zeroengine.sequence import tiled_loss, tiled_mlp, tiled_models, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from zeroengine.memory.optimizer_state import OptimizerProbe, StateSizes
+from zeroengine.memory.unit_bytes import UnitBytes
 from zeroengine.optim.backends.fused_update import FusedUpdate
 from zeroengine.optim.backends.interface import UpdateRule
 from zeroengine.optim.backends.muon_update import MuonUpdate
@@ -15,8 +17,6 @@ from zeroengine.optim.backends.owner_exchange import ExchangeRule
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.partition.owners import PlannedRound, plan_rounds
-from zeroengine.plan.bytes.optimizer_state import OptimizerProbe, StateSizes
-from zeroengine.plan.bytes.unit_bytes import UnitBytes
 
 EXCHANGES: dict[type[UpdateRule], ExchangeRule] = {
     MuonUpdate: MuonUpdate.EXCHANGE,

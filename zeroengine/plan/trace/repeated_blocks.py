@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.plan.bytes.operation_trace import OperationTrace
+from zeroengine.plan.trace.operation_trace import OperationTrace
 from zeroengine.utils.tensor_tree import tensors_in
 from zeroengine.utils.torch_internals import CHILDREN, buffers_of, parameters_of
 
