@@ -303,9 +303,13 @@ class Drawing:
         (arrival,) = (interval for interval in step.arrivals if interval.unit == last)
         x, note = self.x(arrival.begin) - 8, "gathered ahead \u2192"
         yield self.text(x, y + UNIT_LINE * last + 15, note, faint, anchor="end", style=halo)
-        begin, end = step.norm
-        yield self.bar(begin, end, y, UNIT_LINE * (last + 1) - 8, self._colors.norm)
-        x, middle = self.x((begin + end) / 2) + 4, y + UNIT_LINE * (last + 1) / 2
+
+    def norm(self, y: float) -> Iterator[str]:
+        """Yield the time in which the rank waits for the reduces, adds up, and computes the norm."""
+        begin, end = self._step.norm
+        height = UNIT_LINE * len(self._step.units)
+        yield self.bar(begin, end, y, height - 8, self._colors.norm)
+        x, middle = self.x((begin + end) / 2) + 4, y + height / 2
         label = self.text(x, middle, "sums and norm", anchor="middle")
         yield f'<g transform="rotate(-90 {x:.1f} {middle:.1f})">{label}</g>'
 
@@ -359,6 +363,7 @@ class Drawing:
             *self.connections(events_top, actions_top),
             *self.rows(EVENTS, "event", events_top),
             *self.rows(ACTIONS, "action", actions_top),
+            *self.norm(units_top),
             *self.units(units_top),
             *self.notes(units_top),
             *self.axis(units_bottom + 6),
