@@ -43,7 +43,8 @@ OURS: dict[str, dict[str, Any]] = {
     "zeroengine bf16, moments in int8": {"bf16": {"enabled": True}, "optimizer_state_dtype": "int8"},
     "zeroengine bf16 without masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "the same, moments in bf16": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "optimizer_state_dtype": "bf16",
     },
     "the same, moments in int8": {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},

@@ -114,11 +114,6 @@ def test_gradients_accumulate_in_fp32_unless_told_otherwise(
     assert reduced.reduce_dtype(BF16) is FP32 and reduced.reduce_dtype(torch.float64) is None
 
 
-def test_linux_aio_is_accepted_with_a_notice() -> None:
-    (notice,) = load({"aio": {"backend": "libaio"}}).notices
-    assert 'aio.backend "libaio" is not used: io_uring serves instead' in notice
-
-
 def test_modules_that_keep_fp32_are_none_of_autocast_s_business() -> None:
     tree = {"keep_fp32_modules": ["LayerNorm"]}
     assert load(tree | {"bf16": {"enabled": True}}).notices == ()
@@ -172,7 +167,6 @@ def test_resolving_keeps_the_notices() -> None:
         {"optimizer": {"type": "torch.optim.RAdam", "params": {"betas": (0.9, 0.99), "lr": "auto"}}},
         {"optimizer": {"type": "Lion"}, "fp16": {"enabled": "auto"}, "keep_fp32_modules": ["LayerNorm"]},
         {"optimizer": {"type": "Lion8bit"}},
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     ],
 )
 def test_what_to_dict_gives_load_takes_back(tree: dict[str, object]) -> None:

@@ -171,7 +171,8 @@ def test_the_defaults_of_loggers_are_those_of_the_installed_deepspeed(section: s
     pytest.importorskip("deepspeed")
     theirs = {name: value or None for name, value in pydoc.locate(MONITOR_MODELS[section])().model_dump().items()}  # type: ignore[operator]
     ours = {name: getattr(getattr(load({}), section), name, None) or None for name in theirs}
-    assert ours == theirs
+    different = {name for name in theirs if ours[name] != theirs[name]}
+    assert different <= {"job_name", "prof_all"}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -227,8 +228,8 @@ def test_every_row_is_silent_where_its_key_asks_for_nothing(path: str) -> None:
 
 def test_a_precision_that_is_off_is_not_judged() -> None:
     assert load({"bf16": {"enabled": False, "bf16_optimizer_states": True}}).notices == ()
-    with pytest.raises(ConfigError, match=r"optimizer.type and bf16.bf16_optimizer_states name different dtypes"):
-        load({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "optimizer": {"type": "AdamW8bit"}})
+    with pytest.raises(ConfigError, match=r'bf16_optimizer_states: .* refused; write "optimizer_state_dtype": "bf16"'):
+        load({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
 
 
 @pytest.mark.parametrize("name", ["check_grad_overflow", "check_overflow"])

@@ -31,7 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "Adagrad, 8 bits": {"optimizer": ADAGRAD, "optimizer_state_dtype": "int8"},
     "AdamW, moments in bf16": {"optimizer": ADAMW, "optimizer_state_dtype": "bf16"},
     "AdamW, bf16 masters": {"optimizer": ADAMW, "bf16": IN_BF16},
-    "AdamW, all in bf16": {"optimizer": ADAMW, "bf16": {**IN_BF16, "bf16_optimizer_states": True}},
+    "AdamW, all in bf16": {"optimizer": ADAMW, "bf16": IN_BF16, "optimizer_state_dtype": "bf16"},
     "AdamW, bf16 masters, 8 bits": {"optimizer": ADAMW, "bf16": IN_BF16, "optimizer_state_dtype": "int8"},
     "AdamW, fp16 masters": {
         "optimizer": ADAMW,
@@ -144,7 +144,7 @@ def state_bytes(settings: dict[str, Any]) -> tuple[int, int]:
         ({}, 8.0, 0.0),
         ({"optimizer_state_dtype": "int8"}, 2 + 8 / 256, 0.0),
         ({"optimizer_state_dtype": "int8", "bf16": {"enabled": True}}, 2 + 8 / 256, 4.0),
-        ({"bf16": {**IN_BF16, "bf16_optimizer_states": True}}, 4.0, 0.0),
+        ({"bf16": IN_BF16, "optimizer_state_dtype": "bf16"}, 4.0, 0.0),
     ],
 )
 def test_states_take_the_bytes_that_their_formats_say(settings: dict[str, Any], moments: float, masters: float) -> None:

@@ -55,10 +55,6 @@ class CommsLog:
         self._section, self._world_size = section, world_size
         self.totals: defaultdict[tuple[str, str], OperationTotals] = defaultdict(OperationTotals)
 
-    def wants(self, operation: str) -> bool:
-        """Return whether an operation is logged. DeepSpeed's ``all_gather_into_tensor`` stands for ``all_gather``."""
-        return self._section.prof_all or any(name.startswith(operation) for name in self._section.prof_ops or ())
-
     def add(self, operation: str, unit: str, collective: OperationTotals) -> None:
         """Add a collective that has ended."""
         self.totals[operation, unit].add(collective)

@@ -54,7 +54,7 @@ class _LoggedTransport(ForwardingTransport):
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         recorder = self._recorder
-        if not recorder.records("all_reduce"):
+        if not recorder.records():
             return self._inner.all_reduce_scalars(values, label)
         begin = recorder.mark()
         summed = self._inner.all_reduce_scalars(values, label)
@@ -101,7 +101,7 @@ class _LoggedChannel:
     def _issue(self, operation: str, unit: str, full: torch.Tensor, run: Callable[[], Work]) -> Work:
         """Run a function that issues an operation on ``full``, and log the operation."""
         recorder = self._recorder
-        if not recorder.records(operation):
+        if not recorder.records():
             return run()
         begin = recorder.mark()
         work = run()
@@ -164,10 +164,8 @@ class _Recorder:
         self._unread: deque[tuple[_Collective, Any, Any]] = deque()
         self._stream = torch.cuda.Stream() if on_device else None
 
-    def records(self, operation: str) -> bool:
-        """Return whether an operation is logged. An event that a CUDA graph captures would have no time."""
-        if not self._log.wants(operation):
-            return False
+    def records(self) -> bool:
+        """Return whether collectives are logged now. An event that a CUDA graph captures would have no time."""
         return not (self.on_device and torch.cuda.is_current_stream_capturing())
 
     def mark(self) -> Any:

@@ -80,6 +80,9 @@ _ROWS = {
     "": [
         _no_effect("timers.throughput.synchronized", "the device is never made to wait for a timer",
             off=(True, False, None)),
+        _no_effect("comms_logger.prof_all comms_logger.prof_ops", "every operation is logged", off=(True, [], None)),
+        _no_effect("comet.mode", "the experiment of experiment_key is continued if it exists, and made if not",
+            off=("get_or_create", None)),
         _no_effect("comms_logger.debug", "units are always named, and nothing else calls collectives"),
         _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
         _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
@@ -105,6 +108,7 @@ _ROWS = {
         _no_effect("checkpoint.writer datastates_ckpt", _DS_FORMAT, switch=""),
         _refused("nebula quantize_training progressive_layer_drop sparse_attention eigenvalue", _REMOVED),
         _fixed("fp16.auto_cast", "floating inputs are always cast"),
+        _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
         _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
         _fixed("torch_autocast.lower_precision_safe_modules",
             "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions"),

@@ -217,8 +217,6 @@ def _default_notices(
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
-    if config.aio.backend == "libaio":
-        yield 'aio.backend "libaio" is not used: io_uring serves instead, and threads where that is not available.'
     decay, is_torchs = (written.get(("optimizer", "params", name)) for name in ("weight_decay", "torch_adam"))
     if written.get(("optimizer", "type")) == "AdamW" and decay is None and is_torchs is not True:
         yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."

@@ -128,8 +128,8 @@ class Config(Section):
     optimizer_state_dtype: Annotated[Literal["fp32", "bf16", "int8"] | None, AUTO] = None
     """Dtype of the moments of Adam, AdamW, Lion, SGD and Adagrad, rounded stochastically if it is not fp32. bf16 saves
     4 of Adam's 8 bytes a parameter. int8 keeps 8 bits for each element and a scale for each block of 256, and saves 6
-    of them, where a parameter has 4,096 elements or more and is no embedding. null: what the optimizer's type or
-    bf16_optimizer_states says, else fp32."""
+    of them, where a parameter has 4,096 elements or more and is no embedding. null: what the optimizer's type says,
+    else fp32."""
     check_grad_overflow: Annotated[bool, AUTO] = True
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     check_parameter_writes: Annotated[bool, AUTO] = False
@@ -447,7 +447,6 @@ class Config(Section):
         return {
             "optimizer_state_dtype": self.optimizer_state_dtype,
             "optimizer.type": "int8" if has_eight_bits else None,
-            "bf16.bf16_optimizer_states": "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else None,
         }
 
     def to_dict(self) -> dict[str, Any]:

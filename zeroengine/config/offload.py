@@ -64,8 +64,8 @@ class ActivationCheckpointing(Section):
 class Aio(Section):
     """How files on NVMe are read and written. "auto" values are measured on the disk, in less than a second."""
 
-    backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
-    """The system interface for transfers. "auto": the first of these that works here. "libaio" stands for "auto"."""
+    backend: Annotated[Literal["io_uring", "threads"] | None, AUTO] = None
+    """The system interface for transfers. "auto": the first of these that works here."""
     block_size: Annotated[Annotated[int, Between(BLOCK, 1 << 30)] | None, AUTO] = None
     """Bytes in one request to the disk."""
     queue_depth: Annotated[Annotated[int, Between(1, 4096)] | None, AUTO] = None

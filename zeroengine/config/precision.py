@@ -38,8 +38,6 @@ class BF16(Section):
     bf16_master_weights_and_grads: bool = False
     """Update the bf16 parameters themselves, rounded stochastically, and accumulate gradients in bf16 unless
     `grad_accum_dtype` says otherwise. Without fp32 masters a parameter takes 4 bytes less."""
-    bf16_optimizer_states: bool = False
-    """Keep the optimizer's moments in bf16: another way to write "optimizer_state_dtype": "bf16"."""
 
 
 class FP16(Section):

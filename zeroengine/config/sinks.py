@@ -1,11 +1,11 @@
 """The sections of the loggers that take the records of a run, and of the profiles that it prints.
 
-Names, defaults and folders are those of DeepSpeed 0.19 (``deepspeed/monitor/config.py``).
+Names, defaults and folders are those of DeepSpeed 0.19 (``deepspeed/monitor/config.py``), except for ``job_name``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge
 from pydantic import Field
@@ -25,7 +25,7 @@ class _Files(_Logger):
 
     output_path: Annotated[Folder, AUTO] = ""
     """Folder that the job's folder is made in. Empty: the directory that the script was started in."""
-    job_name: Annotated[Folder, AUTO] = "DeepSpeedJobName"
+    job_name: Annotated[Folder, AUTO] = "zeroengine"
     """Name of the job's folder."""
 
 
@@ -62,11 +62,9 @@ class Comet(_Logger):
     experiment_name: str | None = None
     """Name of the experiment."""
     experiment_key: str | None = None
-    """Key of the experiment, of 32 to 50 letters and digits."""
+    """Key of the experiment, of 32 to 50 letters and digits. It is continued if it exists."""
     online: bool | None = None
     """true: send to the server. false: write an archive for `comet upload`. null: online if there is an API key."""
-    mode: Literal["get", "create", "get_or_create"] | None = None
-    """Continue the experiment of `experiment_key`, make one, or either."""
 
 
 class FlopsProfile(Section):
@@ -95,11 +93,6 @@ class CommsLogger(Section):
     """Log collectives."""
     verbose: Annotated[bool, AUTO] = False
     """Also print a line for each collective when it has ended."""
-    prof_all: Annotated[bool, AUTO] = True
-    """Log every operation; otherwise those in `prof_ops`."""
-    prof_ops: Annotated[list[str] | None, AUTO] = None
-    """Operations to log without prof_all: all_gather, reduce_scatter, all_reduce, all_to_all, or longer names that
-    begin so."""
 
 
 class ThroughputTimer(Section):

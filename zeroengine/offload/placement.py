@@ -208,9 +208,8 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes)
     auto = None in (config.aio.block_size, config.aio.queue_depth)
     tuned = tune(path) if auto and nbytes > MIN_TUNED_BYTES else DiskSettings()
-    # DeepSpeed's configurations may name "libaio". It is accepted with a notice, and means "auto".
-    backend = None if config.aio.backend == "libaio" else config.aio.backend
+    aio = config.aio
     queue = DiskQueue(
-        config.aio.queue_depth or tuned.queue_depth, config.aio.block_size or tuned.block_size, backend or tuned.backend
+        aio.queue_depth or tuned.queue_depth, aio.block_size or tuned.block_size, aio.backend or tuned.backend
     )
     return DiskStore(folder, queue, nbytes)

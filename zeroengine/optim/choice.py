@@ -75,7 +75,7 @@ def choose_backend(
         name = _name_beside_fused(member, plans)
         if rule is not FusedUpdate and config.state_dtype is not torch.float32:
             raise ZeroEngineError(
-                f"optimizer_state_dtype (also bf16_optimizer_states): {FUSED} of parameters in fp32, bf16 and fp16 "
+                f"optimizer_state_dtype: {FUSED} of parameters in fp32, bf16 and fp16 "
                 f"keep moments in bf16 and int8, not {name}; leave the key out"
             )
         if rule is not FusedUpdate and config.has_low_masters:

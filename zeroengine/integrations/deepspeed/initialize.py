@@ -34,6 +34,7 @@ from zeroengine.integrations.deepspeed.settings import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
     ZeRORuntimeException,
+    has_bf16_states,
     load_settings,
     read_settings,
 )
@@ -106,7 +107,7 @@ def initialize(
     _check_unmanaged(facts)
     if isinstance(optimizer, torch.optim.Optimizer):
         facts.optimizer_name = type(optimizer).__name__
-        _check_optimizer(facts, loaded, optimizer)
+        _check_optimizer(facts, optimizer)
         names_dtype = loaded.optimizer_state_dtype is not None
         if getattr(optimizer, "fp32_optimizer_states", True) is False and not names_dtype:
             loaded = loaded.model_copy(update={"optimizer_state_dtype": "bf16"})
@@ -180,7 +181,7 @@ def _check_unmanaged(facts: DeepSpeedConfig) -> None:
     )
 
 
-def _check_optimizer(facts: DeepSpeedConfig, config: Config, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(facts: DeepSpeedConfig, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that the configuration rules out by a key that it names.
 
     Without the keys ``"zero_force_ds_cpu_optimizer": true`` and ``"zero_allow_untested_optimizer": false`` every
@@ -196,7 +197,7 @@ def _check_optimizer(facts: DeepSpeedConfig, config: Config, optimizer: torch.op
         )
     # DeepSpeed asserts the following, and scripts catch its class of error.
     in_fp32 = offloads and getattr(optimizer, "fp32_optimizer_states", False)
-    assert not (in_fp32 and config.bf16.enabled and config.bf16.bf16_optimizer_states), (
+    assert not (in_fp32 and has_bf16_states(facts._param_dict)), (
         '"bf16_optimizer_states": true with DeepSpeedCPUAdam, which asks for states in fp32: write '
         "DeepSpeedCPUAdam(..., fp32_optimizer_states=False), or remove the key"
     )

@@ -103,6 +103,9 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
     tree.pop("dataloader_drop_last", None)
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
+    if has_bf16_states(tree):
+        del tree["bf16"]["bf16_optimizer_states"]
+        tree.setdefault("optimizer_state_dtype", "bf16")
     if isinstance(tree.get("optimizer"), dict):
         # Some write this beside "params", where DeepSpeed ignores it.
         tree["optimizer"].pop("torch_adam", None)
@@ -130,6 +133,12 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
     if tree.get("gradient_clipping") in (None, "auto"):
         tree["gradient_clipping"] = GRADIENT_CLIPPING_DEFAULT
     return load(tree)
+
+
+def has_bf16_states(tree: Mapping[str, Any]) -> bool:
+    """Return whether ``bf16_optimizer_states`` is on, DeepSpeed's key for ``"optimizer_state_dtype": "bf16"``."""
+    section = tree.get("bf16")
+    return isinstance(section, dict) and all(section.get(key) is True for key in ("enabled", "bf16_optimizer_states"))
 
 
 class DeepSpeedConfig:

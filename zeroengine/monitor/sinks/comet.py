@@ -29,7 +29,7 @@ class CometSink:
         self._metrics, self._position = metrics, 0
         self._interval = section.samples_log_interval
         self._last_positions: dict[str, int] = {}
-        arguments = section.model_dump(include={"project", "workspace", "api_key", "experiment_key", "mode"})
+        arguments = section.model_dump(include={"project", "workspace", "api_key", "experiment_key"})
         try:
             self._experiment = comet_ml.start(**arguments, online=section.online)
         except Exception as error:
