@@ -53,6 +53,13 @@ def test_sizes_must_be_equal_or_within_the_multiple() -> None:
     assert pool.take(4).data_ptr() == small and pool.take(4).data_ptr() == large
 
 
+def test_nothing_at_all_needs_no_other_buffer_where_any_larger_one_fits() -> None:
+    pool: BufferPool[LastUse] = BufferPool(zeros, largest_multiple=math.inf)
+    (address,) = put_back(pool, (8, "at once"))
+    assert pool.take(0).numel() == 0 and pool.nbytes == 8
+    assert pool.take(8).data_ptr() != address
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_the_oldest_is_awaited_once_there_are_enough(num: int) -> None:
     pool: BufferPool[LastUse] = BufferPool(zeros, LastUse.is_over, enough=2)

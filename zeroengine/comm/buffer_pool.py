@@ -81,11 +81,10 @@ class BufferPool(Generic[Use]):
         """Return memory, 1-D, whose last use is over. Its values are undefined."""
         nbytes = numel * dtype.itemsize
         buffer = self._reusable(nbytes)
+        memory = self._allocate(nbytes) if buffer is None else buffer.memory
         if buffer is not None:
             self._idle.remove(buffer)
-            return buffer.memory[:nbytes].view(dtype)
-        memory = self._allocate(nbytes)
-        if self._keeps:
+        elif self._keeps:
             self._buffers[memory.untyped_storage().data_ptr()] = memory
         return memory[:nbytes].view(dtype)
 
@@ -112,7 +111,8 @@ class BufferPool(Generic[Use]):
 
         The smallest one that is free is preferred. If there is none, but there are enough, the oldest is awaited.
         """
-        largest = self._largest_multiple * nbytes
+        # Any multiple of no bytes would be none.
+        largest = self._largest_multiple * max(nbytes, 1)
         fitting = [buffer for buffer in self._idle if nbytes <= buffer.memory.nbytes <= largest]
         for buffer in sorted(fitting, key=_SIZE):
             if buffer.last_use is None or self._is_free(buffer, 0.0):
