@@ -29,7 +29,7 @@ from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.ops import _aio_library as _aio
-from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.formats import parse_byte_size
 
 PIECE = 128 << 20
 KINDS = {"read": (False,), "write": (True,), "both": (False, True)}

@@ -34,7 +34,7 @@ from zeroengine.config import load
 from zeroengine.plan.trace.activations import trace_micro_step
 from zeroengine.plan.trace.model_facts import ModelFacts, from_huggingface
 from zeroengine.plan.trace.operation_trace import OperationTrace
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 
 
 class Part(NamedTuple):

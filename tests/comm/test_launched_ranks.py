@@ -15,7 +15,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, ordinary_loop
 from zeroengine import ZeroEngineError
 from zeroengine.comm.launched_ranks import has_peers, join_launched_ranks
-from zeroengine.utils.launcher_environment import LaunchedRank, launched_rank, torch_variables
+from zeroengine.utils.launcher import LaunchedRank, launched_rank, torch_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -110,7 +110,7 @@ def test_ranks_of_mpich_on_several_nodes_share_a_port_and_jobs_do_not(tmp_path: 
     proxy.chmod(0o755)
     show = """
 import os
-from zeroengine.utils.launcher_environment import launched_rank, torch_variables
+from zeroengine.utils.launcher import launched_rank, torch_variables
 print(torch_variables(launched_rank(os.environ), os.environ)["MASTER_PORT"])
 """
 

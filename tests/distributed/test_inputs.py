@@ -15,7 +15,7 @@ from tests.distributed.models import WIDTH, Block
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Adapted, Net, features
 from tests.distributed.training import Task, check_every_stage, make_engine, start
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 
 
 class Pair(NamedTuple):

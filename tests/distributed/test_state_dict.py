@@ -14,7 +14,7 @@ import zeroengine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.state_dict_models import WIDTH, Peculiar
 from tests.distributed.training import STAGES, start
-from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.tensors import leaves_in
 
 
 def build(seed: int = 0, **options: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from tests.test_layers import TIERS
 
 PAGE = (ROOT / "docs" / "design.md").read_text()
 SOURCES = ROOT / "zeroengine"
-CORE = ("partition", "schedule", "runtime", "optim", "ops", "comm", "checkpoint", "engine", "offload", "disk")
+CORE = ("partition", "schedule", "runtime", "optim", "ops", "comm", "checkpoint", "engine", "memory", "offload", "disk")
 
 
 def block(heading: str) -> str:

@@ -19,7 +19,7 @@ from tests.distributed.models import ADAMW, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from zeroengine import ops
-from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_byte_size
 
 
 def attributes() -> None:

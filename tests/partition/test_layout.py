@@ -13,7 +13,7 @@ from zeroengine import ZeroEngineError
 from zeroengine.partition import layout as flat_layouts
 from zeroengine.partition.degrees import STAGES, Degrees, degrees_of_stage
 from zeroengine.partition.layout import PARAM_ALIGN, SHARD_ALIGN, FlatLayout, ShardSpan
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 

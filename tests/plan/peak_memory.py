@@ -17,7 +17,7 @@ import torch
 from zeroengine.config import load
 from zeroengine.plan.trace.activations import loss_of, trace_micro_step
 from zeroengine.plan.trace.model_facts import from_huggingface
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.host_memory import trim_heap
 
 SAMPLES, SEQUENCE = 2, 128
 WIDTHS = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4096}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
+from zeroengine.utils.formats import format_byte_size, parse_byte_size
 
 
 @pytest.mark.parametrize(

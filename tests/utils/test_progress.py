@@ -7,7 +7,7 @@ import time
 import pytest
 
 from zeroengine.utils import progress as module
-from zeroengine.utils.durations import format_duration
+from zeroengine.utils.formats import format_duration
 from zeroengine.utils.progress import progress
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.files import replace_file
 
 
 def test_a_file_keeps_its_permissions_and_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

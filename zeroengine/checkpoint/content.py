@@ -20,7 +20,7 @@ from zeroengine.errors import CheckpointError
 from zeroengine.memory.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.partition.storages import storages_of
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 from zeroengine.utils.work import Work
 
 

@@ -22,7 +22,7 @@ import xxhash
 
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import is_file_name
+from zeroengine.utils.files import is_file_name
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
 METADATA = ".metadata"

@@ -43,8 +43,8 @@ from zeroengine.checkpoint.manifest import FileRecord
 from zeroengine.disk.mapped_memory import populate, populate_pages
 from zeroengine.disk.sequential_files import DirectFile, SyncedFile, create
 from zeroengine.partition.boxes import Box
-from zeroengine.utils.own_storage import with_own_storage
 from zeroengine.utils.progress import Report
+from zeroengine.utils.tensors import with_own_storage
 
 
 def save_files(

@@ -30,7 +30,7 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import buffers_of, non_persistent_buffers_of
 
 log = logging.getLogger("zeroengine")

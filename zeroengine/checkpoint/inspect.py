@@ -18,7 +18,7 @@ from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, find
 from zeroengine.checkpoint.directory import LATEST, CheckpointFolder, check_tag, tag_of
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest, find_damage, read_manifest
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 from zeroengine.utils.progress import progress
 
 # What the names of the optimizer's state begin with. `entries.py` has the name, and needs torch.

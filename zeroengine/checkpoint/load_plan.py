@@ -38,7 +38,7 @@ from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.boxes import Box
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 log = logging.getLogger("zeroengine")
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import is_file_name
+from zeroengine.utils.files import is_file_name
 from zeroengine.utils.progress import Report, ignore_progress
 
 MANIFEST = "zeroengine.json"

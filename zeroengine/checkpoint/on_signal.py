@@ -21,8 +21,8 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
+from zeroengine.utils.launcher import RESTART_EXIT_CODE
 from zeroengine.utils.process_finalizer import finalize
 
 log = logging.getLogger("zeroengine")

@@ -37,7 +37,7 @@ from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.lr_schedules import load_schedule_state
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
 
 log = logging.getLogger("zeroengine")

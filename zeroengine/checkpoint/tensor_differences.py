@@ -13,7 +13,7 @@ from zeroengine.checkpoint.dcp_metadata import DcpMetadata, read_metadata
 from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.checkpoint.inspect import list_tensors
 from zeroengine.partition.boxes import Box
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.progress import Report, progress
 
 # Differences are computed in fp64 for so many elements at once.

@@ -25,7 +25,7 @@ from zeroengine.checkpoint.engine_state import EngineState
 from zeroengine.checkpoint.entries import AVERAGE, StateEntries, StateEntry, momentum_name
 from zeroengine.checkpoint.name_mapping import CheckpointNames, split_state_name, torch_dtype
 from zeroengine.partition.boxes import Box
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # The names that a warning shows of each kind of state.
 NUM_SHOWN = 3

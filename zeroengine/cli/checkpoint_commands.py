@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
-from zeroengine.utils.formats import counted
+from zeroengine.utils.formats import counted, format_byte_size, parse_byte_size
 from zeroengine.weights.output_folder import DTYPES, OutputFolder, parse_dtype
 
 if TYPE_CHECKING:

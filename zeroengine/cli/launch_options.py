@@ -12,7 +12,7 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import protocol
 from zeroengine.launch.local.core_binding import BIND_KINDS
 from zeroengine.migration.launch_options import SWITCHES, VALUES, advice_of
-from zeroengine.utils.paths import in_home, path_argument
+from zeroengine.utils.files import in_home, path_argument
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
 # The launchers under which an option has an effect. Options that are not listed have one under all launchers.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, ParamSpec
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launch.cluster.versions import installed_versions
-from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.files import replace_file
 
 Parameters = ParamSpec("Parameters")
 

@@ -11,9 +11,8 @@ from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest
 from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.files import DIGESTS, EVENTS, RUN, STEPS, path_argument
 from zeroengine.utils.formats import MISSING, counted
-from zeroengine.utils.paths import path_argument
-from zeroengine.utils.run_files import DIGESTS, EVENTS, RUN, STEPS
 from zeroengine.view.diff_report import (
     DiffReport,
     Side,

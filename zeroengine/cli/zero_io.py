@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import OffloadError
-from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.formats import parse_byte_size
 from zeroengine.utils.progress import progress
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from zeroengine.launch.local import job
 from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.worker import BIND_VARIABLE
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
-from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
+from zeroengine.utils.launcher import RESTART_EXIT_CODE
 
 if TYPE_CHECKING:
     from zeroengine.launch.local.console import Console

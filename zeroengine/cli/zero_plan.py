@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.paths import path_argument
+from zeroengine.utils.files import path_argument
+from zeroengine.utils.formats import parse_byte_size
 
 if TYPE_CHECKING:
     from zeroengine.plan.report.result import Plan

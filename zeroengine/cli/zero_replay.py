@@ -14,8 +14,8 @@ from typing import Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.cli.zero_diff import show
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.files import path_argument
 from zeroengine.utils.formats import counted
-from zeroengine.utils.paths import path_argument
 from zeroengine.view.diff_report import compare_runs, read_side
 from zeroengine.view.digest_comparison import DigestComparison, span_of
 from zeroengine.view.digest_table import read_digests

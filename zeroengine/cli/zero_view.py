@@ -12,7 +12,7 @@ from rich.live import Live
 
 from zeroengine.cli.parser import CommandParser, command, write_output
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.paths import path_argument
+from zeroengine.utils.files import path_argument
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import summarize

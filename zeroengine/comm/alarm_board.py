@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from zeroengine.utils.formats import counted
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import counted, listed
 
 T = TypeVar("T")
 # A rank's watchdog answers within half a second. The rest allows for many ranks that use the store at once.

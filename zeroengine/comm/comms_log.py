@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroengine.config.sinks import CommsLogger
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.text_table import aligned
+from zeroengine.utils.formats import aligned, format_byte_size
 
 # The bytes of a buffer that pass each rank's link, before the factor (n - 1) / n of n ranks: see "Bandwidth" in
 # github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.errors import DivergenceError
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # Every exchange begins with as many bytes from each rank, whatever it is for, so that any two exchanges can meet.
 LABEL_BYTES = 1024

@@ -61,8 +61,8 @@ import torch
 
 from zeroengine.comm.packing import Packing
 from zeroengine.comm.transport_traits import TransportTraits
-from zeroengine.utils.huge_pages import map_in_huge_pages, private_mapping
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
+from zeroengine.utils.host_memory import map_in_huge_pages, private_mapping
 from zeroengine.utils.work import Work, current_stream, order_behind_current
 
 # The ranks of an operation; None: all ranks, in order.

@@ -8,7 +8,7 @@ import os
 import torch.distributed as dist
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.launcher_environment import launched_rank, torch_variables
+from zeroengine.utils.launcher import launched_rank, torch_variables
 
 log = logging.getLogger("zeroengine")
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from zeroengine.utils.paths import in_home
+from zeroengine.utils.files import in_home
 
 ABSENT = object()
 

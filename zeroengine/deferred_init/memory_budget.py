@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroengine.deferred_init.trace import StorageVersion, replay, storage_bytes
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.host_memory import trim_heap
 from zeroengine.utils.torch_internals import version_of
 
 

@@ -17,7 +17,7 @@ from zeroengine.deferred_init.parameter import has_graph, swap_data, take_trace,
 from zeroengine.deferred_init.recorder import Recorder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import RESET_PARAMETERS, buffers_of
 
 log = logging.getLogger("zeroengine")

@@ -33,7 +33,7 @@ from zeroengine.deferred_init.op_call import METADATA, OpCall, is_plain
 from zeroengine.deferred_init.parameter import has_graph, make_meta, swap_data, take_trace
 from zeroengine.deferred_init.trace import RecordedOp, StorageVersion, TensorRef, Trace, tensors_of
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.host_memory import trim_heap
 from zeroengine.utils.torch_internals import DisableTorchFunction, OpOverload, tree_map, version_of
 
 # A trace may hold copies of tensors up to this size, and may itself have this size.

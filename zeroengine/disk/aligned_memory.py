@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
-from zeroengine.utils.huge_pages import map_in_huge_pages
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
+from zeroengine.utils.host_memory import map_in_huge_pages
 
 
 # [Note: Memory and forked children]

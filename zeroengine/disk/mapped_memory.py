@@ -14,7 +14,7 @@ import weakref
 from torch import Tensor
 
 from zeroengine.errors import OffloadError
-from zeroengine.utils.huge_pages import address_of
+from zeroengine.utils.host_memory import address_of
 
 # [Note: SIGBUS]
 # The first access to a page of a mapped file reads it. If the disk fails, the kernel cannot return an error from a load

@@ -28,8 +28,8 @@ from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors
 from zeroengine.errors import OffloadError
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
+from zeroengine.utils.formats import format_byte_size
 
 log = logging.getLogger("zeroengine")
 

@@ -39,9 +39,8 @@ from zeroengine.offload.state_offloader import StateOffloader
 from zeroengine.sequence import model_check, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.listed import listed
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.formats import format_byte_size, listed
+from zeroengine.utils.host_memory import trim_heap
 
 log = logging.getLogger("zeroengine")
 # From here on the fragments that full buffers of different sizes leave count.

@@ -14,7 +14,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # The number of parameters that an error names.
 NUM_SHOWN = 5

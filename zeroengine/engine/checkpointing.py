@@ -30,8 +30,8 @@ from zeroengine.engine.replica_rounds import ReplicaRounds
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.monitor.observer import Observer
 from zeroengine.runtime.mixed_precision import exact_tensors
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
+from zeroengine.utils.formats import format_byte_size
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

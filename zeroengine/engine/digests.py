@@ -27,9 +27,9 @@ from zeroengine.monitor.run_folder import append_to_file
 from zeroengine.optim.state_digests import KINDS, differences, state_digests, weights_digests, whole_digests
 from zeroengine.runtime.input_digest import can_read_values, digest_inputs
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.listed import listed
-from zeroengine.utils.run_files import DIGEST_FORMAT, DIGESTS, GIVEN
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.files import DIGEST_FORMAT, DIGESTS, GIVEN
+from zeroengine.utils.formats import listed
+from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
 

@@ -14,7 +14,7 @@ from zeroengine.engine.call_checks import NUM_SHOWN, unset_names
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.public_call import ALL_BUT_FORWARD, PublicCall
 from zeroengine.errors import CheckpointError, DivergenceError, ZeroEngineError
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.process_finalizer import keep_until_process_ends
 
 log = logging.getLogger("zeroengine")

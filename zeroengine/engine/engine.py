@@ -33,7 +33,7 @@ from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.unit import Unit
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.host_memory import trim_heap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store

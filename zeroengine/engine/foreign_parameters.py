@@ -19,7 +19,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, children_of, parameters_of
 
 # The number of names that a message shows.

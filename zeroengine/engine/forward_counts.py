@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeroengine.engine.parts import EngineSetup
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 
 # Images may be integers as well, of 8 bits.
 TOKEN_DTYPES = (torch.int32, torch.int64)

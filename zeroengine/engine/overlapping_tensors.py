@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass, storage_address
 
 # The number of pairs that a message names.

@@ -53,8 +53,8 @@ from zeroengine.runtime.scheduling import ModuleNumbers, make_schedule
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.sequence.host_activations import HostActivations
-from zeroengine.utils.byte_counter import call_every
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.host_memory import trim_heap
+from zeroengine.utils.progress import call_every
 
 # The freed bytes after which the C allocator is told to give memory back.
 TRIM_INTERVAL_BYTES = 64 << 20

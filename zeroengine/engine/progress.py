@@ -16,9 +16,8 @@ from zeroengine.engine.run_description import planned_steps
 from zeroengine.memory.state_memory import StateMemory
 from zeroengine.ops import kernels_in_use
 from zeroengine.optim.mixed_optimizer import describe_algorithms
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.formats import counted, format_count, format_loss
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.formats import counted, format_byte_size, format_count, format_loss
+from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
 

@@ -30,7 +30,7 @@ from zeroengine.monitor.observer import Observer
 from zeroengine.runtime.input_digest import can_read_values
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.tensors import map_tensors
 from zeroengine.utils.torch_internals import current_graph_task_id
 
 log = logging.getLogger("zeroengine")

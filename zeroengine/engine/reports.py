@@ -38,7 +38,7 @@ from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import counted
 from zeroengine.utils.process_finalizer import finalize
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
 

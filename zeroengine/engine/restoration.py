@@ -19,8 +19,8 @@ from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.runtime.released_parameter import stop_observing
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.listed import listed
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.formats import listed
+from zeroengine.utils.host_memory import trim_heap
 
 log = logging.getLogger("zeroengine")
 

@@ -34,7 +34,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.step_result import IssuedStep, StepResult, StepSettings
 from zeroengine.runtime.autograd_hooks import WeakMethod
-from zeroengine.utils.launcher_reports import REPORTED_STEPS, report_step
+from zeroengine.utils.launcher import REPORTED_STEPS, report_step
 
 log = logging.getLogger("zeroengine")
 

@@ -14,8 +14,8 @@ from zeroengine.engine.call_checks import NUM_SHOWN
 from zeroengine.engine.public_call import ALL, PublicCall
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload import state_offloader
-from zeroengine.utils.listed import listed
-from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.formats import listed
+from zeroengine.utils.host_memory import trim_heap
 
 
 def offload(

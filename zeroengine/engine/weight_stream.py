@@ -20,8 +20,8 @@ from zeroengine.partition.cut import plain_name
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.runtime.quantized_parameters import map_wrapper
-from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.formats import parse_byte_size
+from zeroengine.utils.tensors import map_tensors
 from zeroengine.weights.changes import WeightsToken, digests_of
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.output_folder import parse_dtype

@@ -13,7 +13,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
-from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.formats import parse_byte_size
 
 # Bytes of each GPU that count as free at most, such as "60GiB", where something else takes the rest.
 DEVICE_LIMIT_VARIABLE = "ZEROENGINE_FREE_DEVICE_MEMORY"

@@ -20,7 +20,7 @@ from zeroengine.optim.elementwise import is_elementwise
 from zeroengine.optim.factory import build_optimizer
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 
 # An optimizer such as Muon takes matrices alone.
 PROBE_SHAPE = (2, 3)

@@ -27,7 +27,7 @@ from zeroengine.optim.choice import can_offload
 from zeroengine.optim.elementwise import check_looks_at_one_parameter
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import STAGES
-from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_byte_size
 
 # Advice is to save at least this share of the bytes.
 LEAST_SAVING = 0.05

@@ -29,7 +29,7 @@ from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
 from zeroengine.monitor.timer import Interval, StepTimes
 from zeroengine.monitor.trace import RankTimeline, measure_clock_offsets, write_trace
 from zeroengine.utils.process_groups import destroy_group, run_collective
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
 

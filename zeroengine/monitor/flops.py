@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroengine.utils.flop_formulas import flops_of
+from zeroengine.monitor.flop_formulas import flops_of
 from zeroengine.utils.torch_internals import TorchDispatchMode, num_compiled_frames
 
 

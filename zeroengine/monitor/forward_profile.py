@@ -22,7 +22,7 @@ from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
 from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
 from zeroengine.monitor.sinks.log_folder import LogFolder
 from zeroengine.monitor.timer import clock_of
-from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.files import replace_file
 from zeroengine.utils.torch_internals import COMPILED_CALL, COMPILED_MODULE, dispatch_mode
 
 log = logging.getLogger("zeroengine")

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroengine.config.sinks import FlopsProfile
-from zeroengine.utils.formats import counted, format_count
-from zeroengine.utils.text_table import aligned
+from zeroengine.utils.formats import aligned, counted, format_count
 
 HEADS = ("parameters", "share", "FLOPs", "share", "time", "share", "FLOP/s", "MFU")
 

@@ -14,8 +14,7 @@ from weakref import WeakValueDictionary
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import FORMAT, RunEvent, StepRecord
-from zeroengine.utils.replaced_file import replace_file
-from zeroengine.utils.run_files import EVENTS, RUN, STEPS
+from zeroengine.utils.files import EVENTS, RUN, STEPS, replace_file
 
 log = logging.getLogger("zeroengine")
 

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from zeroengine.monitor.profiling import profile_range
 from zeroengine.monitor.record import KINDS, Kind
-from zeroengine.utils.profiling import profile_range
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 # A step of very many micro-steps has more marks than this. Then complete ones are added up before its end.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.monitor.timer import Interval
-from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.files import replace_file
 
 # The lanes of a rank, and the kinds of work in each.
 LANES = {

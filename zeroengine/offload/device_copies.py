@@ -12,7 +12,7 @@ import torch
 
 from zeroengine.disk.aligned_memory import Pages, aligned_zeros, pages_of
 from zeroengine.errors import OffloadError
-from zeroengine.utils.page_lock import page_lock
+from zeroengine.utils.host_memory import page_lock
 from zeroengine.utils.work import Work
 
 # Into device memory, or out of it.

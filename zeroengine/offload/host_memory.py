@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from zeroengine.errors import OffloadError
-from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.formats import parse_byte_size
 
 # Bytes of a machine's CPU memory that count as free at most, such as "100GiB", where something else takes the rest.
 HOST_LIMIT_VARIABLE = "ZEROENGINE_FREE_HOST_MEMORY"

@@ -16,7 +16,7 @@ from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_memory import check_host_memory
 from zeroengine.offload.interfaces import Medium, padded_nbytes
 from zeroengine.offload.placement import open_disk
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 
 OFFLOADABLE_STATES = ("parameters", "masters", "moments", "averages", "gradients")
 # Names of several states.

@@ -23,7 +23,7 @@ from zeroengine.deferred_init.dispatch_modes import OperationMode
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import copy_without_parameters
 from zeroengine.optim.mixed_optimizer import members_of
-from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import COLLECTIVES
 
 # The update of an element depends on other elements, so these optimizers need whole parameters.

@@ -23,7 +23,7 @@ from zeroengine.optim.lion import Lion
 from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.muon_groups import build_muon
 from zeroengine.partition.degrees import Degrees
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import STEP_PRE_HOOKS
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None

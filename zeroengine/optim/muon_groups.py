@@ -14,7 +14,7 @@ from zeroengine.optim.caller_optimizer import add_param_group
 from zeroengine.optim.mixed_optimizer import MixedOptimizer
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import plain_name
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # Parameters whose names contain one of these are embeddings or heads, as in DeepSpeed.
 EMBEDDINGS = ("embed", "lm_head")

@@ -22,7 +22,7 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import REPLACED, deep_copy, refuse_copy
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.tensors import map_tensors
 
 # Runs a member of the optimizer's class over the shards, on every rank, and returns what the member returns. It takes
 # - the member as it is written in an error, such as "eval()",

@@ -26,7 +26,7 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, poison_on_error
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 from zeroengine.utils.work import Work
 
 # Elements of a chunk at most.

@@ -24,7 +24,7 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
-from zeroengine.utils.small_transfers import to_device
+from zeroengine.utils.tensors import to_device
 
 
 class StepSums(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine import ops
-from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.tensors import HostCopy
 
 
 class GradientFactor(NamedTuple):

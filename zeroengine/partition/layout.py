@@ -29,7 +29,7 @@ from functools import cached_property
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import Degrees
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 
 # Counted in elements. In fp32 and in bf16, a parameter starts on a cache line, aligned for vector loads.
 PARAM_ALIGN = 32

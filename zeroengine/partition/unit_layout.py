@@ -13,7 +13,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # The number of units that an error names.
 NUM_SHOWN = 8

@@ -32,7 +32,7 @@ from zeroengine.plan.seconds.known_machines import load_machine
 from zeroengine.plan.seconds.machine import Machine
 from zeroengine.plan.trace.meta_copy import batches_like, copy_to_meta
 from zeroengine.plan.trace.model_facts import ModelFacts, from_function, from_huggingface, from_module
-from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_byte_size
 
 DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
 # The errors of torch where a computation depends on values, which a trace does not have.

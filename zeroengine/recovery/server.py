@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.checkpoint.directory import CheckpointFolder
-from zeroengine.utils.paths import is_file_name
+from zeroengine.utils.files import is_file_name
 
 # A peer that neither takes nor sends a byte for so long is gone.
 TIMEOUT_S = 60.0

@@ -60,9 +60,8 @@ from zeroengine.recovery.generations import (
     removable,
 )
 from zeroengine.recovery.server import BUFFER_BYTES, PeerConnection, RemoteFile, SnapshotServer
-from zeroengine.utils.addresses import own_address, source_address_for
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.launcher_reports import SNAPSHOT_FOLDER
+from zeroengine.utils.formats import format_byte_size
+from zeroengine.utils.launcher import SNAPSHOT_FOLDER, own_address, source_address_for
 from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.progress import ignore_progress
 

@@ -16,8 +16,7 @@ import logging
 from collections.abc import Iterable
 
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import format_byte_size, listed
 
 log = logging.getLogger("zeroengine")
 

@@ -16,7 +16,7 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, foreach_zero, unscale_and_check
 
 _T: Any = torch.Tensor

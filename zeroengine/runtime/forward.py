@@ -39,7 +39,7 @@ from zeroengine.schedule.events import (
 )
 from zeroengine.schedule.lists import ListWalk
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import (
     current_graph_task_id,
     functorch_active,

@@ -12,7 +12,7 @@ from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
-from zeroengine.utils.own_storage import with_own_storage
+from zeroengine.utils.tensors import with_own_storage
 from zeroengine.utils.torch_internals import (
     DisableTorchFunctionSubclass,
     storage_address,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.tensors import map_tensors
 
 
 class _WithoutGradients(torch.autograd.Function):

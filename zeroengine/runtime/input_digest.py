@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from zeroengine.ops import digest
-from zeroengine.utils.small_transfers import to_device
-from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.tensors import leaves_in, to_device
 from zeroengine.utils.torch_internals import functorch_active, tracing_state
 
 # The most elements of a tensor that are read. They are spread evenly over a larger tensor.

@@ -19,8 +19,8 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import Algorithm, UnitPlan, cut_units, is_wide_float, plain_name
 from zeroengine.partition.storages import exact_storages
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.listed import listed
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.formats import listed
+from zeroengine.utils.tensors import map_tensors
 from zeroengine.utils.torch_internals import BatchNorm, buffers_of
 
 # How a note about dtypes begins.

@@ -36,7 +36,7 @@ from zeroengine.errors import DivergenceError
 from zeroengine.ops import digest
 from zeroengine.runtime.gathered_writes import versions_of
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed
 
 # The number of parameters that a message names.
 NUM_SHOWN = 5

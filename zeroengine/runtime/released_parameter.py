@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroengine.partition.storages import WRAPPER_ATTRIBUTE, storages_of
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass, TracingContext
 
 # The attribute of a parameter that refers weakly to its ``ParameterOwner`` (``engine/gathered.py``). It stays for the

@@ -29,7 +29,7 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.tensor_tree import leaves_in
+from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import (
     RAW_SAVED_PREFIX,
     RAW_SAVED_TENSORS,

@@ -27,7 +27,7 @@ from zeroengine.runtime.full_buffer import placeholder_of
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import has_no_values, mark_gathered, mark_released
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 from zeroengine.utils.torch_internals import DisableTorchFunction, copy_state_dict_metadata, version_of
 
 # A detached tensor, its original, the placeholder that it has while it is released, and its version at first.

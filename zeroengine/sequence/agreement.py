@@ -18,8 +18,8 @@ from zeroengine.errors import DivergenceError
 from zeroengine.monitor.observer import Observer
 from zeroengine.runtime.input_digest import can_read_values, digest_inputs
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.listed import listed
-from zeroengine.utils.small_transfers import HostCopy, to_device
+from zeroengine.utils.formats import listed
+from zeroengine.utils.tensors import HostCopy, to_device
 
 log = logging.getLogger("zeroengine")
 

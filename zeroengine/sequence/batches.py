@@ -16,7 +16,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.input_digest import digest_inputs
 from zeroengine.sequence.agreement import Fact
 from zeroengine.sequence.group import BatchFacts, HasSequenceGroup, SequenceGroup, group_for
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 
 IGNORE_INDEX = -100
 # What is put behind a sequence whose length the ranks do not divide. Everything else is filled up with zeros.

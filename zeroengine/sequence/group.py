@@ -28,7 +28,7 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.partition.degrees import ranks_of_level
 from zeroengine.sequence.agreement import Fact, RankComparison
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 
 # The groups of all engines, by what ends each engine. Hooks of a model may keep its group when its engine is gone.
 # A group has the engine's transport, which is to be freed together with the engine.

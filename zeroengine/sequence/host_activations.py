@@ -39,8 +39,8 @@ from zeroengine.runtime.saved_views import saved_behind
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.rounding import round_up
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.formats import round_up
+from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import (
     RAW_SAVED_TENSORS,
     CheckpointNode,

@@ -22,7 +22,7 @@ from zeroengine.sequence.agreement import SEED_ALIKE
 from zeroengine.sequence.batches import WHOLE_KEYS, take_facts
 from zeroengine.sequence.group import SequenceGroup
 from zeroengine.sequence.transformers_models import outermost_models
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 from zeroengine.utils.torch_internals import TorchDispatchMode
 
 # The tokens of each rank's part of the short sequence.

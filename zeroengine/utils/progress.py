@@ -7,9 +7,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from zeroengine.utils.byte_counter import call_every
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.durations import format_duration
+from zeroengine.utils.formats import format_byte_size, format_duration
+
+
+def call_every(interval_bytes: int, action: Callable[[], None]) -> Callable[[int], None]:
+    """Return a function that counts bytes, and calls `action` each time it has counted `interval_bytes` more."""
+    pending_bytes = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal pending_bytes
+        pending_bytes += nbytes
+        if pending_bytes >= interval_bytes:
+            pending_bytes = 0
+            action()
+
+    return count
+
 
 # A report takes the amount done since its last call, in bytes unless it says otherwise.
 Report = Callable[[int], None]

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.files import STEPS
 from zeroengine.utils.flat_items import flat_items
-from zeroengine.utils.formats import counted
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import counted, listed
 from zeroengine.utils.masking import masked_tree
-from zeroengine.utils.run_files import STEPS
 from zeroengine.view.clean_values import finite
 from zeroengine.view.digest_comparison import MAX_NAMES, DigestComparison, FirstDifference
 from zeroengine.view.run_reader import GrowingLines, RunReader

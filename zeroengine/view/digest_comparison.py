@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zeroengine.utils.formats import counted
-from zeroengine.utils.listed import listed
-from zeroengine.utils.run_files import GIVEN
+from zeroengine.utils.files import GIVEN
+from zeroengine.utils.formats import counted, listed
 from zeroengine.view.digest_table import HOW_TO_WRITE, KINDS, DigestTable, MissingDigestsError
 
 # The most columns and rows of the heat map, and names in a sentence.

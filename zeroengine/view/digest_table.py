@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.files import DIGEST_FORMAT, DIGESTS, GIVEN
 from zeroengine.utils.progress import progress
-from zeroengine.utils.run_files import DIGEST_FORMAT, DIGESTS, GIVEN
 from zeroengine.view.run_reader import LONG_READ_BYTES, GrowingLines
 
 # The kinds of states, in the order in which a step computes them.

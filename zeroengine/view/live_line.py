@@ -17,8 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zeroengine.utils.durations import format_duration
-from zeroengine.utils.formats import counted, format_count, format_loss, format_memory, format_share
+from zeroengine.utils.formats import counted, format_count, format_duration, format_loss, format_memory, format_share
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import memory_of, progress, speed
 

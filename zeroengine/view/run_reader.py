@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.files import EVENTS, RUN, STEPS
 from zeroengine.utils.progress import Report, ignore_progress, progress
-from zeroengine.utils.run_files import EVENTS, RUN, STEPS
 from zeroengine.view.clean_values import clean_event, clean_facts
 from zeroengine.view.step_group import StepGroup, merge_groups
 

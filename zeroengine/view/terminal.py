@@ -12,11 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zeroengine.utils.durations import format_duration
 from zeroengine.utils.formats import (
     MISSING,
     counted,
     format_count,
+    format_duration,
     format_loss,
     format_memory,
     format_share,

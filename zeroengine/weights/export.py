@@ -33,8 +33,7 @@ from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest, find_damage
 from zeroengine.checkpoint.name_mapping import split_state_name, torch_dtype
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.listed import listed
+from zeroengine.utils.formats import listed, parse_byte_size
 from zeroengine.utils.progress import progress
 from zeroengine.weights.chunked_reads import LocatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, cast_spec, plan_files

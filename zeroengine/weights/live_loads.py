@@ -19,12 +19,12 @@ from zeroengine.errors import CheckpointError
 from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.storages import is_quantized, storages_of
-from zeroengine.utils.paths import checked_path
-from zeroengine.utils.postponed_errors import postponed
+from zeroengine.utils.files import checked_path
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.own_code import match_weights
+from zeroengine.weights.postponed_errors import postponed
 from zeroengine.weights.sources import WeightSource, check_others
 from zeroengine.weights.transformers_conversion import as_model_names
 

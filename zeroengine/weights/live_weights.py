@@ -17,14 +17,13 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.runtime.named_tensors import sorted_patterns
-from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.listed import listed
-from zeroengine.utils.paths import checked_path
-from zeroengine.utils.postponed_errors import postponed
+from zeroengine.utils.files import checked_path
+from zeroengine.utils.formats import listed, parse_byte_size
 from zeroengine.utils.progress import Report, progress
 from zeroengine.weights.conversion import TensorConversion
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
+from zeroengine.weights.postponed_errors import postponed
 from zeroengine.weights.selection import Converted, Selection, SelectionOptions, StoredValue, select, values_of
 
 log = logging.getLogger("zeroengine")

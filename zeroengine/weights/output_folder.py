@@ -12,7 +12,7 @@ from zeroengine.checkpoint.directory import sync_path
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.folder_lock import try_lock
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")

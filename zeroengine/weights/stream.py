@@ -23,8 +23,7 @@ import torch
 from zeroengine.comm.group import Group
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import format_byte_size, round_up
 from zeroengine.utils.torch_internals import storage_address, storage_use_count
 from zeroengine.weights.changes import WeightsToken
 from zeroengine.weights.huggingface_format import TensorSpec

@@ -17,9 +17,9 @@ from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.postponed_errors import postponed
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 from zeroengine.weights.conversion import BoxValues, TensorConversion
+from zeroengine.weights.postponed_errors import postponed
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
 

@@ -32,8 +32,8 @@ from torch import nn
 
 from zeroengine.comm.group import backend_of
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.listed import listed
-from zeroengine.utils.page_lock import page_lock
+from zeroengine.utils.formats import listed
+from zeroengine.utils.host_memory import page_lock
 from zeroengine.utils.process_groups import PendingCollective, leave_to_threads
 from zeroengine.utils.torch_internals import store_of_group
 from zeroengine.weights.stream import Bucket, BucketMemory, WeightPiece, WeightStream

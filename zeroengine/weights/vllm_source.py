@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.utils.rounding import round_up
+from zeroengine.utils.formats import round_up
 from zeroengine.weights.selection import OutgoingTensor, Slot
 from zeroengine.weights.stream import PlanBuckets, Run, WeightStream
 

@@ -27,7 +27,7 @@ from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.shared_memory_file import MAX_POSTED
 from zeroengine.comm.transports.single_process import SingleProcessTransport
-from zeroengine.utils.huge_pages import address_of, huge_page_offset
+from zeroengine.utils.host_memory import address_of, huge_page_offset
 from zeroengine.utils.work import Work
 
 CPU = torch.device("cpu")

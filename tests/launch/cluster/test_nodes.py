@@ -389,7 +389,7 @@ def test_a_node_that_was_lost_twice_is_excluded(
     """And rounds in which a step was taken are not idle ones."""
     monkeypatch.setattr(restart_loop, "STEADY_ROUND_S", 0.0)
     body = """
-from zeroengine.utils.launcher_reports import report_step
+from zeroengine.utils.launcher import report_step
 count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
 if os.environ['ZEROENGINE_HOST'] == 'b':
     report_step(1)

@@ -203,7 +203,7 @@ def test_a_restart_uses_the_port_of_the_round_before(launch: Launch, script: Scr
 def test_zero_launch_knows_that_a_step_was_taken(launch: Launch, script: Script) -> None:
     body = """
 import torch, zeroengine
-from zeroengine.utils.launcher_reports import STEP_FILE
+from zeroengine.utils.launcher import STEP_FILE
 path = os.environ[STEP_FILE]
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 engine = zeroengine.initialize(torch.nn.Linear(4, 4), config=config)

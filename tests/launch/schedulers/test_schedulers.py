@@ -22,7 +22,7 @@ from zeroengine.launch.local.core_binding import divide_cores
 from zeroengine.launch.schedulers import slurm
 from zeroengine.launch.schedulers.kubernetes import job_name
 from zeroengine.launch.schedulers.mpi import mpi_rank_variables
-from zeroengine.utils.launcher_environment import expand_nodes
+from zeroengine.utils.launcher import expand_nodes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 from zeroengine.checkpoint.directory import LATEST, natural_order
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -22,7 +22,7 @@ from zeroengine.comm.transports.registered_memory import RegisteredMemory
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.process_groups import destroy_group
-from zeroengine.utils.small_transfers import HostCopy, to_device
+from zeroengine.utils.tensors import HostCopy, to_device
 from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 
 # torch 2.13 renamed these.

@@ -26,9 +26,9 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.divergence import Divergence
-from zeroengine.utils.huge_pages import HUGE_PAGE_BYTES, map_in_huge_pages, private_mapping
+from zeroengine.utils.formats import round_up
+from zeroengine.utils.host_memory import HUGE_PAGE_BYTES, map_in_huge_pages, private_mapping
 from zeroengine.utils.process_finalizer import finalize
-from zeroengine.utils.rounding import round_up
 
 # What came from other hosts is exchanged within the host on channels of its own. See ``two_level``.
 CHANNELS = ("gather", "reduce", "exchange", "gather of other hosts", "reduce of other hosts")

@@ -14,7 +14,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.settings import PARALLELISM_VARIABLE
 from zeroengine.integrations.accelerate.wrappers import ZeroAcceleratedOptimizer
 from zeroengine.sequence.batches import shard_sequence
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 
 
 class _View(SimpleNamespace):

@@ -14,7 +14,7 @@ from zeroengine.checkpoint.directory import LATEST
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.integrations.deepspeed.engine_properties import EngineProperties
 from zeroengine.integrations.deepspeed.zero_to_fp32 import write_recovery_script
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 
 log = logging.getLogger("zeroengine")
 # A file of every checkpoint that DeepSpeed wrote.

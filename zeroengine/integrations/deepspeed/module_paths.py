@@ -34,7 +34,7 @@ from zeroengine.integrations.deepspeed import (
     zero,
     zero_to_fp32,
 )
-from zeroengine.utils.tensor_tree import map_tensors
+from zeroengine.utils.tensors import map_tensors
 
 PACKAGE = "zeroengine.integrations.deepspeed"
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.errors import CheckpointError
-from zeroengine.utils.paths import checked_path
+from zeroengine.utils.files import checked_path
 from zeroengine.weights.export import export
 
 # DeepSpeed puts a program of this name beside its checkpoints, and its users know it.

@@ -32,7 +32,7 @@ from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
 from zeroengine.launch.local.snapshot_folder import SnapshotFolder
 from zeroengine.launch.local.worker import BIND_VARIABLE
-from zeroengine.utils.addresses import own_address
+from zeroengine.utils.launcher import own_address
 
 # The seconds in which the main thread must end everything once the launcher is gone.
 ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0

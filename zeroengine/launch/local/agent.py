@@ -31,7 +31,7 @@ from zeroengine.launch.local.pipes import Pipes
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, RankFailure, RankProcess, RunOutcome, stop_ranks
 from zeroengine.launch.local.rendezvous import Rendezvous
 from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
-from zeroengine.utils.launcher_reports import STEP_FILE
+from zeroengine.utils.launcher import STEP_FILE
 
 # So many seconds lie between two searches for processes that the ranks left behind and that have ended.
 REAP_INTERVAL_S = 10.0

@@ -7,7 +7,7 @@ import signal
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.rank import RunOutcome
 from zeroengine.utils.formats import counted
-from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
+from zeroengine.utils.launcher import RESTART_EXIT_CODE
 
 # So many failures are named besides the first one.
 MAX_NAMED_FAILURES = 4

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
+from zeroengine.utils.launcher import RESTART_EXIT_CODE
 
 STOP_POLL_INTERVAL_S = 0.02
 # Counted from the first signal: a rank that ignores SIGINT is sent SIGTERM, and then SIGKILL.

@@ -11,8 +11,8 @@ from zeroengine.launch.local.failure_report import describe_exit_code
 from zeroengine.launch.local.rank import RunOutcome
 from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import append_event
-from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
-from zeroengine.utils.run_files import EVENTS
+from zeroengine.utils.files import EVENTS
+from zeroengine.utils.launcher import RESTART_EXIT_CODE
 from zeroengine.view.run_reader import last_objects, last_step
 
 # An exception's message may be long, and an event is one line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import uuid
 
-from zeroengine.utils.launcher_reports import SNAPSHOT_FOLDER
+from zeroengine.utils.launcher import SNAPSHOT_FOLDER
 
 # The ranks of a process that was killed live on for a moment, and may make the folder anew. So it is removed for three
 # seconds, unless a line tells that no rank is left: the guard takes one to end them.

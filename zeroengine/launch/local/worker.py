@@ -122,7 +122,7 @@ def module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 def write_failure(path: str, code: int, summary: str, text: str) -> None:
     """Write the failure for the launcher, with the time: all ranks of a node share the clock `time.monotonic`."""
     # Only a script that has imported zeroengine has this module.
-    steps = getattr(sys.modules.get("zeroengine.utils.launcher_reports"), "REPORTED_STEPS", {})
+    steps = getattr(sys.modules.get("zeroengine.utils.launcher"), "REPORTED_STEPS", {})
     # A script without an engine fails early before its first step. Later it may have taken steps of its own.
     steps = steps or ({"step": 0} if time.monotonic() < START + STEADY_ROUND_S else {})
     with open(f"{path}.part", "w") as file:

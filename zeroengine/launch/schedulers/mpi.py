@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroengine.errors import LaunchError
-from zeroengine.utils.launcher_environment import launched_rank, torch_variables
+from zeroengine.utils.launcher import launched_rank, torch_variables
 
 
 def mpi_rank_variables(environ: Mapping[str, str], address: str | None = None, port: int = 0) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.utils.launcher_environment import expand_counts, expand_nodes
+from zeroengine.utils.launcher import expand_counts, expand_nodes
 
 
 def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:

@@ -7,8 +7,7 @@ from typing import TextIO
 
 from zeroengine.config.model import Config
 from zeroengine.monitor.record import SPLIT, RunEvent, StepRecord
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.formats import counted
+from zeroengine.utils.formats import counted, format_byte_size
 
 # The steps between two prints where steps_per_print is not given.
 STEPS_PER_PRINT = 10

@@ -27,7 +27,7 @@ from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
-from zeroengine.utils.small_transfers import HostCopy, to_device
+from zeroengine.utils.tensors import HostCopy, to_device
 
 T = TypeVar("T")
 # A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``digests`` of ``StepSums``.

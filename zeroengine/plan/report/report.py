@@ -14,8 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from zeroengine.plan.search.degree_choices import DEFAULT
-from zeroengine.utils.byte_size import format_byte_size
-from zeroengine.utils.formats import counted
+from zeroengine.utils.formats import counted, format_byte_size
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.
 WIDE = 135

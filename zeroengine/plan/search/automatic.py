@@ -8,7 +8,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import FreeMemory
 from zeroengine.memory.state_choice import SECTIONS
 from zeroengine.memory.state_memory import StateMemory
-from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_byte_size
 
 # "auto" leaves this share of the free device memory for activations, if any choice does.
 ACTIVATION_SHARE = 0.25

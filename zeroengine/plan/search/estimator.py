@@ -28,7 +28,7 @@ from zeroengine.plan.trace.activations import MicroStep, trace_micro_step
 from zeroengine.plan.trace.model_facts import ModelFacts
 from zeroengine.plan.trace.operation_trace import MAX_REAL_NUMEL
 from zeroengine.runtime.mixed_precision import dtype_of_model
-from zeroengine.utils.byte_size import format_byte_size
+from zeroengine.utils.formats import format_byte_size
 
 # Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging
 # Face, "Model training anatomy" (transformers documentation): 1343 MB.

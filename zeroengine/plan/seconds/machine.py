@@ -16,7 +16,7 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat, TypeAdapte
 
 from zeroengine.config import FLOATS
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.replaced_file import replace_file
+from zeroengine.utils.files import replace_file
 
 FORMAT = 1
 # glibc maps larger blocks anew for each use (M_MMAP_THRESHOLD of mallopt(3), whose dynamic maximum this is).

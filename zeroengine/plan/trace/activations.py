@@ -23,7 +23,7 @@ from zeroengine.plan.trace.sequence_parts import TracedTransport, connect_parts,
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.runtime.released_parameter import drop_gradient_of
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 from zeroengine.utils.torch_internals import (
     FAKE_TENSOR_ERRORS,
     FakeTensorMode,

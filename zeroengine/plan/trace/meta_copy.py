@@ -12,7 +12,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.trace.model_facts import Batch, as_batch
 from zeroengine.runtime.quantized_parameters import library_of, replace_quantized_parameters, shared_by_copies
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:

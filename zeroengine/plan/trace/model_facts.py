@@ -27,7 +27,7 @@ from zeroengine.partition.cut import UnitPlan, check_has_parameters
 from zeroengine.plan.trace.standard_decoder import StandardDecoder
 from zeroengine.runtime.mixed_precision import units_of_model
 from zeroengine.runtime.quantized_parameters import quantize_on_meta, split_quantized_parameters
-from zeroengine.utils.tensor_tree import map_tensors, tensors_in
+from zeroengine.utils.tensors import map_tensors, tensors_in
 from zeroengine.utils.torch_internals import FakeTensorMode, buffers_of
 
 # The arguments and keyword arguments of one call of the model.

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from zeroengine.monitor.flop_formulas import flops_of
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.flop_formulas import flops_of
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import (
     FakeTensor,
     TorchDispatchMode,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zeroengine.plan.trace.operation_trace import OperationTrace
-from zeroengine.utils.tensor_tree import tensors_in
+from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import CHILDREN, buffers_of, parameters_of
 
 # Shorter runs are traced as a whole.

@@ -1,14 +1,16 @@
-"""Walk over the tensors in the inputs or outputs of a module: nested tuples, lists, mappings and dataclasses."""
+"""Tensors in nested structures, over parts of the memory of others, and small ones on their way to a device."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+# -- nested structures -------------------------------------------------------------------------------
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:
@@ -73,3 +75,61 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         return tree
     # The constructor of a named tuple takes its fields, that of other sequences takes one iterable.
     return type(tree)(*parts) if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)(parts)
+
+
+# -- storages ----------------------------------------------------------------------------------------
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory, whose storage is that memory alone.
+
+    The memory stays for as long as either tensor lives. Writes to one are seen in the other, and count in the version
+    of neither but the one that was written to.
+
+    Args:
+        tensor: Contiguous.
+    """
+    # DLPack does not support all dtypes, so bytes are passed. Other devices than these two may not support it.
+    if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+        return tensor
+    return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+# -- transfers ---------------------------------------------------------------------------------------
+
+
+class HostCopy:
+    """The values of a small tensor at this point of the current stream, for the host to read later.
+
+    On CUDA they are copied into pinned memory. On the CPU nothing is copied.
+
+    Args:
+        values: A tensor that must not be written afterwards.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            # A copy into ordinary memory would make the host wait for the stream, so the target is pinned.
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            # Reading waits for this event, and not for kernels that were issued after the copy.
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> list[Any]:
+        """Return the values in nested lists. Wait for the copy, and for nothing that was issued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return a 1-D tensor on ``device``, without waiting for the device.
+
+    The source is pinned memory, which torch keeps until the copy is done.
+    """
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )

@@ -1,18 +1,24 @@
-"""Read the rank that mpirun or srun gave this process from its environment variables.
+"""What a rank has from its launcher: rank, address, and where to report steps. This file needs no torch.
 
 mpirun and srun start many processes, and tell each of them its rank in variables of their own. torch.distributed reads
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead. This file needs no torch.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import os
 import re
+import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# -- ranks -------------------------------------------------------------------------------------------
+
 
 # The variables with the rank and the world size, in the whole job and on this node, of Open MPI, MVAPICH2, MPICH (also
 # Intel MPI) and Cray.
@@ -162,3 +168,70 @@ def expand_counts(text: str) -> Iterator[int]:
     """Yield the numbers of Slurm's short form, such as `2(x3),1`."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [int(count)] * int(times or 1)
+
+
+# -- reports -----------------------------------------------------------------------------------------
+
+
+# The exit code (EX_TEMPFAIL of sysexits.h) of a rank that saved a checkpoint and ended because its time was over. The
+# launcher should start it again. See `checkpoint/on_signal.py`.
+RESTART_EXIT_CODE = 75
+# This variable names the file by which a rank reports its first step.
+STEP_FILE = "ZEROENGINE_STEP_FILE"
+# This variable names the folder in memory that the launcher's process on this node removes when it ends.
+SNAPSHOT_FOLDER = "ZEROENGINE_SNAPSHOT_FOLDER"
+# The steps that an engine has taken (`step`), and those before its first step in this process (`resumed_step`). Where
+# the script fails, worker.py writes them beside the error. Empty without an engine.
+REPORTED_STEPS: dict[str, int] = {}
+
+
+def report_step(step: int) -> None:
+    """Note that so many steps were taken. The first call reports to zero-launch, if it started this process."""
+    REPORTED_STEPS.setdefault("resumed_step", step - 1)
+    # Of several engines the one that has taken the most steps says how far the round has come.
+    REPORTED_STEPS["step"] = max(step, REPORTED_STEPS.get("step", 0))
+    # The variable is removed, so that later steps cost one lookup and child processes do not report.
+    path = os.environ.pop(STEP_FILE, None)
+    if path is not None:
+        # The folder no longer exists if zero-launch is ending this round.
+        with contextlib.suppress(OSError):
+            open(path, "w").close()
+
+
+# -- addresses ---------------------------------------------------------------------------------------
+
+
+def own_address(reached_at: str | None, others: Sequence[str]) -> str:
+    """Return the address at which the other nodes reach this one.
+
+    Args:
+        reached_at: The address at which the launcher reached this node, if it is known.
+        others: Addresses of other nodes.
+    """
+    # A loopback address leads every node to itself, so it is of no use to the others.
+    if reached_at and not is_loopback(reached_at):
+        return reached_at
+    # The route to another node shows which of this node's addresses is on the same network.
+    for other in others:
+        if not is_loopback(other) and (address := source_address_for(other)):
+            return address
+    return reached_at or ("127.0.0.1" if not others else socket.gethostname())
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address leads every node to itself."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def source_address_for(address: str) -> str | None:
+    """Return this node's address on the way to another one."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, destination = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Connecting a datagram socket chooses a route and sends nothing.
+            probe.connect(destination)
+            return str(probe.getsockname()[0])
+    return None

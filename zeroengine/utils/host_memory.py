@@ -1,13 +1,17 @@
-"""Places in a mapping that huge pages can lie at: at a multiple of their size, in memory and in a file alike."""
+"""Memory of the host: in huge pages, locked for copies to a GPU, and given back to the system."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+
+# -- huge pages --------------------------------------------------------------------------------------
+
 
 HUGE_PAGE_BYTES = 2 << 20
 M = TypeVar("M", bound=mmap.mmap)
@@ -56,3 +60,42 @@ def map_in_huge_pages(nbytes: int, map_memory: Callable[[int], M], phase: int = 
         mapping.madvise(mmap.MADV_NOHUGEPAGE, end)
         mapping.madvise(mmap.MADV_HUGEPAGE, start, end - start)
     return mapping, start
+
+
+# -- page-locked memory ------------------------------------------------------------------------------
+
+
+def page_lock(memory: torch.Tensor) -> tuple[int, Callable[[], None]]:
+    """Page-lock memory of the CPU.
+
+    Returns:
+        CUDA's error, which is 0 where the memory is locked, and a function that unlocks it. Call it before the memory
+        is unmapped.
+    """
+    cudart: Any = torch.cuda.cudart()
+    address = memory.untyped_storage().data_ptr()
+
+    def unlock() -> None:
+        # The CUDA runtime may be gone when the interpreter exits.
+        with contextlib.suppress(Exception):
+            cudart.cudaHostUnregister(address)
+
+    error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if error:
+        # The runtime keeps the error, and torch would raise it at the next launch of a kernel, which is this one.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return error, unlock
+
+
+# -- freed memory ------------------------------------------------------------------------------------
+
+
+def trim_heap() -> None:
+    """Call glibc's ``malloc_trim``, which walks the whole heap in some milliseconds.
+
+    Do nothing where the C library has none.
+    """
+    # Only glibc has this function.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
