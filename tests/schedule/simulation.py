@@ -98,6 +98,8 @@ class Rank:
         collectives: What was launched, such as "gather 2" or "reduce 0", in order.
         transcript: The events, each with the actions that followed, if it is a list.
         reduced: The units that were reduced since it was cleared.
+        reduces: Whether backwards reduce gradients over the ranks.
+        is_last: Whether the next backward is the last one before a step.
         num_gradients: The number of gradients that came.
         num_late: The number of those that came after their units were reduced.
     """
@@ -121,6 +123,7 @@ class Rank:
         self.collectives: list[str] = []
         self.transcript: list[str] | None = None
         self.reduced: list[int] = []
+        self.reduces = self.is_last = True
         self.num_gradients = self.num_late = 0
         # Autograd's numbers of nodes and of backwards.
         self._next_nodes, self._task, self._last_task = {0: 0}, -1, 0
@@ -326,12 +329,12 @@ class Rank:
     def backward(self, *, by_engine: bool = True, raises: bool = False) -> None:
         """Run a backward of the latest forward. ``raises``: the first node of the forward raises, which comes last."""
         if by_engine:
-            self.tell(events.GradientsBegan(by_engine=True))
+            self.tell(events.GradientsBegan(True, self.reduces, self.is_last))
             self.tell(events.CallBegan())
         assert self._log is not None
         task = self._begin(self._log)
         if not by_engine:
-            self.tell(events.GradientsBegan(by_engine=False))
+            self.tell(events.GradientsBegan(False, self.reduces, self.is_last))
         self.tell(events.CallBegan())
         nodes = [node for node in self._tape if node.is_in_loss]
         try:
@@ -358,7 +361,7 @@ class Rank:
         task = self._begin(self._log, accumulates=False)
         self._run_nodes(self._tape, arrives=False, keeps_graph=True, extends_graph=True)
         self._end(task)
-        self.tell(events.GradientsBegan(by_engine=True))
+        self.tell(events.GradientsBegan(True, self.reduces, self.is_last))
         self.tell(events.CallBegan())
         task = self._begin(self._log)
         self.tell(events.CallBegan())
@@ -380,7 +383,7 @@ class Rank:
             self.num_gradients = self.num_late = 0
             task = self._begin(self._log)
             if not number:
-                self.tell(events.GradientsBegan(by_engine=False))
+                self.tell(events.GradientsBegan(False, self.reduces, self.is_last))
             self.tell(events.CallBegan())
             self._run_nodes(nodes)
             self._end(task)

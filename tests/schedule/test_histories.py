@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.schedule.simulation import Block, Choice, Rank, Wrong, call
 from zeroengine.schedule import cursor, reduces, residency, visits
 from zeroengine.schedule.backwards import Backwards
+from zeroengine.schedule.events import GradientsBegan
 from zeroengine.schedule.forwards import Forwards
 from zeroengine.schedule.lists import ListWalk
 from zeroengine.schedule.prefetch_order import PrefetchLimits
@@ -132,8 +133,8 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
     reduces_of_step: list[int] = []
     for place, operation in enumerate(script):
         is_last = "step" in script[place + 1 : place + 2]
-        order = rank.schedule.reduces
-        order.reduces_gradients, order.is_last_microbatch = operation != "backward in no_sync", is_last
+        reduces = operation != "backward in no_sync"
+        rank.reduces, rank.is_last = reduces, is_last
         rank.reduced.clear()
         if operation in FORWARDS:
             rank.raises_at = 0 if operation == "forward that raises" else -1
@@ -165,9 +166,7 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
             else:
                 rank.backward(by_engine=operation != "plain backward", raises=raises)
             if not raises:
-                expected = [
-                    unit for unit in trained if (order.reduces_gradients and (facts[unit].is_sharded or is_last))
-                ]
+                expected = [unit for unit in trained if (reduces and (facts[unit].is_sharded or is_last))]
                 if sorted(rank.reduced) != expected:
                     raise Wrong(f"a backward reduced {rank.reduced}, and should have reduced {expected}")
                 reduces_of_step += rank.reduced
@@ -218,8 +217,8 @@ def test_ranks_agree_whatever_their_data_decides(model: str) -> None:
 _begin = reduces.Reduces.begin
 
 
-def begin_as_by_engine(its: reduces.Reduces, *, by_engine: bool) -> None:
-    _begin(its, by_engine=True)
+def begin_as_by_engine(its: reduces.Reduces, event: GradientsBegan) -> None:
+    _begin(its, event._replace(by_engine=True))
 
 
 def never(*_: Any, **__: Any) -> Any:

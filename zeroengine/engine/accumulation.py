@@ -38,7 +38,7 @@ class Accumulation:
     Args:
         micro_steps_per_step: The value of `gradient_accumulation_steps`; None in manual accumulation.
         rank: This rank. Rank 0 logs the warning about a forgotten step.
-        reducer: Is told which micro-step is the last one of a step.
+        reducer: Has the gradients.
 
     Attributes:
         micro_steps: Number of micro-steps in the whole run.
@@ -46,11 +46,13 @@ class Accumulation:
         ended_micro_steps: Number of calls of `engine.step()` since the last update.
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
         has_dropped: Whether all gradients of the step so far were dropped.
+        reduces_gradients: Whether backwards reduce gradients over the ranks; False inside ``no_sync``.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
         self.micro_steps = self.backwards = self.ended_micro_steps = 0
         self.incomplete = self.has_dropped = False
+        self.reduces_gradients = True
         self._per_step, self._rank = micro_steps_per_step, rank
         # The number of backwards since the last call of either step(). A step() without a backward is refused.
         self._new_backwards = 0
@@ -89,8 +91,8 @@ class Accumulation:
         """Note a forward of the whole model that a backward may follow."""
         self._forwards += 1
 
-    def begin_backward(self) -> None:
-        """Count a backward that begins, and guess whether it is the last one before an update.
+    def begin_backward(self) -> bool:
+        """Count a backward that begins. Return whether it is probably the last one before an update.
 
         Raises:
             ZeroEngineError: Gradients of this step are missing.
@@ -100,17 +102,16 @@ class Accumulation:
         if self._forwards_before_backward:
             self._passes += 1
             # Inside `no_sync` gradients add up on purpose.
-            self._local_passes += not self._reducer.reduces_gradients
+            self._local_passes += not self.reduces_gradients
             self._warn_of_forgotten_step()
         # Gradients are reduced while the last backward of a step computes. A wrong guess costs only time, because
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
-            self._reducer.is_last_microbatch = self._boundary is True
-        elif self._boundary is None and self._last_update_by == OPTIMIZER_STEP:
+            return self._boundary is True
+        if self._boundary is None and self._last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
-            self._reducer.is_last_microbatch = self.backwards + 1 >= self._per_step
-        else:
-            self._reducer.is_last_microbatch = self._next_engine_step_updates
+            return self.backwards + 1 >= self._per_step
+        return self._next_engine_step_updates
 
     def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients.

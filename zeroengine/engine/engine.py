@@ -387,10 +387,10 @@ class Engine:
 
         It works at every stage. At stages 2 and 3 each rank holds whole gradients meanwhile.
         """
-        backward, reducer = self._parts.passes.backward, self.reducer
+        backward, accumulation = self._parts.passes.backward, self._parts.loop.accumulation
         # A plain backward before the ``with`` must end under the previous setting, and one inside under this setting.
         backward.end_if_over()
-        reduces_before, reducer.reduces_gradients = reducer.reduces_gradients, False
+        reduces_before, accumulation.reduces_gradients = accumulation.reduces_gradients, False
         try:
             yield
         finally:
@@ -398,7 +398,7 @@ class Engine:
             try:
                 backward.end_if_over()
             finally:
-                reducer.reduces_gradients = reduces_before
+                accumulation.reduces_gradients = reduces_before
 
     @disable_compile
     @explain_out_of_memory

@@ -23,6 +23,7 @@ from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.pass_listener import PassListener
+from zeroengine.schedule.events import GradientsBegan
 
 log = logging.getLogger("zeroengine")
 
@@ -93,10 +94,12 @@ class StepLoop(PassListener):
         """Refuse a backward whose gradients are of parameters that joined the model after ``initialize``."""
         self._loop.foreign_parameters.check_trained()
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, by_engine: bool) -> GradientsBegan:
         """Count a backward that begins."""
         self._warn_of_dropped_micro_steps(self.parts.passes.reducer.user_gradients.drops_all)
-        self._loop.accumulation.begin_backward()
+        accumulation = self._loop.accumulation
+        is_last = accumulation.begin_backward()
+        return GradientsBegan(by_engine, accumulation.reduces_gradients, is_last)
 
     def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients."""
@@ -220,7 +223,7 @@ class StepLoop(PassListener):
         """Return with the gradients of this step reduced. If this raises, nothing has changed."""
         reducer = self.parts.passes.reducer
         # Inside ``no_sync`` the user asked to keep gradients unreduced.
-        if not reducer.reduces_gradients:
+        if not self._loop.accumulation.reduces_gradients:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."

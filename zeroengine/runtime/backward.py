@@ -340,8 +340,7 @@ class Backward:
         self._listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:
-            self._listener.begin_backward()
-            self._reducer.begin_backward(by_engine=self.run_by_engine)
+            self._executor.tell(self._listener.begin_backward(by_engine=self.run_by_engine))
             self.in_progress = True
             self._begin_call()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from zeroengine.schedule.events import GradientsBegan
+
 
 class PassListener(Protocol):
     """The events of forwards and backwards, for ``StepLoop``."""
@@ -28,8 +30,8 @@ class PassListener(Protocol):
     def check_frozen_backward(self) -> None:
         """A backward begins while all parameters are frozen. Raise to refuse it."""
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, *, by_engine: bool) -> GradientsBegan:
+        """A backward begins. Return what the schedule is told of it. ``by_engine``: see ``GradientsBegan``."""
 
     def end_backward(self, num_calls: int) -> None:
         """A backward has ended, and the reducer has its gradients.

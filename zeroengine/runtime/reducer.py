@@ -94,24 +94,6 @@ class Reducer:
         executor.let_perform(TakeWaiting, self._take_waiting)
         executor.let_perform(Reduce, self._reduce)
 
-    @property
-    def reduces_gradients(self) -> bool:
-        """Whether gradients are reduced over the ranks; False inside ``no_sync``."""
-        return self._order.reduces_gradients
-
-    @reduces_gradients.setter
-    def reduces_gradients(self, reduces: bool) -> None:
-        self._order.reduces_gradients = reduces
-
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether the backward in progress is probably the last one before the update."""
-        return self._order.is_last_microbatch
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, is_last: bool) -> None:
-        self._order.is_last_microbatch = is_last
-
     def divisor(self) -> float:
         """Return the number that a summed gradient is divided by for the mean over ranks and micro-steps.
 
@@ -140,14 +122,6 @@ class Reducer:
         self.reduces.launch(self._gradients_of[action.unit])
 
     # -- backward ---------------------------------------------------------------------------------
-
-    def begin_backward(self, *, by_engine: bool) -> None:
-        """Wait for the gradients of every unit.
-
-        Args:
-            by_engine: Whether ``Engine.backward`` runs the backward, rather than plain calls.
-        """
-        self._executor.tell(events.GradientsBegan(by_engine))
 
     def begin_call(self) -> None:
         """Take over what the user has assigned, before autograd adds gradients of this call to it."""

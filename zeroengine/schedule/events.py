@@ -170,9 +170,17 @@ class BackwardsAbandoned(NamedTuple):
 
 
 class GradientsBegan(NamedTuple):
-    """A backward begins that computes gradients of parameters. ``by_engine``: it is no plain ``loss.backward()``."""
+    """A backward begins that computes gradients of parameters.
+
+    Attributes:
+        by_engine: Whether it is no plain ``loss.backward()``.
+        reduces: Whether gradients are reduced over the ranks; False inside ``no_sync``.
+        is_last: Whether it is probably the last one before the update.
+    """
 
     by_engine: bool
+    reduces: bool = True
+    is_last: bool = True
 
 
 class CallBegan(NamedTuple):

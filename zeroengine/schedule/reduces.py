@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zeroengine.schedule.actions import Action, Complete, Fate, Reduce, TakeWaiting
 from zeroengine.schedule.bucket_queue import BucketQueue
+from zeroengine.schedule.events import GradientsBegan
 from zeroengine.schedule.residency import UnitFacts
 
 
@@ -75,8 +76,6 @@ class Reduces:
 
     Attributes:
         order: The trained units, in the order in which they are reduced.
-        reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
-        is_last_microbatch: Whether the backward in progress is probably the last one before the update.
         is_producing: Whether the backward that runs now accumulates gradients.
     """
 
@@ -87,7 +86,8 @@ class Reduces:
         self.order = [unit for unit, facts in enumerate(units) if facts.is_trained][::-1]
         self._arrivals = {unit: Arrivals(num_params[unit]) for unit in self.order}
         self._queue = BucketQueue(self.order, [unit.numel for unit in units], bucket_numel)
-        self.reduces_gradients = self.is_last_microbatch = True
+        # What the latest ``GradientsBegan`` says.
+        self._reduces = self._is_last = True
         self.is_producing = False
         # The number of plain ``loss.backward()`` calls that the backward in progress is expected to have, and that have
         # ended. ``Engine.backward`` counts as none.
@@ -109,9 +109,9 @@ class Reduces:
     def _is_reduced_in_backward(self, unit: int) -> bool:
         """Return whether the backward in progress reduces ``unit``, now or at its end."""
         if self._units[unit].is_sharded:
-            return self.reduces_gradients
+            return self._reduces
         # These gradients are reduced once, at the end of a step.
-        return self.reduces_gradients and self.is_last_microbatch and not self._arrivals[unit].is_launched
+        return self._reduces and self._is_last and not self._arrivals[unit].is_launched
 
     def fate(self, unit: int) -> Fate:
         """Return what becomes of a gradient of ``unit`` that this rank computes now."""
@@ -129,9 +129,10 @@ class Reduces:
 
     # -- a backward -------------------------------------------------------------------------------
 
-    def begin(self, *, by_engine: bool) -> None:
-        """Wait for the gradients of every unit. ``by_engine``: not a plain ``loss.backward()``."""
-        self._num_ended_calls, self._num_further_calls = 0, 0 if by_engine else self._expected_calls - 1
+    def begin(self, event: GradientsBegan) -> None:
+        """Wait for the gradients of every unit."""
+        self._reduces, self._is_last = event.reduces, event.is_last
+        self._num_ended_calls, self._num_further_calls = 0, 0 if event.by_engine else self._expected_calls - 1
         self._queue.restart()
         for unit in self.order:
             self._arrivals[unit].expect()

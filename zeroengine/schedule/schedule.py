@@ -69,7 +69,7 @@ class Schedule:
             events.ReachedInputs: backwards.reach_inputs,
             events.BackwardEnded: lambda event: backwards.end(event.task),
             events.BackwardsAbandoned: lambda _: backwards.abandon(),
-            events.GradientsBegan: lambda event: reduces.begin(by_engine=event.by_engine),
+            events.GradientsBegan: reduces.begin,
             events.CallBegan: lambda _: backwards.begin_call(),
             events.GradientArrived: backwards.count_gradient,
             events.CallEnded: lambda _: reduces.end_call(),
