@@ -119,7 +119,7 @@ Gradients = dict[str, tuple[slice, torch.Tensor]]
 def gradients_here(engine: Any) -> Gradients:
     """Return what this rank has of the gradients after a backward."""
     reducer, found = engine._parts.passes.reducer, {}
-    reducer.reduces.wait()
+    reducer.launcher.wait()
     for unit_grads in reducer.gradients:
         unit, flat = unit_grads.unit, unit_grads.flat_grads
         for span in unit.layout.spans(unit.rank, unit.degrees.gradients):

@@ -336,7 +336,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: zeroengine.initialize(
             build(), None, config(1, optimizer={"type": "Muon"}, optimizer_state_dtype="bf16")
         ),
-        r"optimizer_state_dtype .*: Adam, .* keep moments in bf16 and int8, not Muon; leave the key out",
+        r"optimizer_state_dtype: Adam, .* keep moments in bf16 and int8, not Muon; leave the key out",
     ),
     "units that match nothing": (
         lambda: initialize(build(), units=["layers.*"]),

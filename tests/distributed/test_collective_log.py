@@ -22,7 +22,7 @@ from tests.distributed.collective_log import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import TRANSPORTS
-from zeroengine.runtime.unit_reduces import UnitReduces
+from zeroengine.runtime.reduce_launcher import ReduceLauncher
 
 HARDEST = (
     "no experts in two losses",
@@ -39,16 +39,16 @@ Variants = dict[str, list[RankLog]]  # by scenario, or by what rank 1 does other
 
 def hold_first_reduce(patch: pytest.MonkeyPatch, direction: int) -> None:
     """Launch the first reduce of this rank with the second one: before that (1), or after that (-1)."""
-    launch: Callable[..., None] = UnitReduces.launch
+    launch: Callable[..., None] = ReduceLauncher.launch
     held: list[Any] = []
 
-    def launch_later(reduces: UnitReduces, unit_grads: Any) -> None:
+    def launch_later(reduces: ReduceLauncher, unit_grads: Any) -> None:
         held.append(unit_grads)
         if len(held) > 1:
             for unit in held[::direction] if len(held) == 2 else held[-1:]:
                 launch(reduces, unit)
 
-    patch.setattr(UnitReduces, "launch", launch_later)
+    patch.setattr(ReduceLauncher, "launch", launch_later)
 
 
 def record_variants() -> list[RankLog]:

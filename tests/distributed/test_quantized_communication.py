@@ -207,7 +207,7 @@ def travelled(world_size: int, zero: dict[str, Any]) -> dict[str, int]:
             patch.setattr(nccl, name, spy)
         with mock.patch.object(engine, "step", lambda: None):
             engine.backward(engine(*batch(0, 0)))
-            engine.reducer.reduces.wait()
+            engine.reducer.launcher.wait()
     return counted
 
 

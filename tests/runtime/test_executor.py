@@ -16,8 +16,8 @@ from tests.distributed.models import batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from zeroengine.runtime import forward
+from zeroengine.runtime.reduce_launcher import ReduceLauncher
 from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.unit_reduces import UnitReduces
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def frozen_backward() -> int:
     model.requires_grad_(False)
     reduces = [0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnitReduces, "launch", lambda *_: reduces.__setitem__(0, reduces[0] + 1))
+        patch.setattr(ReduceLauncher, "launch", lambda *_: reduces.__setitem__(0, reduces[0] + 1))
         made = torch.ones(2, 8, requires_grad=True)  # by a generator, say
         engine.backward(engine(made).sum())
     assert made.grad is not None

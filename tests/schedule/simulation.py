@@ -443,7 +443,7 @@ class Rank:
             for unit in node.units:
                 if arrives and first_use[unit] is node and self._units[unit].is_trained:
                     self.num_gradients += 1
-                    if self.schedule.reduces.fate(unit) is Fate.LATE:
+                    if self.schedule.reduce_order.fate(unit) is Fate.LATE:
                         self.num_late += 1
                         if not self._may_be_late:
                             raise Wrong(f"unit {unit} was reduced before its gradient came")

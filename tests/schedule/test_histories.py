@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulation import Block, Choice, Rank, Wrong, call
-from zeroengine.schedule import cursor, reduces, residency, visits
+from zeroengine.schedule import cursor, reduce_order, residency, visits
 from zeroengine.schedule.backwards import Backwards
 from zeroengine.schedule.events import GradientsBegan
 from zeroengine.schedule.forwards import Forwards
@@ -214,10 +214,10 @@ def test_ranks_agree_whatever_their_data_decides(model: str) -> None:
     assert sum(check(*case) for case in CASES if case[0] == model) >= (len(SCRIPTS) - len(NOT_REENTRANT)) * 4
 
 
-_begin = reduces.Reduces.begin
+_begin = reduce_order.ReduceOrder.begin
 
 
-def begin_as_by_engine(its: reduces.Reduces, event: GradientsBegan) -> None:
+def begin_as_by_engine(its: reduce_order.ReduceOrder, event: GradientsBegan) -> None:
     _begin(its, event._replace(by_engine=True))
 
 
@@ -229,21 +229,21 @@ def never(*_: Any, **__: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "nothing is passed over": (cursor.Cursor, "passed_over", never),
     "skipped items are not gathered": (ListWalk, "skip", never),
-    "units are not completed with zeros": (reduces.Reduces, "complete_with_zeros", lambda *_: False),
+    "units are not completed with zeros": (reduce_order.ReduceOrder, "complete_with_zeros", lambda *_: False),
     "a unit is released though a forward needs it": (residency.Residency, "begin_use", lambda *_: None),
     "a unit is not gathered again": (residency.Residency, "release", lambda *_: None),
     "a visit that is passed over is never over": (Backwards, "_leave", lambda *_: None),
     "units that are to be used are completed": (cursor.Cursor, "is_over", lambda *_: True),
     "a call's visit is not logged": (Forwards, "_log_visit", lambda *_: None),
-    "an end is not reduced": (reduces.Reduces, "_end_units", lambda *_, **__: None),
-    "what was launched is forgotten": (reduces.Reduces, "end_step", lambda *_: None),
+    "an end is not reduced": (reduce_order.ReduceOrder, "_end_units", lambda *_, **__: None),
+    "what was launched is forgotten": (reduce_order.ReduceOrder, "end_step", lambda *_: None),
     "uses without a hook are not ended": (residency.Residency, "release_all_unhooked", lambda *_: None),
     "a pin that ends is not counted": (residency.Residency, "unpin", lambda self, unit: self.release(unit)),
     "a failure is not noted": (residency.Residency, "restore", lambda *_: None),
     "uses in a transform are not noted": (Forwards, "_mark_untracked", lambda *_: None),
     "a backward that raised goes on": (Backwards, "abandon", lambda *_: None),
     "threads have one order": (visits.VisitLog, "add", lambda log, ended, _: log.visits.extend(ended)),
-    "calls are not counted": (reduces.Reduces, "begin", begin_as_by_engine),
+    "calls are not counted": (reduce_order.ReduceOrder, "begin", begin_as_by_engine),
     "units are used before they are gathered": (residency.Residency, "gather", lambda *_: None),
 }
 

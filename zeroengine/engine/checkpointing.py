@@ -329,7 +329,7 @@ class EngineCheckpoints(Observer):
             parts.loop.accumulation.restart_step()
             self._set_counters(restored.counters)
         # A checkpoint has no errors of quantized gradients: they are those of other gradients, perhaps of other ranks.
-        parts.passes.reducer.reduces.forget_errors()
+        parts.passes.reducer.launcher.forget_errors()
         if parts.setup.config.zero_optimization.zeropp_loco_param is not None and parts.ranks.group.rank == 0:
             log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a load")
         step = parts.loop.step_runner.num_updates + parts.loop.step_runner.num_skipped

@@ -114,7 +114,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     return Memory(
         device=str(parts.ranks.group.device),
         **on_device,
-        buckets=parts.passes.reducer.reduces.nbytes,
+        buckets=parts.passes.reducer.launcher.nbytes,
         put_off={unit.name: unit.gathered_bytes() for unit in parts.passes.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.partition.units),
         staging=parts.partition.placement.send_buffer_bytes

@@ -50,7 +50,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         shard = located.trainable_shard()
         located.parts.passes.backward.check_ended()
     # A reduce may still be writing into the shard that is read below.
-    reducer.reduces.wait()
+    reducer.launcher.wait()
     if not any(has_gradient_by_rank):
         return None
     # A gradient may be in two places: earlier micro-steps in the reduced shard, later ones on this rank, unreduced.
@@ -78,7 +78,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
         value = located.checked_copy(value)
         parts.passes.backward.check_ended()
         parts.loop.clipping.check_not_clipped("set_full_gradient()")
-    parts.passes.reducer.reduces.wait()
+    parts.passes.reducer.launcher.wait()
     parts.passes.reducer.take_assigned_gradients()
     parts.ranks.group.broadcast(value, "of a gradient")
     share = float(parts.ranks.transport.rank == 0)

@@ -211,7 +211,7 @@ class StepRunner:
         scaler.update(overflow=not finite)
         # Kept errors of quantized gradients are multiples of the loss scale, and those of a skipped step may be huge.
         if not updates or scaler.scale != scale:
-            self._passes.reducer.reduces.forget_errors()
+            self._passes.reducer.launcher.forget_errors()
 
     def _report(self, step: int, skipped: bool) -> None:
         """Log which gradient was not finite, or raise if the loss scale is the smallest. A collective."""

@@ -37,7 +37,7 @@ def offload(
     parts.loop.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
     passes.gatherer.quiesce()
-    passes.reducer.reduces.wait()
+    passes.reducer.launcher.wait()
     parts.ranks.transport.fence()
     # States that are in CPU memory already stay there, and are away by name, so that a wrong call is found on a laptop.
     tensors = {} if path is None and group.device.type == "cpu" else _tensors_on(group.device, parts)
@@ -45,7 +45,7 @@ def offload(
     expanded = {state for name in chosen for state in state_offloader.STATE_GROUPS.get(name, (name,))}
     states = {name: tensors.get(name, []) for name in state_offloader.OFFLOADABLE_STATES if name in expanded}
     if "gradients" in states:
-        passes.reducer.reduces.buffer_pool.free_unused()
+        passes.reducer.launcher.buffer_pool.free_unused()
     try:
         with group.collective_errors("to offload states"):
             if "parameters" in states:

@@ -26,7 +26,8 @@ from zeroengine.partition.cut import UnitPlan
 
 # The rules that update states which are not on the device.
 OFFLOADABLE = (FusedUpdate, MuonUpdate)
-FUSED = "Adam, AdamW, Lion, SGD and Adagrad"
+FUSED_NAMES = ("Adam", "AdamW", "Lion", "SGD", "Adagrad")
+FUSED = f"{', '.join(FUSED_NAMES[:-1])} and {FUSED_NAMES[-1]}"
 
 
 def choose_backend(
@@ -118,7 +119,7 @@ def rules_of(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan], degree
 def _name_beside_fused(optimizer: torch.optim.Optimizer, plans: Sequence[UnitPlan]) -> str:
     """Return the class of an optimizer, and what makes it another one than the fused one of that name."""
     name = type(optimizer).__name__
-    if name not in FUSED:
+    if name not in FUSED_NAMES:
         return name
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         return f"{name} with amsgrad"

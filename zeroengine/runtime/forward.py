@@ -82,7 +82,7 @@ class Forward:
         self._model, self._executor, self._timer, self._num_forwards = model, executor, timer, num_forwards
         self._listener = listener
         self._units, self._number_of, self._units_of = executor.units, modules.number_of, modules.units_of
-        self._residency, self._calls = executor.schedule.residency, executor.schedule.forwards
+        self._residency, self._forwards = executor.schedule.residency, executor.schedule.forwards
         self._backwards = executor.schedule.backwards
         self._has_releasable = any(unit.is_releasable for unit in self._units)
         self._has_communicators = transport.runs_on_streams and transport.has_peers
@@ -189,7 +189,7 @@ class Forward:
     def _moment(self, module: int) -> Moment:
         """Return what autograd says now, where the forward of a module begins or ends."""
         has_grad = torch.is_grad_enabled()
-        asks = not has_grad and self._calls.asks_for_checkpoint(module)
+        asks = not has_grad and self._forwards.asks_for_checkpoint(module)
         in_backward = self._backwards.is_running
         # A checkpoint that is not reentrant recomputes when a node reads a tensor.
         recomputes = in_backward and is_in_recomputation()
@@ -209,7 +209,7 @@ class Forward:
         self.backward.follow()
         number = self._number_of[module]
         has_grad = torch.is_grad_enabled()
-        is_outermost = not (self._residency.num_forwards or self._calls.calls or self._backwards.is_running)
+        is_outermost = not (self._residency.num_forwards or self._forwards.calls or self._backwards.is_running)
         if is_outermost and not self._residency.num_pins and self._needs_gathers(number):
             # A part of the model that is called by itself, as in generation, concerns all ranks like the whole.
             self._num_forwards[has_grad] += 1
@@ -218,7 +218,7 @@ class Forward:
 
     def _expect_inputs(self, module: int, inputs: Any) -> None:
         """Let autograd report when it comes to the inputs of a module that holds a list, whose forward has begun."""
-        call = self._calls.call_of(module)
+        call = self._forwards.call_of(module)
         if call is not None and call.walk is not None and call.is_tracked:
             # Nothing else shows where items have their places that this rank skips before it calls one.
             for tensor in tensors_in(inputs):
@@ -235,7 +235,7 @@ class Forward:
             The output. It is another one where a backward would not come to the module otherwise.
         """
         number, has_grad = self._number_of[module], torch.is_grad_enabled()
-        call = self._calls.call_of(number)
+        call = self._forwards.call_of(number)
         # A pre-forward hook of the user may have raised before ours ran.
         if call is None:
             return output

@@ -3,11 +3,11 @@
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook, which ``Backward`` owns.
 2. The hook takes ``param.grad`` away, and ``add`` copies it, cast to the dtype that is sent, into a gradient buffer
-   (``UnitReduces.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
+   (``ReduceLauncher.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
    (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket. This is a queue (``BucketQueue``), not memory. When its units have ``reduce_bucket_size`` elements, the
-   reduces of all of them are launched, one collective for each unit (``UnitReduces.launch``).
+   reduces of all of them are launched, one collective for each unit (``ReduceLauncher.launch``).
 4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
 5. In ``Engine.step``, ``StepLoop`` waits for the reduces (``reduce_remaining``). ``StepRunner`` then calls the backend
@@ -25,7 +25,7 @@ is computed on the way (``OffloadedGradients``).
 
 Outside of a backward ``param.grad`` is None, or the user's: see "Who owns param.grad" in ``user_gradients.py``.
 
-A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``schedule/reduces.py``.
+A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``schedule/reduce_order.py``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.ops import digest
 from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.executor import Executor
+from zeroengine.runtime.reduce_launcher import ReduceLauncher
 from zeroengine.runtime.released_parameter import drop_gradient_of
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.runtime.unit_reduces import UnitReduces
 from zeroengine.runtime.user_gradients import UserGradients
 from zeroengine.schedule import events
 from zeroengine.schedule.actions import Complete, Fate, Reduce, TakeWaiting
@@ -62,7 +62,7 @@ class Reducer:
         timer: Times reduces.
 
     Attributes:
-        reduces: Copies gradients to where they are reduced, and reduces them.
+        launcher: Copies gradients to where they are reduced, and reduces them.
         gradients: The gradients of each trainable unit, in the order of the units.
         micro_steps_in_mean: The number of micro-steps that the mean gradient is taken over.
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
@@ -82,11 +82,11 @@ class Reducer:
         loss_scale: Callable[[], float],
         timer: Timer,
     ) -> None:
-        self._executor, self._order, self._transport = executor, executor.schedule.reduces, transport
+        self._executor, self._reduce_order, self._transport = executor, executor.schedule.reduce_order, transport
         self.micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = gradients
         self._gradients_of = {unit_grads.unit.number: unit_grads for unit_grads in gradients}
-        self.reduces = UnitReduces(gradients, transport, config, collects_copies, timer)
+        self.launcher = ReduceLauncher(gradients, transport, config, collects_copies, timer)
         self.has_late_gradients = False
         self.user_gradients = UserGradients(executor.units, gradients)
         self.assigned_digests: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -100,7 +100,7 @@ class Reducer:
         With another ``gradient_factor`` the result is that multiple of the mean.
         """
         copies = self._transport.world_size * self.micro_steps_in_mean
-        return copies * self._loss_scale() / (self.reduces.predivide * self.gradient_factor)
+        return copies * self._loss_scale() / (self.launcher.predivide * self.gradient_factor)
 
     # -- what the schedule says -------------------------------------------------------------------
 
@@ -109,17 +109,17 @@ class Reducer:
         if action.takes_written:
             self._accept_written(unit_grads, action.fate)
         if action.takes_waiting and action.fate is Fate.TAKEN:
-            for index, count in enumerate(self._order.arrived(action.unit)):
+            for index, count in enumerate(self._reduce_order.arrived(action.unit)):
                 if not count and index in unit_grads.deferred_grads:
-                    self.reduces.copy_to_slot(unit_grads, index)
+                    self.launcher.copy_to_slot(unit_grads, index)
 
     def _take_waiting(self, action: TakeWaiting) -> None:
         unit_grads = self._gradients_of[action.unit]
         for index in sorted(unit_grads.deferred_grads):
-            self.reduces.copy_to_slot(unit_grads, index)
+            self.launcher.copy_to_slot(unit_grads, index)
 
     def _reduce(self, action: Reduce) -> None:
-        self.reduces.launch(self._gradients_of[action.unit])
+        self.launcher.launch(self._gradients_of[action.unit])
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -139,12 +139,12 @@ class Reducer:
         """
         number = unit_grads.unit.number
         if gradient is not None:
-            self._accept(unit_grads, index, gradient, self._order.fate(number))
+            self._accept(unit_grads, index, gradient, self._reduce_order.fate(number))
         self._executor.tell(events.GradientArrived(number, index))
 
     def is_complete(self, unit_grads: UnitGradients) -> bool:
         """Return whether no gradient of a unit is to come."""
-        return self._order.is_complete(unit_grads.unit.number)
+        return self._reduce_order.is_complete(unit_grads.unit.number)
 
     def progress(self) -> None:
         """Let reduces in progress proceed: peers may have become ready for a sum since this rank launched it."""
@@ -155,7 +155,7 @@ class Reducer:
         # A backward with create_graph=True gives the gradient a history.
         gradient = gradient.detach()
         if fate is Fate.TAKEN:
-            self.reduces.copy_to_slot(unit_grads, index, gradient)
+            self.launcher.copy_to_slot(unit_grads, index, gradient)
             return
         self.has_late_gradients = self.has_late_gradients or fate is Fate.LATE
         # Micro-steps inside no_sync add up in the accumulation dtype.
@@ -187,20 +187,20 @@ class Reducer:
             The number of plain calls that the backward consists of; 0 for ``Engine.backward``.
         """
         self._executor.tell(events.GradientsEnded())
-        self.reduces.flush_copies()
+        self.launcher.flush_copies()
         self.user_gradients.watch()
-        return self._order.num_calls
+        return self._reduce_order.num_calls
 
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
         """Return with every gradient reduced into ``flat_grads``, except late gradients. Call this on every rank."""
         self._executor.tell(events.StepBegan())
-        self.reduces.wait()
+        self.launcher.wait()
 
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
-        self.reduces.reduce_late([self._gradients_of[unit] for unit in self._order.order])
+        self.launcher.reduce_late([self._gradients_of[unit] for unit in self._reduce_order.order])
         self.has_late_gradients = False
 
     def end_step(self) -> None:
@@ -214,7 +214,7 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
-        self.reduces.drop()
+        self.launcher.drop()
         self._executor.tell(events.GradientsDropped())
         self.has_late_gradients = False
         for unit_grads in self.gradients:
@@ -226,14 +226,14 @@ class Reducer:
         """Return what is kept on the device between backwards: sums, gradients that wait, and errors of packing."""
         sums = [unit_grads.flat_grads for unit_grads in self.gradients if unit_grads.store is None]
         waiting = [tensor for unit_grads in self.gradients for tensor in unit_grads.deferred_grads.values()]
-        return sums + waiting + self.reduces.kept_errors()
+        return sums + waiting + self.launcher.kept_errors()
 
     # -- reading and replacing gradients ----------------------------------------------------------
 
     def unreduced_gradient(self, unit_grads: UnitGradients, index: int) -> torch.Tensor | None:
         """Return this rank's contribution to the next reduce of a parameter's gradient, in fp32 or wider."""
         deferred = unit_grads.deferred_grads.get(index)
-        parts = [] if deferred is None else [deferred / self.reduces.predivide]
+        parts = [] if deferred is None else [deferred / self.launcher.predivide]
         if not unit_grads.format.is_sharded and unit_grads.slot_filled[index] and not unit_grads.launched_in_step:
             parts.append(unit_grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
@@ -247,7 +247,7 @@ class Reducer:
         """
         assigned = self.user_gradients.take()
         if assigned:
-            self.reduces.wait()
+            self.launcher.wait()
         for assignment in assigned:
             unit_grads, index = assignment.unit_grads, assignment.index
             param, value = unit_grads.unit.params[index], None
@@ -305,7 +305,7 @@ class Reducer:
         if not unit_grads.launched_in_step:
             unit_grads.slot_filled[index] = False
             if summed is not None and share:
-                unit_grads.deferred_grads[index] = (summed * (share * self.reduces.predivide)).to(
+                unit_grads.deferred_grads[index] = (summed * (share * self.launcher.predivide)).to(
                     unit_grads.format.dtype
                 )
             return

@@ -4,7 +4,6 @@
 - ``visits``: what each forward leaves, and the order of all collectives that follows from it; ``lists``, of experts.
 - ``forwards``: gathers what modules need, and writes the log.
 - ``backwards``: goes back through the log with a ``cursor``: gathers, releases, and says what may be reduced.
-- ``residency``: what is gathered, with ``prefetch_order``; ``reduces``: what is reduced, with ``bucket_queue``.
-- ``schedule``: ``handle(event)``, by which all of these learn what happens. Others read their state, and set two flags
-  of ``reduces`` that accumulation decides.
+- ``residency``: what is gathered, with ``prefetch_order``; ``reduce_order``: what is reduced, with ``bucket_queue``.
+- ``schedule``: ``handle(event)``, by which all of these learn what happens. Others read their state and change none.
 """

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from zeroengine.schedule.cursor import Cursor
 from zeroengine.schedule.events import BackwardBegan, GradientArrived, Moment, Reached, ReachedInputs
-from zeroengine.schedule.reduces import Reduces
+from zeroengine.schedule.reduce_order import ReduceOrder
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import EARLIEST, Place, Visit, VisitLog, VisitLogs
 
@@ -31,14 +31,16 @@ class Backwards:
         units: All units, by number.
         logs: The logs of forwards.
         residency: The units that are gathered.
-        reduces: The gradients that are to come.
+        reduce_order: The gradients that are to come.
 
     Attributes:
         cursors: The backwards that autograd runs, the innermost last.
     """
 
-    def __init__(self, units: Sequence[UnitFacts], logs: VisitLogs, residency: Residency, reduces: Reduces) -> None:
-        self._units, self._logs, self._residency, self._reduces = units, logs, residency, reduces
+    def __init__(
+        self, units: Sequence[UnitFacts], logs: VisitLogs, residency: Residency, reduce_order: ReduceOrder
+    ) -> None:
+        self._units, self._logs, self._residency, self._reduce_order = units, logs, residency, reduce_order
         self._units_with_visits = [
             number for number, unit in enumerate(units) if unit.is_trained and unit.is_releasable
         ]
@@ -128,7 +130,7 @@ class Backwards:
 
     def _move(self, cursor: Cursor, place: Place) -> None:
         """Move ``cursor`` to ``place``: gather what other ranks gather on the way, and release what is over."""
-        passes_over = cursor.accumulates and self._reduces.is_producing
+        passes_over = cursor.accumulates and self._reduce_order.is_producing
         for visit in cursor.passed_over(place):
             if not passes_over:
                 cursor.drop(visit)
@@ -190,26 +192,26 @@ class Backwards:
 
     def begin_call(self) -> None:
         """Let gradients accumulate, and units be reduced that this backward does not use."""
-        self._reduces.is_producing = True
+        self._reduce_order.is_producing = True
         if self.cursors:
             self._reduce_if_over(self._units_with_visits)
 
     def count_gradient(self, event: GradientArrived) -> None:
         """Count a gradient that has arrived, and let its unit be reduced if it was the last one."""
-        if self._reduces.count(event.unit, event.param):
+        if self._reduce_order.count(event.unit, event.param):
             self._note_complete(event.unit)
             self.advance()
 
     def advance(self) -> None:
         """Let units be reduced of which no visit is pending any more."""
-        if self._reduces.is_producing:
-            self._reduces.advance(self.is_pending)
+        if self._reduce_order.is_producing:
+            self._reduce_order.advance(self.is_pending)
 
     def _reduce_if_over(self, units: Iterable[int]) -> None:
         """Let those of ``units`` be reduced that the backwards use no more."""
-        if not self._reduces.is_producing:
+        if not self._reduce_order.is_producing:
             return
-        closed = [unit for unit in units if self._is_over(unit) and self._reduces.complete_with_zeros(unit)]
+        closed = [unit for unit in units if self._is_over(unit) and self._reduce_order.complete_with_zeros(unit)]
         for unit in closed:
             self._note_complete(unit)
         if closed:

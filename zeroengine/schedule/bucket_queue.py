@@ -1,4 +1,4 @@
-"""Which units are reduced together, and in which order. See "Units are reduced in one order" in ``reduces.py``."""
+"""Which units are reduced together, and in which order. See "Units are reduced in one order" in ``reduce_order.py``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from zeroengine.schedule.backwards import Backwards
 from zeroengine.schedule.forwards import Forwards
 from zeroengine.schedule.lists import ItemList
 from zeroengine.schedule.prefetch_order import PrefetchLimits
-from zeroengine.schedule.reduces import Reduces
+from zeroengine.schedule.reduce_order import ReduceOrder
 from zeroengine.schedule.residency import GatherState, Residency, UnitFacts
 from zeroengine.schedule.visits import VisitLogs
 
@@ -36,7 +36,7 @@ class Schedule:
         backwards: The backwards in progress.
         logs: The logs of forwards.
         residency: The units that are gathered.
-        reduces: The gradients that are to come.
+        reduce_order: The gradients that are to come.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Schedule:
         self._actions: list[Action] = []
         self.logs = logs = VisitLogs(thread)
         self.residency = Residency(units, limits, self._actions)
-        self.reduces = Reduces(units, num_params, bucket_numel, self._actions)
-        self.backwards = Backwards(units, logs, self.residency, self.reduces)
+        self.reduce_order = ReduceOrder(units, num_params, bucket_numel, self._actions)
+        self.backwards = Backwards(units, logs, self.residency, self.reduce_order)
         self.forwards = Forwards(units, units_of, lists, logs, self.residency, self.backwards)
-        forwards, backwards, residency, reduces = self.forwards, self.backwards, self.residency, self.reduces
+        forwards, backwards, residency, reduce_order = self.forwards, self.backwards, self.residency, self.reduce_order
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.ForwardBegan: forwards.begin,
             events.ForwardEnded: lambda _: forwards.end(),
@@ -69,14 +69,14 @@ class Schedule:
             events.ReachedInputs: backwards.reach_inputs,
             events.BackwardEnded: lambda event: backwards.end(event.task),
             events.BackwardsAbandoned: lambda _: backwards.abandon(),
-            events.GradientsBegan: reduces.begin,
+            events.GradientsBegan: reduce_order.begin,
             events.CallBegan: lambda _: backwards.begin_call(),
             events.GradientArrived: backwards.count_gradient,
-            events.CallEnded: lambda _: reduces.end_call(),
-            events.GradientsEnded: lambda _: reduces.end(),
-            events.GradientsDropped: lambda _: reduces.drop(),
-            events.StepBegan: lambda _: reduces.reduce_remaining(),
-            events.StepEnded: lambda _: reduces.end_step(),
+            events.CallEnded: lambda _: reduce_order.end_call(),
+            events.GradientsEnded: lambda _: reduce_order.end(),
+            events.GradientsDropped: lambda _: reduce_order.drop(),
+            events.StepBegan: lambda _: reduce_order.reduce_remaining(),
+            events.StepEnded: lambda _: reduce_order.end_step(),
             events.Published: lambda event: residency.note_gathering(event.unit),
             events.Pinned: lambda event: residency.pin(event.unit),
             events.Unpinned: lambda event: residency.unpin(event.unit),
@@ -99,4 +99,4 @@ class Schedule:
             states: By unit, the state that it has now.
         """
         self.residency.restore(states, not_done)
-        self.reduces.forget(action.unit for action in not_done if isinstance(action, Reduce))
+        self.reduce_order.forget(action.unit for action in not_done if isinstance(action, Reduce))

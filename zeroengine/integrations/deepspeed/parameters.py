@@ -278,7 +278,7 @@ def _master(located: LocatedParameter, shard: Any) -> torch.Tensor:
 
 
 def _reduced_gradient(located: LocatedParameter, shard: Any) -> torch.Tensor:
-    located.engine.reducer.reduces.wait()
+    located.engine.reducer.launcher.wait()
     if not shard.unit_grads.launched_in_step:
         raise ZeroEngineError(
             f"the local gradient of {located.slot.name}: it is not reduced yet; call this at stages 2 and 3, "

@@ -1,4 +1,4 @@
-"""Copies gradients to where they are reduced, and launches the reduces of units. ``reducer.py`` decides when."""
+"""Copies gradients to where they are reduced, and launches the reduces of units. The schedule decides when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 
 
-class UnitReduces:
+class ReduceLauncher:
     """The reduces in progress, and the gradient buffers. It knows nothing of backwards.
 
     Args:

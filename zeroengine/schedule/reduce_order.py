@@ -65,7 +65,7 @@ class Arrivals:
         self.num_pending = 0
 
 
-class Reduces:
+class ReduceOrder:
     """The gradients that are to come, and the order of reduces.
 
     Args:
