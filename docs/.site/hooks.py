@@ -9,7 +9,7 @@ from typing import Any
 
 REASON = re.compile(r"^(\s*```\w+) no-run: .*$", re.MULTILINE)
 MESSAGE = re.compile(r"^```text$", re.MULTILINE)
-LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)\)")
+LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
 PACKAGES = "<!-- the packages of zeroengine.integrations -->\n"
 
 
