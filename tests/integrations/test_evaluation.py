@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +13,15 @@ from torch import nn
 import zeroengine
 from zeroengine.config import load
 from zeroengine.engine.engine import Engine
-from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.evaluation import make_evaluation_engine
+from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.integrations.evaluation import KEYS_OF_TRAINED_MODEL, make_evaluation_engine
 
 
 @pytest.fixture(params=["bf16", "fp32"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    engine = make_evaluation_engine(model, load({"bf16": {"enabled": request.param == "bf16"}}))
+    config = load({"bf16": {"enabled": request.param == "bf16"}})
+    engine = make_evaluation_engine(model, config, KEYS_OF_TRAINED_MODEL)
     yield engine
     engine.release()
 
@@ -57,3 +59,28 @@ def test_a_parameter_that_is_unfrozen_is_named_where_others_are_trained(tmp_path
     model[0].requires_grad_(False)
     assert engine.step()
     engine.release()
+
+
+@pytest.mark.parametrize(
+    "override", ["bf16.enabled=true", "optimizer.params.lr=0.001", "train_batch_size=8", "ema.decay=0.9"]
+)
+def test_overrides_of_the_launcher_are_not_applied_again(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROENGINE_OVERRIDES", json.dumps([override]))
+    config = load({"optimizer": {"type": "AdamW"}}).with_manual_accumulation()
+    engine = make_evaluation_engine(nn.Linear(2, 2), config, KEYS_OF_TRAINED_MODEL)
+    assert {param.dtype for param in engine.module.parameters()} == {torch.float32}
+    engine.release()
+
+
+def test_a_model_of_another_class_is_not_tiled() -> None:
+    config = load({"tiling": {"loss": True}, "units": ["0"]})
+    model = nn.Sequential(nn.Linear(2, 2))
+    make_evaluation_engine(model, config, ("units",)).release()
+    with pytest.raises(ConfigError, match=r"tiling\.loss needs"):
+        make_evaluation_engine(model, config, KEYS_OF_TRAINED_MODEL)
+
+
+def test_weights_that_never_change_are_their_own_average(engine: Engine) -> None:
+    before = engine(torch.ones(1, 4))
+    with engine.average_weights():
+        assert torch.equal(engine(torch.ones(1, 4)), before)

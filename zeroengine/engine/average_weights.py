@@ -28,6 +28,8 @@ def check_keeps_averages(parts: EngineParts, call: str) -> None:
 def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
     """Let the model compute with the averages inside the ``with``. Its begin and its end are collectives.
 
+    Where the engine trains nothing, the weights are their averages.
+
     Args:
         parts: The parts of the engine.
         call: The public call.
@@ -37,8 +39,14 @@ def average_weights(parts: EngineParts, call: str) -> Iterator[None]:
             forward or of a backward, or states are offloaded.
     """
     purpose = "to compute with the average weights"
+    is_trained = any(unit.trainable for unit in parts.partition.units)
     with PublicCall(call, purpose, ALL, needs_store=True, ends_backward=True).on_all_ranks(parts):
-        check_keeps_averages(parts, call)
+        if is_trained:
+            check_keeps_averages(parts, call)
+    if not is_trained:
+        # The average of weights that never change. Code that evaluates serves engines that train and those that do not.
+        yield
+        return
     # Masters include the last step once its result is known.
     parts.loop.step_runner.await_and_report()
     # A released unit has writes in ``gathered`` alone, which checks them.

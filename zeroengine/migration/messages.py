@@ -83,7 +83,7 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
     code, for the sentence is about that; with ``ZEROENGINE_FULL_TRACEBACK=1`` it goes on into the package.
     """
     name = function.__name__
-    table, shortened = ARGUMENTS[name], ends_in_callers_code(function)
+    table = ARGUMENTS[name]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,9 +91,9 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
         if foreign:
             lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in foreign.items())
             raise ZeroEngineError(f"{name}(): {' '.join(lines)}")
-        return shortened(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return checked
+    return ends_in_callers_code(checked)
 
 
 def ends_in_callers_code(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,7 +9,8 @@ parameter belongs to one unit and that unit has the modules of both its uses.
 2. Add its key next to ``units`` in ``config/model.py``, and to ``ZEROENGINE_ONLY`` in ``config/loading.py``.
 3. Pass its value to ``cut_units`` in ``units_of_model`` (``runtime/mixed_precision.py``), which ``initialize`` and the
    plan call.
-4. If it names parts of the model, add it to ``KEYS_OF_TRAINED_MODEL`` in ``integrations/evaluation.py``.
+4. If it names parts of the model, add it to ``KEYS_OF_TRAINED_MODEL`` in ``integrations/evaluation.py``, and to the
+   keys that accelerate's ``prepare_model`` passes.
 """
 
 from __future__ import annotations

@@ -4,5 +4,5 @@
 - ``scheduling``: makes the ``schedule`` of the units; ``executor``: does what it says.
 - ``gatherer``: gathers units and releases them.
 - ``forward``: tells the schedule what modules do; ``backward``: what autograd does, and which gradients have come.
-- ``reducer``: the path of a gradient, by ``unit_gradients`` and ``unit_reduces``.
+- ``reducer``: the path of a gradient, by ``unit_gradients`` and ``reduce_launcher``.
 """

@@ -62,6 +62,9 @@ def test_settings_have_deepspeeds_default_clipping_and_old_offload_keys() -> Non
     assert config.gradient_clipping == 1.0
     assert config.zero_optimization.offload_optimizer.device == "cpu"
     assert settings.load_settings({"train_batch_size": 2, "gradient_clipping": 0.0}).gradient_clipping == 0.0
+    for name in ("bf16", "bfloat16"):
+        section = {"enabled": True, "bf16_optimizer_states": True}
+        assert settings.load_settings({"train_batch_size": 2, name: section}).optimizer_state_dtype == "bf16"
 
 
 def test_sections_of_other_types_are_errors_that_say_what_to_write() -> None:

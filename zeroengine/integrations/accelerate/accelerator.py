@@ -139,7 +139,9 @@ class ZeroAccelerator(SampleGroupAccelerator):
             engine = None
         if engine is None and inner not in self._waiting:
             if evaluation_mode or not trainable_parameters(inner):
-                self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine({})))
+                # Models with trainable parameters may be trained later.
+                keys = ("units",) if trainable_parameters(inner) else ()
+                self._evaluation_engines.append(make_evaluation_engine(inner, self._config_of_engine({}), keys))
                 self._convert_outputs(self._evaluation_engines[-1])
             else:
                 self._waiting.append(inner)

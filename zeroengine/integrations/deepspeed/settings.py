@@ -23,6 +23,7 @@ from zeroengine.integrations.deepspeed.script_utils import log_dist
 # The value of DeepSpeed 0.19 where the file names none.
 GRADIENT_CLIPPING_DEFAULT = 1.0
 # What save_checkpoint does if the ranks pass different tags.
+BF16_SECTIONS = ("bf16", "bfloat16")
 TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
 
 
@@ -104,7 +105,9 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
     if str(tree.get("gradient_allreduce_op")).lower() == "sum":
         del tree["gradient_allreduce_op"]
     if has_bf16_states(tree):
-        del tree["bf16"]["bf16_optimizer_states"]
+        for name in BF16_SECTIONS:
+            if isinstance(tree.get(name), dict):
+                tree[name].pop("bf16_optimizer_states", None)
         tree.setdefault("optimizer_state_dtype", "bf16")
     if isinstance(tree.get("optimizer"), dict):
         # Some write this beside "params", where DeepSpeed ignores it.
@@ -137,8 +140,9 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
 
 def has_bf16_states(tree: Mapping[str, Any]) -> bool:
     """Return whether ``bf16_optimizer_states`` is on, DeepSpeed's key for ``"optimizer_state_dtype": "bf16"``."""
-    section = tree.get("bf16")
-    return isinstance(section, dict) and all(section.get(key) is True for key in ("enabled", "bf16_optimizer_states"))
+    sections = (tree.get(name) for name in BF16_SECTIONS)
+    asked = ("enabled", "bf16_optimizer_states")
+    return any(isinstance(section, dict) and all(section.get(key) is True for key in asked) for section in sections)
 
 
 class DeepSpeedConfig:

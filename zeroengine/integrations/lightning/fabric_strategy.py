@@ -20,7 +20,7 @@ from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.evaluation import make_evaluation_engine
+from zeroengine.integrations.evaluation import KEYS_OF_TRAINED_MODEL, make_evaluation_engine
 from zeroengine.integrations.lightning.checkpoints import (
     checked_folder,
     is_engine_checkpoint,
@@ -207,9 +207,10 @@ class ZeroFabricStrategy(DDPStrategy):
                 "the configuration has a scheduler, which the engine would step beside one of the loop. Remove the "
                 "section, and make the schedule from the optimizer: the loop steps it."
             )
-        engine = (
-            make_evaluation_engine(module, settings) if optimizer is None else initialize(module, optimizer, settings)
-        )
+        if optimizer is None:
+            engine = make_evaluation_engine(module, settings, KEYS_OF_TRAINED_MODEL)
+        else:
+            engine = initialize(module, optimizer, settings)
         self._engine_group.add(engine, optimizer)
         return engine
 

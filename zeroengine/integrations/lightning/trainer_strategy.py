@@ -22,7 +22,7 @@ from zeroengine.config import Config
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.evaluation import make_evaluation_engine
+from zeroengine.integrations.evaluation import KEYS_OF_TRAINED_MODEL, make_evaluation_engine
 from zeroengine.integrations.lightning.checkpoints import (
     checked_folder,
     is_engine_checkpoint,
@@ -124,7 +124,7 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             self._make_training_engines(trainer)
         elif any(True for _ in model.parameters()):
-            self._add_engine("model", make_evaluation_engine(model, self._settings))
+            self._add_engine("model", make_evaluation_engine(model, self._settings, KEYS_OF_TRAINED_MODEL))
         self.setup_precision_plugin()
 
     def _check_trainer(self, trainer: Trainer) -> None:
