@@ -160,7 +160,7 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
                 rank.two_backwards()
                 # The first time, nothing tells that a second call follows.
                 is_first = "two backwards" not in script[:place]
-                assert rank.num_gradients and rank.num_late == (rank.num_gradients if is_first else 0)
+                assert rank.num_late == (rank.num_gradients if is_first else 0)
             elif operation == "second derivatives":
                 rank.differentiate_twice()
             else:
