@@ -36,6 +36,7 @@ def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(tmp_path: Path
     assert not done.stdout and not (tmp_path / "report").exists()
 
 
+@pytest.mark.slow  # distributed/test_stages has the bits
 def test_stage_3_on_one_rank_of_many_has_the_bits_of_stage_0() -> None:
     """What the benchmark does on a GPU over NCCL: here Gloo brings what the other ranks would send."""
     done = run("--dry-run", "--part", "Stage 3 beside stage 0")

@@ -389,6 +389,7 @@ def resume(folder: Path, chosen: Sequence[Triple | PerUnit]) -> list[list[float]
     return found
 
 
+@pytest.mark.slow  # checkpoint/test_matrix has those of stages
 def test_checkpoints_go_from_any_degrees_to_any_others(tmp_path: Path) -> None:
     losses = run_ranks(4, save, tmp_path, PER_UNIT[0])[0]
     of_four, of_two = ((1, 1, 1), (4, 4, 4)), ((1, 2, 2), PER_UNIT[1])

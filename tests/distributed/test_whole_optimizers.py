@@ -139,6 +139,7 @@ def load_and_go_on(folder: Path, stage: int, steps_before: int, resaved: Path | 
     return found
 
 
+@pytest.mark.slow  # checkpoint/test_matrix has AdamW's
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((3, 1), marks=pytest.mark.slow)], ids=str)
 def test_checkpoints_load_at_any_stage_and_number_of_ranks(sizes: tuple[int, ...], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

@@ -174,6 +174,7 @@ def check_models(names: Sequence[str]) -> None:
         check(way, (3,), MODELS[name], False, {"comm": {"transport": "gloo"}})
 
 
+@pytest.mark.slow  # the first test has one of them
 @pytest.mark.parametrize("names", together(SHORT, MODELS))
 def test_compiled_models_of_all_kinds_train_as_eager_ones(names: Sequence[str]) -> None:
     run_ranks(2, check_models, names)

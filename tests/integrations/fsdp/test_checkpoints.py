@@ -165,6 +165,7 @@ def functions_of_torch(stage: int) -> dict[str, str]:
     return outcomes
 
 
+@pytest.mark.slow  # test_interop goes both ways; distributed/test_state_dict has the models' own
 @cpu_alone("FSDP2 over Gloo")
 def test_state_dicts_of_torch_are_right_or_errors() -> None:
     whole, partitioned = (run_ranks(2, functions_of_torch, stage)[0] for stage in (2, 3))

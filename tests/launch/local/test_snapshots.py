@@ -41,6 +41,7 @@ def undisturbed() -> list[str]:
     return [take_step(engine).hex() for _ in range(30)]
 
 
+@pytest.mark.slow  # recovery/test_snapshots goes on from memory, and test_death kills
 @pytest.mark.usefixtures("short_waits")
 def test_a_killed_rank_costs_no_bits_and_nothing_stays_in_memory(
     launch: Launch, script: Script, tmp_path: Path
