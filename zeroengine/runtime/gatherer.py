@@ -76,10 +76,6 @@ class Gatherer:
         """The number of pins now, such as those of ``zeroengine.gathered``."""
         return self._residency.num_pins
 
-    def pinned_units(self) -> list[Unit]:
-        """Return the units that are pinned."""
-        return [self._units[number] for number in self._residency.pinned()]
-
     # -- what the schedule says -------------------------------------------------------------------
 
     def _prefetch(self, action: Prefetch) -> None:
