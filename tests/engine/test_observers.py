@@ -78,7 +78,7 @@ def engine_with(added: Sequence[Observer], stage: int = 3, **settings: Any) -> z
         return *build_observers(parts, checkpoints), *added
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroengine.engine.engine.build_observers", build_all)
+        patch.setattr("zeroengine.engine.step_loop.build_observers", build_all)
         return zeroengine.initialize(build(), config=config(stage, **settings))
 
 
@@ -173,7 +173,7 @@ def order_of_observers(folder: Path) -> list[str]:
         "checkpoint": {"on_signal": "SIGUSR1", "directory": str(folder)},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroengine.engine.engine.build_observers", build_and_name)
+        patch.setattr("zeroengine.engine.step_loop.build_observers", build_and_name)
         zeroengine.initialize(build(), config=config(1, **settings)).close()
         zeroengine.initialize(build(), config=config(1)).close()
     return names

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
@@ -114,7 +113,7 @@ class BufferPool(Generic[Use]):
         # Any multiple of no bytes would be none.
         largest = self._largest_multiple * max(nbytes, 1)
         fitting = [buffer for buffer in self._idle if nbytes <= buffer.memory.nbytes <= largest]
-        for buffer in sorted(fitting, key=_SIZE):
+        for buffer in sorted(fitting, key=lambda buffer: buffer.memory.nbytes):
             if buffer.last_use is None or self._is_free(buffer, 0.0):
                 return buffer
         # A peer may read this memory only after its own backward, which may need this rank's next gather. Waiting
@@ -141,6 +140,3 @@ def send_memory(transport: Transport, channel: Channel) -> BufferPool[Work]:
     """Return a pool of memory that ``channel`` sends from. It is temporary unless the transport ``keeps_memory``."""
     allocate = partial(transport.empty, dtype=torch.uint8)
     return BufferPool(allocate, channel.reusable, enough=ENOUGH_BUFFERS, keeps=transport.keeps_memory)
-
-
-_SIZE = attrgetter("memory.nbytes")

@@ -21,7 +21,6 @@ from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
-from zeroengine.engine.observers import build_observers
 from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.parts import EngineCalls
 from zeroengine.engine.step import StepRunner
@@ -81,8 +80,9 @@ class Engine:
 
     def __init__(self, make_parts: Callable[[EngineCalls], EngineParts]) -> None:
         calls = partial(EngineCalls, self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
-        self._steps = steps = StepLoop(lambda listener: make_parts(calls(listener)), build_observers)
-        self._parts, self._checkpoints = parts, _ = steps.parts, steps.checkpoints
+        self._steps = steps = StepLoop(lambda listener: make_parts(calls(listener)))
+        self._parts = parts = steps.parts
+        self._checkpoints = steps.checkpoints
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
         self.module, self.config, self.group = parts.setup.model, parts.setup.config, parts.ranks.group

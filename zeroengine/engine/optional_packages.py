@@ -34,7 +34,7 @@ def open_snapshots(setup: EngineSetup, group: Group) -> SnapshotStore | None:
     """Return what takes snapshots in memory; None if that is not configured. A collective.
 
     Raises:
-        ZeroEngineError: SnapshotStore cannot be taken, or the package for them is not there.
+        ZeroEngineError: Snapshots cannot be taken, or the package for them is not there.
     """
     if setup.config.snapshots.every_seconds is None:
         return None

@@ -96,7 +96,7 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineCalls:
-    """What the parts call of the engine, which is complete before they do. The first three are bound methods.
+    """Holds what the parts call of the engine, which is complete before they do. The first three are bound methods.
 
     Attributes:
         step: Ends a step, for ``step()``.

@@ -47,7 +47,7 @@ MEMORY_INTERVAL = 20
 
 
 class Reports(Observer):
-    """What reports on a run. Parts that nothing asks for are None.
+    """Reports on a run by its parts. Those that nothing asks for are None.
 
     Args:
         monitor: Records each step.

@@ -15,6 +15,7 @@ from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.clipping import checked_norm
 from zeroengine.engine.digests import StateDigests
 from zeroengine.engine.model_forwards import ModelForwards
+from zeroengine.engine.observers import build_observers
 from zeroengine.engine.public_call import ALL_BUT_FORWARD, Inside, PublicCall
 from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
@@ -36,7 +37,6 @@ class StepLoop(PassListener):
 
     Args:
         make_parts: Builds the parts of the engine, whose passes tell their listener of forwards and backwards.
-        make_observers: Builds what observes the steps, in order.
 
     Attributes:
         parts: The parts of the engine.
@@ -44,17 +44,13 @@ class StepLoop(PassListener):
         forwards: Observes the forwards of the model.
     """
 
-    def __init__(
-        self,
-        make_parts: Callable[[PassListener], EngineParts],
-        make_observers: Callable[[EngineParts, EngineCheckpoints], tuple[Observer, ...]],
-    ) -> None:
+    def __init__(self, make_parts: Callable[[PassListener], EngineParts]) -> None:
         self.parts = parts = make_parts(self)
         self._loop = parts.loop
         self._rounds, digests, target = ReplicaRounds(parts), StateDigests(parts), ReplayTarget.of_process()
         replay = None if target is None else StepReplay(parts, target)
         self.checkpoints = checkpoints = EngineCheckpoints(parts, self._rounds, digests, replay)
-        observers = make_observers(parts, checkpoints)
+        observers = build_observers(parts, checkpoints)
         self.forwards = ModelForwards(parts, lambda: checkpoints.copy_bytes, observers)
         self._at_loss = overriding(observers, Observer.loss_noted)
         self._at_drop = overriding(observers, Observer.gradients_dropped)

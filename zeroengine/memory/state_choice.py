@@ -16,7 +16,7 @@ SECTIONS = ("offload_optimizer", "offload_param")
 
 @dataclass(frozen=True)
 class StateChoice:
-    """Where states are: the stage and the devices of the two offload sections."""
+    """A choice of where states are: the stage and the devices of the two offload sections."""
 
     stage: int
     offload_optimizer: str = "none"
@@ -24,7 +24,7 @@ class StateChoice:
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What choices are ordered by: less offload first, then the lower stage."""
+        """The key that choices are sorted by: less offload first, then the lower stage."""
         optimizer, param = (PLACES.index(place) for place in (self.offload_optimizer, self.offload_param))
         return optimizer + param, param, self.stage
 

@@ -157,6 +157,7 @@ class StateMemory:
         """
 
         def places(place: str, section: str) -> list[str]:
+            """Return the devices that ``place`` allows for the states of ``section``."""
             if place != CHOSEN:
                 return [place]
             if not can_offload(self.optimizer):
@@ -166,7 +167,7 @@ class StateMemory:
             return ["none"] + ["cpu"] * (self._topology.device == "cuda") + ["nvme"] * bool(any_disk or path)
 
         stages = tuple(STAGES) if self._serves_stages or self._topology.world_size == 1 else (0,)
-        found = [
+        choices = [
             StateChoice(s, o, p)
             for s in (stages if stage == CHOSEN else (int(stage),))
             for o in places(optimizer, "offload_optimizer")
@@ -174,7 +175,7 @@ class StateMemory:
             # Parameters are partitioned, and so released between uses, at stage 3 alone.
             if p == "none" or s == 3
         ]
-        return sorted(found, key=lambda choice: choice.cost)
+        return sorted(choices, key=lambda choice: choice.cost)
 
     def others(self, current: StateChoice) -> list[StateChoice]:
         """Return all choices but ``current``, those that change the least first."""

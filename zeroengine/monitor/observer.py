@@ -50,7 +50,7 @@ class Observer:
         """
 
     def forward_ended(self, completed: bool) -> None:
-        """That forward has returned, or has raised.
+        """A forward of training has returned, or has raised.
 
         Args:
             completed: Whether it returned.

@@ -19,14 +19,13 @@ from zeroengine.optim.backends.interface import BackendParts, UpdateBackend, Upd
 from zeroengine.optim.backends.muon_update import MuonUpdate
 from zeroengine.optim.backends.torch_update import ElementwiseUpdate, WholeUpdate
 from zeroengine.optim.elementwise import is_elementwise
-from zeroengine.optim.fused_rules import fused_rule_of
+from zeroengine.optim.fused_rules import FUSED_NAMES, fused_rule_of
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import UnitPlan
 
 # The rules that update states which are not on the device.
 OFFLOADABLE = (FusedUpdate, MuonUpdate)
-FUSED_NAMES = ("Adam", "AdamW", "Lion", "SGD", "Adagrad")
 FUSED = f"{', '.join(FUSED_NAMES[:-1])} and {FUSED_NAMES[-1]}"
 
 

@@ -108,16 +108,13 @@ def _adagrad(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
 
 
 _ADAM = FusedRule("adam", _adam, keeps_step=True)
-_RULE_OF_STEP = {
-    inspect.unwrap(step): rule
-    for step, rule in (
-        (torch.optim.Adam.step, _ADAM),
-        (torch.optim.AdamW.step, _ADAM),
-        (Lion.step, FusedRule("lion", _lion)),
-        (torch.optim.SGD.step, FusedRule("momentum_sgd", _sgd)),
-        (
-            torch.optim.Adagrad.step,
-            FusedRule("adagrad", _adagrad, True, lambda group: float(group["initial_accumulator_value"])),
-        ),
-    )
+_RULE_OF_CLASS: dict[type[torch.optim.Optimizer], FusedRule] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    Lion: FusedRule("lion", _lion),
+    torch.optim.SGD: FusedRule("momentum_sgd", _sgd),
+    torch.optim.Adagrad: FusedRule("adagrad", _adagrad, True, lambda group: float(group["initial_accumulator_value"])),
 }
+_RULE_OF_STEP = {inspect.unwrap(kind.step): rule for kind, rule in _RULE_OF_CLASS.items()}
+# The classes that fused kernels update, by name.
+FUSED_NAMES = tuple(kind.__name__ for kind in _RULE_OF_CLASS)

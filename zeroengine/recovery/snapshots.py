@@ -274,12 +274,12 @@ class MemorySnapshots:
         tag = newest_whole(hosts)
         # All ranks of a host find the same damaged manifest.
         damage = describe_damage(hosts, tag, list(dict.fromkeys(item for row in rows for item in row[1])))
-        found = None
+        newest = None
         if tag is not None:
             # The directory need not exist on this host.
             path, num_hosts = self._folder.path / tag, sum(tag in host for host in hosts)
-            found = FoundSnapshot(path, newest_first(hosts)[tag], num_hosts, partial(self._open_file, hosts))
-        return SnapshotSearch(found, damage, max(row[2] for row in rows))
+            newest = FoundSnapshot(path, newest_first(hosts)[tag], num_hosts, partial(self._open_file, hosts))
+        return SnapshotSearch(newest, damage, max(row[2] for row in rows))
 
     def _open_file(self, hosts: Holdings, path: Path) -> io.BufferedReader:
         """Open a file of a snapshot, on this host or on another one that has it."""

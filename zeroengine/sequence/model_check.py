@@ -177,6 +177,8 @@ def _run(model: nn.Module, inputs: Any) -> tuple[_Outputs, list[torch.Tensor]]:
         num_calls[name] += 1
 
     class DrawRecorder(TorchDispatchMode):
+        """Keeps the results of operations that draw random numbers."""
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if torch.Tag.nondeterministic_seeded in func.tags:

@@ -56,12 +56,12 @@ def format_duration(seconds: float | None) -> str:
             return f"{seconds / scale:.3g} {unit}" if seconds else "0 s"
     if abs(seconds) < 60:
         return f"{seconds:.3g} s"
-    whole = round(seconds)
+    rounded = round(seconds)
     for large, small, large_unit, small_unit in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
-        if whole >= large:
-            rest = whole % large // small
-            return f"{whole // large} {large_unit}" + (f" {rest} {small_unit}" if rest else "")
-    return f"{whole} s"
+        if rounded >= large:
+            rest = rounded % large // small
+            return f"{rounded // large} {large_unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{rounded} s"
 
 
 # -- lists in messages -------------------------------------------------------------------------------

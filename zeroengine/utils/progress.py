@@ -15,6 +15,7 @@ def call_every(interval_bytes: int, action: Callable[[], None]) -> Callable[[int
     pending_bytes = 0
 
     def count(nbytes: int) -> None:
+        """Count bytes, and call the action where they are enough."""
         nonlocal pending_bytes
         pending_bytes += nbytes
         if pending_bytes >= interval_bytes:

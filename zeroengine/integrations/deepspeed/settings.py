@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroengine.config import Config, load
+from zeroengine.config.deepspeed_keys import ALIASES
 from zeroengine.config.source import read_file
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
@@ -23,7 +24,8 @@ from zeroengine.integrations.deepspeed.script_utils import log_dist
 # The value of DeepSpeed 0.19 where the file names none.
 GRADIENT_CLIPPING_DEFAULT = 1.0
 # What save_checkpoint does if the ranks pass different tags.
-BF16_SECTIONS = ("bf16", "bfloat16")
+# The section "bf16" under each of its names.
+BF16_SECTIONS = ("bf16", *(written for written, canonical in ALIASES.items() if canonical == "bf16"))
 TAG_VALIDATIONS = ("WARN", "FAIL", "IGNORE")
 
 
