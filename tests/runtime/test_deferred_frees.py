@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
+from torch import nn
+from torch.func import grad, vjp
+
 import zeroengine
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
@@ -49,3 +53,52 @@ def test_a_view_that_is_kept_is_reported_once_at_a_step_with_the_size() -> None:
 
 def test_a_unit_is_freed_once_no_tensor_shares_its_memory() -> None:
     run_ranks(2, drop_a_view_between_forwards)
+
+
+class Scale(nn.Module):
+    """Its product saves the parameter itself, where a matrix product would save a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class InputGradients(nn.Module):
+    """Layers that are differentiated by their input inside of the forward, and a pullback that outlives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + grad(lambda y: self.layers[0](y).tanh().sum())(x)
+        y, pull_back = vjp(self.layers[1], x)
+        y = self.layers[2](y)
+        return y + pull_back(y)[0]
+
+
+def differences_of_input_gradients() -> list[bool]:
+    rank = start()
+    torch.manual_seed(0)
+    plain, model = InputGradients(), InputGradients()
+    model.load_state_dict(plain.state_dict())
+    zero = {"stage": 3, "param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "units": ["layers.*"], "zero_optimization": zero}
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), config)
+    x, equal = torch.randn(2, 4) + rank, []
+    # No graph of autograd holds the parameters before the first forward with gradients, and one does in the last call.
+    for has_grad, inference in ((False, False), (False, True), (True, False), (False, False)):
+        with torch.inference_mode(inference), torch.set_grad_enabled(has_grad):
+            output = engine(x)
+        equal.append(torch.equal(output, plain(x)))
+    engine.backward(engine(x).sum())
+    engine.step()
+    assert engine.memory().gathered == 0
+    return equal
+
+
+def test_a_graph_of_torch_func_keeps_the_memory_that_it_reads() -> None:
+    assert run_ranks(2, differences_of_input_gradients) == [[True] * 4] * 2

@@ -15,8 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+import torch
+
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import format_byte_size, listed
+from zeroengine.utils.torch_internals import functorch_active
 
 log = logging.getLogger("zeroengine")
 
@@ -46,7 +49,8 @@ class DeferredFrees:
 
     def free(self, unit: Unit) -> None:
         """Free the full buffer of a released unit, now or as soon as possible."""
-        if unit in self._saved_by_user_hooks or unit.full_buffer.is_aliased:
+        exactly = functorch_active() or not torch.is_grad_enabled()
+        if unit in self._saved_by_user_hooks or unit.full_buffer.is_aliased(exactly=exactly):
             self._units[unit] = None
         else:
             # The unit may have been waiting since an earlier release.
@@ -57,10 +61,11 @@ class DeferredFrees:
         """Free the buffers that are no longer aliased, unless their unit was gathered again."""
         for unit in list(self._units):
             # A unit that was gathered again is in use, and its next release calls ``free`` again.
-            if unit.is_released and unit not in self._saved_by_user_hooks and not unit.full_buffer.is_aliased:
-                del self._units[unit]
-                unit.collect_writes()
-                unit.full_buffer.free()
+            if unit.is_released and unit not in self._saved_by_user_hooks:
+                if not unit.full_buffer.is_aliased(exactly=True):
+                    del self._units[unit]
+                    unit.collect_writes()
+                    unit.full_buffer.free()
 
     def keep_until_update(self, units: Iterable[Unit]) -> None:
         """Keep the buffers of ``units``, which a graph saved through the user's hooks, until the next update."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
+from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import with_own_storage
 from zeroengine.utils.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -82,23 +84,29 @@ class FullBuffer:
         """The bytes that it has now; 0 if its memory stays, and is the unit's shard."""
         return 0 if self._buffer is None else self._buffer.nbytes()
 
-    @property
-    def is_aliased(self) -> bool:
-        """Whether something besides the unit may still read the buffer, which must have memory now.
+    def is_aliased(self, *, exactly: bool) -> bool:
+        """Return whether something besides the unit may still read the buffer, which must have memory now.
 
         Aliases are tensors that share the memory, such as ``weight.detach()`` and tensors that a graph has saved, and
         graphs that have saved a parameter itself, which would be a placeholder when backward reads it. A parameter that
         Python code holds is no alias, because its class notices every use.
+
+        Args:
+            exactly: False where every graph that may have saved a parameter also accumulates its gradient, as those of
+                forwards with autograd do. Those of torch.func do not. True costs some microseconds for each parameter.
         """
         if storage_use_count(self._storage) > self._num_own_tensors:
             return True
         # In C++ the owners of a parameter are its Python object, the graph's node that accumulates its gradient (if it
         # has required a gradient since it was gathered), and every graph that has saved it.
         with DisableTorchFunctionSubclass():
-            return any(
-                tensor_use_count(param) > (2 if required and param.requires_grad else 1)
-                for param, required in zip(self._params, self._required_grad, strict=True)
-            )
+            for param, required in zip(self._params, self._required_grad, strict=True):
+                num_owners, may_accumulate = tensor_use_count(param), required and param.requires_grad
+                if num_owners > (2 if may_accumulate else 1):
+                    return True
+                if exactly and num_owners == 2 and not _accumulates(param):
+                    return True
+        return False
 
     def adopt(self, index: int) -> None:
         """Make a parameter a view of the buffer for the first time."""
@@ -198,6 +206,14 @@ class FullBuffer:
 def param_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters as views into ``flat`` (1-D, of ``layout``), each in its shape."""
     return [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
+
+
+def _accumulates(param: nn.Parameter) -> bool:
+    """Return whether one of the two owners of ``param`` is the graph's node that accumulates its gradient."""
+    # A node that there was not yet is another owner, as long as it is held.
+    with torch.inference_mode(False), torch.enable_grad(), outside_torch_func():
+        _edge = get_gradient_edge(param)
+        return tensor_use_count(param) == 2
 
 
 def placeholder_of(view: torch.Tensor) -> torch.Tensor:
