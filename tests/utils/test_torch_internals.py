@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import ROOT
 from tests.test_layers import SOURCES, trees
-from zeroengine.runtime.module_hooks import function_node_number
+from zeroengine.runtime.running_calls import function_node_number
 from zeroengine.utils import torch_internals
 
 INTERNALS = "zeroengine.utils.torch_internals"

@@ -43,9 +43,8 @@ from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
-from zeroengine.runtime.forward import Forward
+from zeroengine.runtime.forward import Forward, check_hooks_allowed
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.module_hooks import check_hooks_allowed
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
@@ -255,7 +254,7 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
 
 
 def _hooked_modules(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[nn.Module]:
-    """Yield the modules that take hooks of forwards. See ``register_hooks``."""
+    """Yield the modules that take hooks of forwards. See ``Forward``."""
     yield setup.model
     for plan, stored in zip(setup.plans, placement.parameter_shards, strict=True):
         if stored is not None or ranks.rules.of_unit(plan).optimizer > 1:

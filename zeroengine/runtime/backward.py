@@ -31,12 +31,12 @@ from torch.autograd.graph import get_gradient_edge
 from zeroengine.errors import LossScaleError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, register_hook_first
-from zeroengine.runtime.backward_calls import is_autograd_grad, is_outermost_backward
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.graph_outputs import GraphOutputs
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.running_calls import is_autograd_grad, is_outermost_backward
 from zeroengine.schedule.events import (
     BackwardBegan,
     BackwardEnded,

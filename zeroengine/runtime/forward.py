@@ -1,10 +1,20 @@
-"""Tells the schedule of the forwards of the model, and of uses of parameters that no module announces."""
+"""Tells the schedule of the forwards of the model, and of uses of parameters that no module announces.
+
+[Note: Hooks are hints]
+Hooks on modules, and on the tensors that come out, say when a unit is about to be needed and when it may be released.
+The order of collectives of a list depends on them, and values never do:
+- A use of a released parameter calls ``Forward._gather_for_use`` through its class (see ``released_parameter.py``). A
+  backward that reads a saved view of a parameter calls ``Forward._restore_saved_view`` (see ``saved_views.py``). Both
+  gather the unit.
+- A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,15 +27,15 @@ from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, autograd_outputs, number_of, number_of_current_node
 from zeroengine.runtime.backward import Backward
-from zeroengine.runtime.backward_calls import is_in_checkpoint, is_in_recomputation
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_paths import require_gradients
-from zeroengine.runtime.module_hooks import function_node_number, is_raising, register_hooks
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.running_calls import function_node_number, is_in_checkpoint, is_in_recomputation, is_raising
 from zeroengine.runtime.saved_views import SavedView, replace_saved_views
 from zeroengine.runtime.scheduling import ModuleNumbers
+from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.schedule.events import (
     Entered,
@@ -45,6 +55,22 @@ from zeroengine.utils.torch_internals import (
     functorch_active,
     next_node_number,
 )
+
+_VISIBLE = nullcontext()
+
+
+def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
+    """Check that hooks can be registered on ``modules``.
+
+    Raises:
+        ZeroEngineError: One is a ScriptModule.
+    """
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ZeroEngineError(
+                f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
+                "it was before torch.jit. torch.compile serves instead."
+            )
 
 
 class Forward:
@@ -94,12 +120,50 @@ class Forward:
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        hooks = register_hooks(self, model, self._units, modules)
-        self.hook_handles = [*hooks, *self.backward.hook_handles]
+        self.hook_handles = [*self._register_hooks(modules), *self.backward.hook_handles]
 
-    def observes(self, module: nn.Module) -> bool:
-        """Return whether forwards of ``module`` concern this object. Copies of the model do not."""
-        return module is self._model or module in self._number_of
+    def _register_hooks(self, modules: ModuleNumbers) -> list[Any]:
+        """Register hooks on the model, and on the modules that need units or hold lists of units."""
+        # By module: whether the end of its forward matters. Where each rank updates a part of a unit that is never
+        # released, the next forward must wait for the all-gather of the step, so such modules need hooks as well.
+        hooked: dict[nn.Module, bool] = {}
+        for module, number in modules.number_of.items():
+            needed = [self._units[unit] for unit in modules.units_of[number]]
+            if any(unit.offloaded_shards is not None or unit.degrees.optimizer > 1 for unit in needed):
+                hooked[module] = any(unit.is_releasable for unit in needed)
+            if number in modules.lists:
+                hooked[module] = True
+        handles: list[Any] = []
+        # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are
+        # called even if the forward raised (``always_call``), because otherwise its units would never be released.
+        for module, has_end in hooked.items():
+            begin = self._hook(Forward._enter)
+            handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            if has_end:
+                end = self._hook(Forward._leave)
+                handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
+        # A list of the model itself is completed before the forward of the model ends, so this hook comes later. These
+        # two hide their own work on the whole model, because they may enter a mode that outlives the hook.
+        end = self._hook(Forward._leave_model, is_hidden=False)
+        handles.append(self._model.register_forward_hook(end, always_call=True))
+        # The forward of the whole model begins before any of its modules gathers, the model itself included.
+        begin = self._hook(Forward._enter_model, is_hidden=False)
+        handles.append(self._model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+        return handles
+
+    def _hook(self, method: Callable[..., Any], *, is_hidden: bool = True) -> UncopiedHook:
+        # The model owns its hooks. A strong reference would keep the full buffers alive as long as the model.
+        forward_ref = weakref.ref(self)
+
+        def hook(module: nn.Module, *args: Any) -> Any:
+            forward = forward_ref()
+            # A shallow copy of the model has the same hooks. They must do nothing there.
+            if forward is not None and (module in forward._number_of or module is forward._model):
+                with hidden_from_activation_checkpoint() if is_hidden else _VISIBLE:
+                    return method(forward, module, *args)
+            return None
+
+        return UncopiedHook(hook)
 
     @property
     def num_model_forwards(self) -> int:
@@ -116,7 +180,7 @@ class Forward:
 
     # -- the whole model --------------------------------------------------------------------------
 
-    def pre_model_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Tell the listener, and begin a pass, if no forward and no backward is in progress.
 
         Raises:
@@ -151,7 +215,7 @@ class Forward:
             # forward of a step.
             self._forward_span = -1 if in_backward else self._timer.begin("forward" if has_grad else "other")
 
-    def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         """Tell the listener, and end the pass: release what was gathered without hooks."""
         if self._residency.num_forwards > 1:
             self._executor.tell(ForwardEnded())
@@ -203,7 +267,7 @@ class Forward:
             number_of_current_node() if recomputes else None,
         )
 
-    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Tell the schedule that the forward of ``module`` begins."""
         # An activation checkpoint runs the forward again inside a backward.
         self.backward.follow()
@@ -228,7 +292,7 @@ class Forward:
     def _needs_gathers(self, module: int) -> bool:
         return any(self._units[unit].is_releasable for unit in self._units_of[module])
 
-    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Tell the schedule that the forward of ``module`` has ended, and replace the views that the graph saved.
 
         Returns:

@@ -1,11 +1,24 @@
-"""Tell by the Python calls in progress, and by hooks of saved tensors, what kind of backward or forward runs."""
+"""Tells by the Python calls in progress, and by hooks of saved tensors, what kind of forward or backward runs."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
+from typing import Any
+
+import torch
 
 from zeroengine.utils.call_stack import calls_in_progress
-from zeroengine.utils.torch_internals import RUN_BACKWARD_CODE, RecomputationHook, top_saved_tensors_hooks
+from zeroengine.utils.torch_internals import (
+    RUN_BACKWARD_CODE,
+    RecomputationHook,
+    StopRecomputation,
+    is_function_forward,
+    next_node_number,
+    node_number,
+    top_saved_tensors_hooks,
+)
 
 
 def is_autograd_grad() -> bool:
@@ -42,3 +55,32 @@ def _hooks_of_checkpoint() -> str:
     """Return the name of what a checkpoint does with saved tensors now; empty: none does."""
     hooks = top_saved_tensors_hooks(True)
     return "" if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint" else hooks[0].__qualname__
+
+
+def is_raising() -> bool:
+    """Return whether the forward whose hook calls this has raised.
+
+    An activation checkpoint ends a recomputation that has reached the last saved tensor by an exception. It counts as
+    an ordinary end.
+    """
+    error = sys.exc_info()[1]
+    return error is not None and not isinstance(error, StopRecomputation)
+
+
+def function_node_number() -> int | None:
+    """Return the number of the node of the outermost ``torch.autograd.Function`` in whose forward this runs.
+
+    A reentrant checkpoint is such a Function. None: this runs in none.
+    """
+    forward: FrameType | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if is_function_forward(frame.f_code):
+            forward = frame
+        frame = frame.f_back
+    if forward is None:
+        return None
+    contexts = (value for value in forward.f_locals.values() if isinstance(value, torch.autograd.function.FunctionCtx))
+    context: Any = next(contexts, None)
+    # A Function with ``setup_context`` has no context yet. Its node was the latest one when its forward began.
+    return next_node_number() - 1 if context is None else node_number(context)
