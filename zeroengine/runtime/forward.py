@@ -229,15 +229,16 @@ class Forward:
         if self._forward_has_grad and not in_backward:
             self.backward.note_outputs([] if functorch_active() else tensors_in(output))
         # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
-        # searched for views of units that were gathered without a hook or stay gathered, and of aliased buffers.
+        # searched for views of units that were gathered without a hook or stay gathered, and of aliased buffers. What
+        # is replaced depends on this graph alone, because its reads gather: an older graph may be alive on one rank.
         if not in_backward:
-            candidates = {*self._residency.unhooked, *self._residency.pinned()}
-            unhooked = [
+            used_unhooked = {*self._residency.unhooked, *self._residency.pinned()}
+            units = [
                 unit
                 for unit in self._units
-                if (unit.number in candidates and unit.is_releasable) or unit in self.gatherer.deferred_frees
+                if unit.is_releasable and (unit.number in used_unhooked or self._is_aliased(unit))
             ]
-            self._replace_saved_views(output, self._first_node, unhooked)
+            self._replace_saved_views(output, self._first_node, units)
         self._executor.tell(ForwardEnded())
         self.gatherer.deferred_frees.retry()
         if not in_backward:
@@ -247,6 +248,10 @@ class Forward:
             self.backward.leave_forward()
             # A forward without autograd is one of an evaluation, or of generation.
             self._timer.note_training() if torch.is_grad_enabled() else self._timer.note_evaluation()
+
+    def _is_aliased(self, unit: Unit) -> bool:
+        has_memory = unit.is_gathered or unit in self.gatherer.deferred_frees
+        return has_memory and unit.full_buffer.is_aliased(exactly=False)
 
     # -- modules ----------------------------------------------------------------------------------
 
