@@ -102,3 +102,41 @@ def differences_of_input_gradients() -> list[bool]:
 
 def test_a_graph_of_torch_func_keeps_the_memory_that_it_reads() -> None:
     assert run_ranks(2, differences_of_input_gradients) == [[True] * 4] * 2
+
+
+class Gained(nn.Module):
+    """Uses a parameter between its blocks that belongs to the unit of its embedding and of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.gains = nn.ParameterList([torch.randn(4)])
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(ids)).tanh() * self.gains[0]
+        return nn.functional.cross_entropy(self.head(self.blocks[1](x).tanh()), labels)
+
+
+def gradients_beside_a_view(keeps_view: bool) -> torch.Tensor:
+    """A gradient with a penalty, while one rank keeps a view of a parameter, as for a log."""
+    rank = start()
+    torch.manual_seed(0)
+    zero = {"stage": 3, "param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "units": ["blocks.*"]}
+    config["zero_optimization"] = zero
+    engine = zeroengine.initialize(model := Gained(), torch.optim.SGD(model.parameters(), lr=0.1), config)
+    ids, views = (torch.arange(4) + rank) % 5, []
+    for _ in range(2):
+        loss = engine(ids, ids)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        engine.backward(loss + sum(grad.square().sum() for grad in grads))
+        with zeroengine.gathered(model):
+            views.append(model.gains[0].detach() if keeps_view and rank else None)
+        engine.step()
+    return engine.full_state_dict()["gains.0"]
+
+
+def test_a_view_that_one_rank_keeps_changes_no_order_of_collectives() -> None:
+    with_view, without = run_ranks(2, gradients_beside_a_view, True), run_ranks(2, gradients_beside_a_view, False)
+    assert torch.equal(with_view[0], without[0])

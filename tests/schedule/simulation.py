@@ -406,7 +406,7 @@ class Rank:
         self._last_task += 1
         self._task = self._last_task
         logs = () if log is None else (log,)
-        self.tell(events.BackwardBegan(self._task, is_outermost, accumulates, contained=logs, shown=logs))
+        self.tell(events.BackwardBegan(self._task, is_outermost, accumulates, contained=logs))
         return self._task
 
     def _end(self, task: int, outer: int = -1) -> None:

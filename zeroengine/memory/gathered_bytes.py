@@ -93,7 +93,7 @@ class _Step:
         log = visits[-1][0] if visits else None
         self._tell(events.GradientsBegan(by_engine=True))
         self._tell(events.CallBegan())
-        self._tell(events.BackwardBegan(1, contained=[log] if log else [], shown=[log] if log else []))
+        self._tell(events.BackwardBegan(1, contained=[log] if log else []))
         # Autograd adds up the gradients of a unit that several modules need, so it has them after the last of these.
         remaining = [sum(unit in needed for needed in self._units_of) for unit in range(len(self._units))]
         complete: list[int] = []

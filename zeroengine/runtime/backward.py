@@ -180,9 +180,9 @@ class Backward:
         """Note that a forward of the whole model has ended or raised outside of any backward."""
         self._reducer.user_gradients.resume()
 
-    def note_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what the latest forward of the whole model has returned."""
-        self._outputs.add(self._logs.latest, tensors)
+    def note_outputs(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Note what the latest forward of the whole model has returned. See ``GraphOutputs.add``."""
+        return self._outputs.add(self._logs.latest, tensors)
 
     # -- where autograd is ------------------------------------------------------------------------
 
@@ -194,10 +194,10 @@ class Backward:
         if self._backwards.is_known(task):
             return True
         is_outermost, accumulates = is_outermost_backward(), not is_autograd_grad()
-        contained, shown = self._outputs.of_backward() if is_outermost or not self._backwards.is_running else ([], [])
+        contained = self._outputs.of_backward() if is_outermost or not self._backwards.is_running else []
         # Autograd drops the callback if the backward raises. ``_abandon`` then forgets it.
         queue_callback(partial(self._end_task, task, is_outermost))
-        self._executor.tell(BackwardBegan(task, is_outermost, accumulates, contained, shown))
+        self._executor.tell(BackwardBegan(task, is_outermost, accumulates, contained))
         self._note_begin(task, is_outermost and accumulates)
         return True
 

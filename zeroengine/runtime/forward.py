@@ -226,8 +226,9 @@ class Forward:
 
     def _end_model_forward(self, output: Any) -> None:
         in_backward = self._backwards.is_running
-        if self._forward_has_grad and not in_backward:
-            self.backward.note_outputs([] if functorch_active() else tensors_in(output))
+        shows_outputs = False
+        if self._forward_has_grad and not in_backward and not functorch_active():
+            shows_outputs = self.backward.note_outputs(tensors_in(output))
         # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
         # searched for views of units that were gathered without a hook or stay gathered, and of aliased buffers. What
         # is replaced depends on this graph alone, because its reads gather: an older graph may be alive on one rank.
@@ -239,7 +240,7 @@ class Forward:
                 if unit.is_releasable and (unit.number in used_unhooked or self._is_aliased(unit))
             ]
             self._replace_saved_views(output, self._first_node, units)
-        self._executor.tell(ForwardEnded())
+        self._executor.tell(ForwardEnded(shows_outputs))
         self.gatherer.deferred_frees.retry()
         if not in_backward:
             self.gatherer.deferred_frees.warn_of_memory()

@@ -44,8 +44,9 @@ class GraphOutputs:
         self._output_reached = output_reached
         self._nodes: weakref.WeakSet[InnerNode] = weakref.WeakSet()
 
-    def add(self, log: VisitLog, outputs: Iterable[torch.Tensor]) -> None:
-        """Note what the forward of ``log`` has returned."""
+    def add(self, log: VisitLog, outputs: Iterable[torch.Tensor]) -> bool:
+        """Note what the forward of ``log`` returned. Return whether it tells which backwards contain the forward."""
+        shows = False
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             below = (inner for inner, _ in node.next_functions if inner is not None)
             # All forwards share the nodes of parameters.
@@ -54,9 +55,10 @@ class GraphOutputs:
                 hook = InnerNode(inner, log, self._output_reached)
                 node.register_prehook(hook)
                 self._nodes.add(hook)
+                shows = True
+        return shows
 
-    def of_backward(self) -> tuple[list[VisitLog], list[VisitLog]]:
-        """Return the logs that the backward which runs now contains, and those of which that is known."""
-        nodes = list(self._nodes)
-        contained = dict.fromkeys(inner.log for inner in nodes if will_engine_execute_node(inner.node))
-        return list(contained), list(dict.fromkeys(inner.log for inner in nodes))
+    def of_backward(self) -> list[VisitLog]:
+        """Return the logs that the backward which runs now is known to contain."""
+        contained = (inner.log for inner in list(self._nodes) if will_engine_execute_node(inner.node))
+        return list(dict.fromkeys(contained))

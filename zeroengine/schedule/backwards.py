@@ -70,7 +70,7 @@ class Backwards:
         if is_first:
             self._residency.begin_pass()
         contained = event.contained if is_first else ()
-        unknown = self._logs.unknown(contained, event.shown) if is_first else ()
+        unknown = self._logs.unknown(contained) if is_first else ()
         task, is_outermost, accumulates = event.task, event.is_outermost, event.accumulates
         self.cursors.append(Cursor(contained, unknown, number=task, is_outermost=is_outermost, accumulates=accumulates))
 

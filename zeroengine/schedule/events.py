@@ -50,7 +50,13 @@ class ForwardBegan(NamedTuple):
 
 
 class ForwardEnded(NamedTuple):
-    """A forward of the whole model has ended, or raised."""
+    """A forward of the whole model has ended, or raised.
+
+    Attributes:
+        shows_outputs: Whether it returned tensors by which autograd tells whether a backward contains it.
+    """
+
+    shows_outputs: bool = False
 
 
 class ForwardsAbandoned(NamedTuple):
@@ -123,14 +129,12 @@ class BackwardBegan(NamedTuple):
         is_outermost: Whether it is not nested in another one. Then earlier ones that are listed have raised.
         accumulates: Whether it accumulates gradients, unlike ``torch.autograd.grad``.
         contained: The logs that it is known to contain.
-        shown: The logs of which it is known whether it contains them.
     """
 
     task: int
     is_outermost: bool = True
     accumulates: bool = True
     contained: Sequence[VisitLog] = ()
-    shown: Sequence[VisitLog] = ()
 
 
 class Reached(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zeroengine.schedule.backwards import Backwards
-from zeroengine.schedule.events import Entered, ForwardBegan, Left, ListEnded, Moment, Used
+from zeroengine.schedule.events import Entered, ForwardBegan, ForwardEnded, Left, ListEnded, Moment, Used
 from zeroengine.schedule.lists import ItemList, ListWalk
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import Visit, VisitLog, VisitLogs
@@ -83,8 +83,10 @@ class Forwards:
                 self._logs.latest.untracked.update(residency.pinned())
         residency.num_forwards += 1
 
-    def end(self) -> None:
+    def end(self, event: ForwardEnded) -> None:
         """End a forward of the whole model. The outermost one ends the pass."""
+        if event.shows_outputs:
+            self._logs.latest.shows_outputs = True
         residency = self._residency
         # ``abandon`` may have reset the count before.
         residency.num_forwards = max(0, residency.num_forwards - 1)

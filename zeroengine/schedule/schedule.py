@@ -58,7 +58,7 @@ class Schedule:
         forwards, backwards, residency, reduce_order = self.forwards, self.backwards, self.residency, self.reduce_order
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.ForwardBegan: forwards.begin,
-            events.ForwardEnded: lambda _: forwards.end(),
+            events.ForwardEnded: forwards.end,
             events.ForwardsAbandoned: lambda _: forwards.abandon(),
             events.Entered: forwards.enter,
             events.ListEnded: forwards.end_list,
@@ -75,7 +75,7 @@ class Schedule:
             events.CallEnded: lambda _: reduce_order.end_call(),
             events.GradientsEnded: lambda _: reduce_order.end(),
             events.GradientsDropped: lambda _: reduce_order.drop(),
-            events.StepBegan: lambda _: reduce_order.reduce_remaining(),
+            events.StepBegan: lambda _: self._begin_step(),
             events.StepEnded: lambda _: reduce_order.end_step(),
             events.Published: lambda event: residency.note_gathering(event.unit),
             events.Pinned: lambda event: residency.pin(event.unit),
@@ -83,6 +83,10 @@ class Schedule:
             events.Settled: lambda event: residency.settle(event.unit),
             events.ValuesChange: lambda event: residency.release(event.unit),
         }
+
+    def _begin_step(self) -> None:
+        self.reduce_order.reduce_remaining()
+        self.logs.forget_earlier()
 
     def handle(self, event: events.Event) -> Sequence[Action]:
         """Return what is to be done now, in this order, because of ``event``."""

@@ -34,6 +34,9 @@ one than the latest. When a backward begins, autograd is asked whether it will r
 below an output of the model. If the outputs are hidden in objects, or modules are called without the model, this shows
 nothing. Then the backward contains the forward once autograd has come to a visit of it.
 
+Which graphs are alive is no matter: an exception may keep one on one rank, and the garbage collector frees it when it
+likes. A backward after a step is of later forwards, because the step has changed what the earlier ones saved.
+
 Some logs have no order that the numbers tell: parts of the forward ran in several threads, each of which counts for
 itself, or a backward with ``create_graph`` has added to the graph. Nothing of such a log is passed over, and its units
 are pending until the backward ends.
@@ -42,13 +45,15 @@ are pending until the backward ends.
 from __future__ import annotations
 
 import sys
-import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # The most visits of one log that are followed: the latest ones. Outside of forwards of the whole model, modules may be
 # called for ever without a backward.
 MAX_VISITS = 10_000
+# The most logs that are kept, the latest ones. Without steps, forwards may be run for ever.
+MAX_LOGS = 100
 
 
 class Place(NamedTuple):
@@ -81,7 +86,7 @@ class Visit:
 
 
 class VisitLog:
-    """The visits of one forward of the whole model, or of a recomputation. The graph owns it.
+    """The visits of one forward of the whole model, or of a recomputation.
 
     Args:
         thread: The thread that it begins in.
@@ -93,6 +98,7 @@ class VisitLog:
         has_run: Whether a backward has come to it.
         is_retained: Whether such a backward retained the graph, so that another one may come.
         has_one_order: Whether autograd runs the visits in descending order of their places.
+        shows_outputs: Whether the forward returned tensors by which autograd tells whether a backward contains it.
     """
 
     def __init__(self, thread: int = 0, *, is_recomputation: bool = False) -> None:
@@ -100,7 +106,7 @@ class VisitLog:
         self.visits: list[Visit] = []
         self.untracked: set[int] = set()
         self.has_run = self.is_retained = False
-        self.has_one_order = True
+        self.has_one_order, self.shows_outputs = True, False
         self._num_visits = 0
 
     @property
@@ -148,7 +154,7 @@ class VisitLog:
 
 
 class VisitLogs:
-    """The logs of the forwards of the whole model whose graphs are alive.
+    """The logs of the forwards of the whole model since the last step.
 
     Args:
         thread: The thread that begins.
@@ -158,30 +164,31 @@ class VisitLogs:
     """
 
     def __init__(self, thread: int) -> None:
-        self._alive: weakref.WeakSet[VisitLog] = weakref.WeakSet()
+        self._logs: deque[VisitLog] = deque(maxlen=MAX_LOGS)
         self.begin(thread)
 
     def begin(self, thread: int) -> None:
         """Begin the log of a forward, which begins in ``thread``."""
         self.latest = VisitLog(thread)
-        self._alive.add(self.latest)
+        self._logs.append(self.latest)
 
     def continue_latest(self, thread: int) -> None:
         """Note a call outside of a forward of the whole model. It belongs to the latest one, or to a new one."""
         if not self.latest.may_run:
             self.begin(thread)
 
-    def unknown(self, contained: Iterable[VisitLog], shown: Iterable[VisitLog]) -> list[VisitLog]:
+    def forget_earlier(self) -> None:
+        """Forget all logs but the latest, because a step begins."""
+        self._logs.clear()
+        self._logs.append(self.latest)
+
+    def unknown(self, contained: Sequence[VisitLog]) -> list[VisitLog]:
         """Return the logs that a backward which begins may contain. See "Which logs a backward contains".
 
         Args:
             contained: The logs that it is known to contain.
-            shown: The logs of which it was known whether it contains them.
         """
         # A backward that does not come from outputs, but from tensors inside of a forward, shows nothing.
-        contained, shown = list(contained), set(shown)
         return [
-            log
-            for log in list(self._alive)
-            if (log.may_run or log is self.latest) and (not contained or log not in shown)
+            log for log in self._logs if (log.may_run or log is self.latest) and not (contained and log.shows_outputs)
         ]
