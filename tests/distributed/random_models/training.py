@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,8 +124,13 @@ def train_plainly(recipe: Recipe) -> dict[int, Trace]:
 
 
 def train_by_engine(recipe: Recipe, stage: int, folder: str) -> Trace:
-    """On one rank. What fails leaves its engine open: its process is to end."""
+    """On one rank. What fails leaves its engine open: its process is to end.
+
+    Graphs that are dropped in cycles are alive for other times on each rank.
+    """
     rank = start()
+    gc.freeze()
+    gc.set_threshold(*((50, 1, 1) if rank == 0 else (0,)))
     by_engine = ByEngine(recipe, stage, folder)
     add_hooks(recipe, by_engine.module)
     trace = train(recipe, by_engine, [rank])[rank]
