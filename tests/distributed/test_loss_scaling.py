@@ -160,6 +160,19 @@ def unscaled_after_a_failure() -> None:
             engine(*batch(0, engine.rank)).backward()
 
 
+def unscaled_after_a_scaled_one() -> None:
+    start()
+    engine = make_engine(Task(), 1, **fp16())
+    losses = [engine(*batch(step, engine.rank)) for step in range(2)]
+    engine.scale(losses[0]).backward()
+    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
+        losses[1].backward()
+
+
+def test_a_scaled_loss_lets_no_other_one_pass_unscaled() -> None:
+    run_ranks(1, unscaled_after_a_scaled_one)
+
+
 def test_a_scaled_backward_that_raised_lets_no_unscaled_one_pass() -> None:
     run_ranks(1, unscaled_after_a_failure)
 
