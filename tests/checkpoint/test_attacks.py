@@ -223,9 +223,12 @@ def failing_schedule(root: Path) -> None:
     take_steps(engine, range(2, 4))
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.5
+    torch.rand(1)
+    random_state = torch.get_rng_state()
     assert "KeyError" in refused(engine, root, "a")
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5, 0.5]
     assert engine.lr_scheduler.count == 4, "on the rank that could load it, too"
+    assert torch.equal(torch.get_rng_state(), random_state)
     engine.close()
 
 

@@ -17,14 +17,19 @@ from zeroengine.errors import CheckpointError
 
 
 def write(
-    directory: CheckpointFolder, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None
+    directory: CheckpointFolder,
+    tag: str,
+    step: int = 0,
+    content: bytes = b"x" * 100,
+    keep: int | None = None,
+    saved_at: str = "now",
 ) -> None:
     directory.open()
     writing = directory.begin(tag, len(content))
     (writing / "data").write_bytes(content)
     files = {"data": FileRecord(bytes=len(content), xxh3=checksum_of_file(writing / "data"))}
     about: dict[str, Any] = {name: {} for name in ("versions", "counters", "loss_scaler", "config")}
-    about |= {"stage": 0, "world_size": 1, "precision": "float32", "optimizer": "AdamW", "saved_at": "now"}
+    about |= {"stage": 0, "world_size": 1, "precision": "float32", "optimizer": "AdamW", "saved_at": saved_at}
     directory.commit(writing, Manifest(format=FORMAT, tag=tag, step=step, param_groups=[], files=files, **about), keep)
 
 
@@ -47,6 +52,15 @@ def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
         write(directory, f"step-{step}", step, keep=2)
     assert directory.tags() == ["step-3", "step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", LATEST, "step-3", "step-4"]
+
+
+def test_a_save_on_a_host_whose_clock_is_behind_is_the_newest(tmp_path: Path) -> None:
+    directory = CheckpointFolder(tmp_path)
+    for step, hour in enumerate((12, 11, 10)):
+        write(directory, f"step-{step}", step, keep=2, saved_at=f"2026-01-01T{hour}:00:00+00:00")
+    assert directory.tags() == ["step-1", "step-2"]
+    (tmp_path / LATEST).unlink()
+    assert directory.latest() == "step-2"
 
 
 def test_a_tag_can_be_written_again(tmp_path: Path) -> None:

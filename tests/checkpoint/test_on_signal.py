@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zeroengine
 from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import take_steps
+from tests.distributed.training import start, take_steps
 from zeroengine.checkpoint import agreement, on_signal
+from zeroengine.comm.group import Group
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 
@@ -77,6 +79,25 @@ def test_training_goes_on_where_a_signal_ended_it(
         assert losses == expected[rank][begin:]
 
 
+def steps_until_agreed() -> int:
+    """How many short steps go by from the one at which rank 1 asks to the one at which both ranks agree."""
+    rank = start()
+    agreed = agreement.StepAgreement(Group(None, torch.device("cpu")), "agree on a signal", interval_s=1000.0)
+    for _ in range(3):
+        assert not agreed.end_step(False)
+    steps = 1
+    while not agreed.end_step(rank == 1):
+        steps += 1
+    agreed.close()
+    return steps
+
+
+def test_the_steps_between_two_questions_do_not_grow_with_the_number_of_ranks() -> None:
+    first, second = run_ranks(2, steps_until_agreed)
+    # The question is asked at the end of the last of these steps, and answered at the end of the next one.
+    assert first == second <= agreement.MAX_STEPS + 1
+
+
 def listen_in_turn(folder: Path) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
@@ -94,7 +115,9 @@ def listen_in_turn(folder: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
     engine = engine_at(0, checkpoint=settings(folder))
     take_steps(engine, range(3))  # the signal was the first engine's
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     engine.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "who began to listen later goes on"
 
     raised: list[Exception] = []
 

@@ -25,7 +25,9 @@ from tests.emulated import cpu_alone, gpu
 from zeroengine.comm.comms_log import OperationTotals
 from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.transports.nccl import NCCLTransport
+from zeroengine.comm.transports.single_process import SingleProcessChannel, SingleProcessTransport
 from zeroengine.config.sinks import CommsLogger
+from zeroengine.utils.work import Work
 
 STEPS = 4
 DELAY_S = 0.1
@@ -79,6 +81,23 @@ def test_the_time_that_a_late_rank_costs_is_exposed() -> None:
     (_, _, totals, _), _ = run_ranks(2, train, 3, {"enabled": True}, DELAY_S)
     assert sum(collectives.exposed_seconds for collectives in totals.values()) > 0.8 * STEPS * DELAY_S
     assert sum(collectives.seconds for collectives in totals.values()) > 0.8 * STEPS * DELAY_S
+
+
+class SlowToIssue(SingleProcessChannel):
+    """A channel whose collectives are over when they are issued, which takes a while."""
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        time.sleep(DELAY_S)
+        return super().all_reduce(full, label)
+
+
+def test_the_time_to_issue_a_collective_is_exposed() -> None:
+    inner = SingleProcessTransport(torch.device("cpu"))
+    inner.reduce = SlowToIssue()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.ExitStack() as undo:
+        transport = log_collectives(inner, CommsLogger(enabled=True), undo)
+        transport.reduce.all_reduce(torch.ones(1), "blocks.0").wait_host()
+    assert float(out.getvalue().split("this rank spent ")[1].split(" s ")[0]) >= 0.9 * DELAY_S
 
 
 def test_each_collective_may_have_a_line() -> None:

@@ -122,6 +122,8 @@ def test_a_rank_whose_wait_has_ended_is_reported_as_past_it() -> None:
     watchdog.record(GATHER)
     with watchdog.guard(REDUCE):
         pass
+    with pytest.raises(MemoryError), watchdog.long_wait("save a checkpoint"):
+        raise MemoryError
     place = RankPosition(True, REDUCE)
     assert other.ask(place, 10.0) == {0: RankPosition(False, GATHER), 1: place}
     watchdog.close()

@@ -311,6 +311,18 @@ def test_averages_that_a_checkpoint_lacks_restart_and_others_are_left(
         averaged.average_weights().__enter__()
 
 
+def test_an_average_that_a_checkpoint_lacks_restarts_alone(tmp_path: Path) -> None:
+    model: Any = build(Branching)
+    model.blocks[1].up.requires_grad_(False)
+    saved = zeroengine.initialize(model, config=config(0, **(BASE | EMA)))
+    train(saved, range(2))
+    saved.save_checkpoint(tmp_path)
+    # Here it has an average, and shares a unit with parameters whose averages were saved.
+    loaded = make(0, **EMA)
+    loaded.load_checkpoint(tmp_path)
+    assert_equal(values(saved, ema=True), values(loaded, ema=True))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -183,9 +183,10 @@ def test_any_two_calls_that_differ_are_an_error_by_name_on_every_rank(
 def test_ranks_in_different_calls_are_told_which_and_what_comes_later_says_to_close(tmp_path: Path) -> None:
     pairs = [
         ("save_checkpoint()", "load_checkpoint()"),
+        # One rank hears of the other's error, and both go on with the next engine.
+        ("step", "full_state_dict()"),
         ("full_master", "save_weights()"),
         ("load_checkpoint()", "initialize()"),
-        ("step", "full_state_dict()"),
     ]
     by_rank = run_ranks(2, try_calls, 3, "shm", pairs, str(tmp_path))
     assert problems_of(pairs, by_rank) == []

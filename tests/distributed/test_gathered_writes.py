@@ -136,6 +136,38 @@ def test_parameters_on_a_disk_take_writes_inside_a_forward(tmp_path: Any) -> Non
     run_ranks(2, check_on_disk, str(tmp_path))
 
 
+class Halving(nn.Module):
+    """A frozen parameter whose values come from its forwards alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(4, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.frozen.mul_(0.5)
+        return (self.linear(x) * self.frozen.clone()).sum()
+
+
+def halved_beside_a_second_copy() -> list[float]:
+    start()
+    degrees = dict.fromkeys(("parameters", "gradients", "optimizer"), 2) | {"secondary_parameters": 1}
+    zero = {"degrees": degrees, "param_persistence_threshold": 0}
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    model = build(Halving)
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), settings)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 4) * (1 + engine.rank)))
+        engine.step()
+    values: list[float] = engine.full_state_dict()["frozen"].tolist()
+    engine.close()
+    return values
+
+
+def test_the_second_copy_of_a_frozen_parameter_takes_writes_inside_a_forward() -> None:
+    assert run_ranks(2, halved_beside_a_second_copy) == [[0.125] * 4] * 2
+
+
 # -- ranks that write differently ---------------------------------------------------------------------
 
 
@@ -204,16 +236,17 @@ def test_check_parameter_writes_finds_a_write_through_numpy() -> None:
         assert len(warnings) == 1 and "0.inner.weight" in warnings[0]
 
 
-def write_an_alias() -> tuple[float, float]:
+def write_an_alias(how: str) -> tuple[float, float]:
     start()
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
-    engine = zeroengine.initialize(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": KEEPS_NOTHING_WHOLE | {"stage": 3}},
-    )
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": KEEPS_NOTHING_WHOLE | {"stage": 3}}
+    # The backward frees the memory of the first unit, which it does not gather again.
+    config |= {"units": ["0", "1"]}
+    engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), config)
     kept = []
-    handle = model[0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    handle = model[0].register_forward_hook(
+        lambda module, *_: kept.append(module.weight.detach() if how == "detach" else module.weight.data)
+    )
     loss = engine(torch.ones(1, 4) * (1 + engine.rank)).sum()
     handle.remove()
     before = kept[0].sum().item()
@@ -226,6 +259,7 @@ def write_an_alias() -> tuple[float, float]:
     return before, after
 
 
-def test_a_write_to_a_tensor_that_shares_a_released_parameters_memory_counts() -> None:
-    for before, after in run_ranks(2, write_an_alias):
+@pytest.mark.parametrize("how", ["detach", "data"])
+def test_a_write_to_a_tensor_that_shares_a_released_parameters_memory_counts(how: str) -> None:
+    for before, after in run_ranks(2, write_an_alias, how):
         assert after == pytest.approx(before + 16)

@@ -160,6 +160,19 @@ def unscaled_after_a_failure() -> None:
             engine(*batch(0, engine.rank)).backward()
 
 
+def unscaled_after_a_scaled_one() -> None:
+    start()
+    engine = make_engine(Task(), 1, **fp16())
+    losses = [engine(*batch(step, engine.rank)) for step in range(2)]
+    engine.scale(losses[0]).backward()
+    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
+        losses[1].backward()
+
+
+def test_a_scaled_loss_lets_no_other_one_pass_unscaled() -> None:
+    run_ranks(1, unscaled_after_a_scaled_one)
+
+
 def test_a_scaled_backward_that_raised_lets_no_unscaled_one_pass() -> None:
     run_ranks(1, unscaled_after_a_failure)
 
@@ -273,7 +286,8 @@ def exhausted() -> list[tuple[str, list[str], bool, int]]:
     start()
     found = []
     for stage in STAGES:
-        task = poisoned_task("blocks.1.down.weight")
+        # Where gradients are partitioned, rank 0 has no part of this one.
+        task = poisoned_task("blocks.1.down.bias")
         model = build(task.factory)
         more = fp16(initial_scale_power=3, min_loss_scale=4, hysteresis=1)
         engine = zeroengine.initialize(model, adamw(model), settings(task, stage, **more), lr_scheduler=decaying)
@@ -290,7 +304,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_on_every_rank_that_names_
     for ranks in run_ranks(2, exhausted):
         for message, changed, trains_on, scale in ranks:
             assert message.startswith(
-                "step 2: the gradient of blocks.1.down.weight is not finite, at the smallest loss scale, 4 "
+                "step 2: the gradient of blocks.1.down.bias is not finite, at the smallest loss scale, 4 "
                 "(fp16.min_loss_scale)."
             )
             assert "lower the learning rate" in message and "bf16" in message

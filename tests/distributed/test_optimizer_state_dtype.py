@@ -124,11 +124,26 @@ def test_momentum_that_is_written_before_the_first_step_counts() -> None:
 def momentum_before_the_first_step() -> None:
     start()
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    # Without a momentum the first step would not dampen its gradient.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, dampening=0.75)
     engine = zeroengine.initialize(model, optimizer, {"train_micro_batch_size_per_gpu": 2})
     set_full_optimizer_state(model.weight, "momentum_buffer", torch.full((4, 4), 2.0))
     before = full_master(model.weight)
-    engine.backward(engine(torch.zeros(2, 4)).sum())
+    engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
-    assert torch.equal(full_master(model.weight), before - 1)
+    torch.testing.assert_close(full_master(model.weight), before - (0.5 * 2 + 0.25 * 2))
+    engine.close()
+
+
+def test_moments_of_8_bits_begin_with_the_initial_value_of_the_optimizer() -> None:
+    run_ranks(1, initial_values_in_8_bits)
+
+
+def initial_values_in_8_bits() -> None:
+    start()
+    model = nn.Linear(65, 97)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    config = {"optimizer_state_dtype": "int8", "train_micro_batch_size_per_gpu": 2}
+    engine = zeroengine.initialize(model, optimizer, config)
+    assert (full_optimizer_state(model.weight, "sum") == 0.5).all()
     engine.close()

@@ -306,6 +306,24 @@ def test_ranks_that_wrote_different_values_are_an_error_on_all_of_them(more: dic
             assert "norm" not in message and "zeroengine.gathered" in message
 
 
+def write_differently_before_a_block_of_gathered() -> str:
+    rank = start()
+    engine = make_engine(Task(factory=untied), 1)
+    model: Any = engine.module
+    with torch.no_grad():
+        model.blocks[1].up.weight.fill_(float(rank))
+        with zeroengine.gathered(model.norm):
+            model.norm.bias.fill_(0.5)
+    with pytest.raises(DivergenceError) as caught:
+        take_steps(engine, range(1))
+    return str(caught.value)
+
+
+def test_values_written_inside_gathered_do_not_hide_those_that_ranks_wrote_differently_before() -> None:
+    for message in run_ranks(2, write_differently_before_a_block_of_gathered):
+        assert "different values of blocks.1.up.weight" in message and "norm" not in message
+
+
 def write_differently_ahead_of_the_verdict() -> list[str]:
     rank = start()
     messages = []

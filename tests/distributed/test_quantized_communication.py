@@ -185,6 +185,31 @@ def test_errors_restart_from_zero_after_a_load(tmp_path: Path) -> None:
         assert kept > 0 and left == 0
 
 
+def norms_of_equal_gradients(folder: Path) -> list[list[float]]:
+    """The norms of three steps of the same gradients, and of three more after a load."""
+    dist.init_process_group("gloo")
+    zero = {"stage": 2, **GRADIENTS, "quantized_gradient_bits": 4, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 2}}
+    engine = engine_of(zero, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    engine.save_checkpoint(folder)
+    found = []
+    for _ in range(2):
+        norms = []
+        for _ in range(3):
+            engine.backward(engine(*batch(0, engine.rank)))
+            engine.step()
+            norms.append(float(engine.grad_norm or 0))
+        found.append(norms)
+        engine.load_checkpoint(folder)
+    engine.close()
+    return found
+
+
+def test_errors_are_forgotten_after_as_many_reduces_as_configured_and_counted_anew_after_a_load(tmp_path: Path) -> None:
+    for norms, later in run_ranks(2, norms_of_equal_gradients, tmp_path):
+        assert norms[0] == norms[2] != norms[1]
+        assert later == norms
+
+
 # -- bytes ------------------------------------------------------------------------------------------
 
 

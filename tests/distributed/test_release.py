@@ -104,12 +104,14 @@ def test_a_released_model_goes_on_at_another_stage_with_the_same_bits(more: dict
 def leftovers(transport: str, folder: Path | None) -> list[tuple[int, ...]]:
     start()
     model = build(TinyLM)
-    found = []
+    found, schedules = [], []
     for _ in range(10):
         monitor = {} if folder is None else {"folder": str(folder)}
-        engine = zeroengine.initialize(model, None, config(3, comm={"transport": transport}, monitor=monitor))
+        more = {"monitor": monitor, "scheduler": {"type": "WarmupLR", "params": {}}}
+        engine = zeroengine.initialize(model, None, config(3, comm={"transport": transport}, **more))
         take_steps(engine, range(1))
         engine.release()
+        schedules.append(engine.lr_scheduler)  # as a loop that goes on to plot its rates
         parts = weakref.ref(engine)
         del engine
         gc.collect()

@@ -241,6 +241,7 @@ def test_a_digest_is_of_values_and_not_of_memory() -> None:
     z = torch.randn(4, dtype=torch.complex64)
     assert int(sample_digest(z.conj())) == int(sample_digest(z.conj().resolve_conj()))
     assert digest_inputs((x, "a", 1), CPU) == digest_inputs((same, "a", 1), CPU)
+    assert digest_inputs((x, x + 1), CPU) != digest_inputs((x + 1, x), CPU)
     for other in ((x, "b", 1), (x, "a", 2), (x.flatten(), "a", 1), (x.double(), "a", 1), (x, x), ("a", x, 1)):
         assert digest_inputs(other, CPU) != digest_inputs((x, "a", 1), CPU), other
 

@@ -170,6 +170,8 @@ def test_the_position_is_part_of_a_checkpoint(registered_first: bool, tmp_path: 
     (other,) = run_ranks(1, resume, tmp_path, registered_first)
     assert sorted(seen + other[0]) == list(range(40))
     assert other[1] == 0, "what each rank has of its own says nothing to another number of ranks"
+    for later, _ in run_ranks(3, resume, tmp_path, registered_first):
+        assert later and not set(later) & set(seen), "a rank that there was not before goes on with the others"
 
 
 def through_torchdata(folder: Path, resumes: bool) -> list[int]:
