@@ -43,7 +43,7 @@ TIERS = [
 # packages there. The engine imports these in one file, inside functions, with an error that says what to write instead.
 AROUND_THE_CORE = set().union(*TIERS[TIERS.index({"engine"}) + 1 :])
 SEAM = "zeroengine.engine.optional_packages"
-SEAM_TARGETS = {"zeroengine.plan.search.automatic", "zeroengine.recovery.snapshots"}
+SEAM_TARGETS = {"zeroengine.plan.search.automatic", "zeroengine.recovery.snapshots", "zeroengine.integrations.own_plan"}
 TIER_OF = {package: number for number, tier in enumerate(TIERS) for package in tier}
 # Packages whose __init__ re-exports names for users; elsewhere a name is imported from the module that defines it.
 FRAMEWORKS = ("accelerate", "deepspeed", "fsdp", "lightning", "transformers")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zeroengine.engine.gathered import gathered
     from zeroengine.engine.initialize import engine_of, initialize
     from zeroengine.engine.memory import Memory
+    from zeroengine.engine.parallelize import parallelize
     from zeroengine.engine.parameter_access import (
         full_gradient,
         full_master,
@@ -54,6 +55,7 @@ else:  # Names are imported when they are first used, so the commands that need 
         "zeroengine.engine.gathered": ["gathered"],
         "zeroengine.engine.initialize": ["engine_of", "initialize"],
         "zeroengine.engine.memory": ["Memory"],
+        "zeroengine.engine.parallelize": ["parallelize"],
         "zeroengine.errors": [
             "CheckpointError",
             "ConfigError",
@@ -114,6 +116,7 @@ __all__ = [
     "initialize",
     "mean_loss",
     "meta_init",
+    "parallelize",
     "plan",
     "receive_weights",
     "sequence_parallel",

@@ -263,7 +263,7 @@ def reduces_per_step(stages: tuple[int, ...]) -> list[list[str]]:
     for stage in stages:
         engine = make_engine(task, stage)
         issued: list[str] = []
-        record(engine.reducer.launcher._channel, ["all_reduce", "reduce_scatter"], issued)
+        record(engine.reducer.launcher._transport.reduce, ["all_reduce", "reduce_scatter"], issued)
         for step in range(2):
             issued.clear()
             engine.backward(engine(*task.data(step, engine.rank)))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine
@@ -65,7 +65,6 @@ def refused() -> dict[str, str]:
         "FSDP": message(FullyShardedDataParallel(build(), device_id=torch.device("cpu"))),
         "FSDP2": message(sharded(mesh)),
         "a submodule": message(with_a_wrapped_teacher()),
-        "DTensor": message(distribute_module(build(), mesh, lambda name, module, mesh: shard(module, mesh))),
         "DTensor buffer": message(buffered(mesh)),
         "Engine": message(engine),
         "mesh": message(build(), process_group=square),
@@ -76,11 +75,6 @@ def refused() -> dict[str, str]:
     assert message(torch.compile(build())) == "no error", "compiled is not distributed"
     assert message(build(), process_group=square["dp"]) == "no error"
     return found
-
-
-def shard(module: nn.Module, mesh: dist.DeviceMesh) -> None:
-    for name, param in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Replicate()])))
 
 
 def wrapped_by(call: str, where: str = "the model") -> str:
@@ -95,7 +89,6 @@ MESSAGES = {
     "FSDP": wrapped_by("FullyShardedDataParallel(...)"),
     "FSDP2": wrapped_by("fully_shard(...)", "the module blocks.0"),
     "a submodule": wrapped_by("DistributedDataParallel(...)", "the module teacher"),
-    "DTensor": r"parameter tok.weight is a DTensor \(R.*: it is distributed already, .* Pass the model with plain",
     "DTensor buffer": r"buffer table is a DTensor",
     "Engine": "found an Engine",
     "mesh": r"DeviceMesh of 2 dimensions, \{'dp': 2, 'tp': 1\}. Pass .* such as process_group=mesh\['dp'\]",

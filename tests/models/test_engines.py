@@ -312,7 +312,7 @@ def frozen_bystander() -> None:
         for step in range(3):
             d.module.requires_grad_(False)
             issued: list[str] = []
-            record(d.reducer.launcher._channel, ["all_reduce", "reduce_scatter"], issued)
+            record(d.reducer.launcher._transport.reduce, ["all_reduce", "reduce_scatter"], issued)
             gathered: list[int] = []
             fake = g(*features(step, g.rank))
             fake.register_hook(lambda _, d=d, gathered=gathered: gathered.append(d.memory().gathered))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from zeroengine.partition.boxes import Box
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.partition.slices import slice_of
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
@@ -51,6 +52,7 @@ class EngineTensors:
         outer_step: The outer step of ``local_steps``, whose momentum is saved.
         gatherer: Gathers units where the model's own code reads parameters, for its state dict.
         exact: What leaves the engine in its own dtype.
+        slice_number: Returns the number of this rank's slices of a unit; 0 if it is not split.
     """
 
     module: nn.Module
@@ -61,6 +63,7 @@ class EngineTensors:
     group: Group
     replicas: ReplicaLayout
     exact: Collection[torch.Tensor]
+    slice_number: Callable[[Unit], int]
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters, which may be released, and the persistent buffers by their own names."""
@@ -200,14 +203,15 @@ class EngineTensors:
                 state = shard_state.of(shard, span)
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
-                    entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
-                    entry.pieces += pieces_of_run(slot.shape, span.param_offset, value[: span.numel])
+                    entry = entries.setdefault(name, StateEntry(_whole_shape(shard.unit, span), value.dtype))
+                    entry.pieces += _pieces(shard.unit, span, value[: span.numel])
                 for key, value in state.scales.items():
                     shape = (-(-slot.numel // MOMENT_BLOCK),)
                     entry = entries.setdefault(f"{OPTIMIZER}{slot.name}.{key}{SCALES}", StateEntry(shape, value.dtype))
                     entry.pieces += pieces_of_run(shape, span.param_offset // MOMENT_BLOCK, value)
                 # Every rank that has part of the parameter has its step. The rank with the first element saves it.
-                for key, value in state.numbers.items() if not once or span.param_offset == 0 else ():
+                saves = span.param_offset == 0 and not self.slice_number(shard.unit)
+                for key, value in state.numbers.items() if not once or saves else ():
                     # A state of a whole parameter may have any shape. At degree 1 the ranks share the saving alone.
                     if value.numel() != 1 and span.numel < slot.numel and shard.unit.degrees.optimizer > 1:
                         raise ZeroEngineError(
@@ -239,9 +243,11 @@ class EngineTensors:
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
         own_range = None
         if once:
-            # Ranks that hold copies of one shard share the work of saving it, and so do replicas.
-            size = self.replicas.ranks_per_replica
-            own_range = self.replicas.share(*unit.layout.unreplicated_range(unit.rank, degree, size))
+            # Ranks that hold copies of one shard share the work of saving it, and so do replicas, unless these are of a
+            # split model and have other slices.
+            size = unit.expert_ranks or self.replicas.ranks_per_replica
+            own_range = unit.layout.unreplicated_range(unit.rank, degree, size)
+            own_range = own_range if unit.is_split else self.replicas.share(*own_range)
         return unit.layout.spans(unit.rank, degree, own_range)
 
     def _state_spans(self, shard: OptimizerShard, once: bool) -> Iterable[ShardSpan]:
@@ -250,7 +256,7 @@ class EngineTensors:
         if not state.is_whole(shard):
             return self._spans(unit, unit.degrees.optimizer, once)
         # Each copy of the states has an owner for each parameter, and the owners of the first copy save.
-        is_copy = unit.rank >= unit.degrees.optimizer or self.replicas.replica > 0
+        is_copy = unit.rank >= unit.degrees.optimizer or (self.replicas.replica > 0 and not unit.is_split)
         return () if once and is_copy else state.spans(shard)
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -267,12 +273,26 @@ class EngineTensors:
 def _add_unit(entries: StateEntries, unit: Unit, values: torch.Tensor, spans: Iterable[ShardSpan]) -> None:
     """Add the parameters of a unit, of whose shard ``values`` are."""
     # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
-    for slot in unit.layout.slots:
-        entries[slot.name] = StateEntry(slot.shape, values.dtype)
+    for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+        entries[slot.name] = StateEntry(tuple(param.shape), values.dtype)
     for span in spans:
         slot = unit.layout.slots[span.param_index]
-        run = values[span.shard_offset :][: span.numel]
-        entries[slot.name].pieces += pieces_of_run(slot.shape, span.param_offset, run)
+        entries[slot.name].pieces += _pieces(unit, span, values[span.shard_offset :][: span.numel])
+
+
+def _whole_shape(unit: Unit, span: ShardSpan) -> tuple[int, ...]:
+    """Return the shape of the parameter that a span is part of, whose slice alone may be in the unit."""
+    found = slice_of(unit.params[span.param_index])
+    return unit.layout.slots[span.param_index].shape if found is None else found.shape
+
+
+def _pieces(unit: Unit, span: ShardSpan, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of the whole parameter that a span is, each with its values, of ``values`` (1-D)."""
+    pieces = pieces_of_run(unit.layout.slots[span.param_index].shape, span.param_offset, values)
+    found = slice_of(unit.params[span.param_index])
+    if found is None:
+        return pieces
+    return [(box, piece[place]) for local, piece in pieces for box, place in found.boxes(local)]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ moving averages of `ema`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -58,9 +59,23 @@ class StateEntry:
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield what this rank has of the elements [start, stop) of the flattened tensor: boxes, with their values."""
-        for box, tensor in self.pieces:
-            for part in boxes_of_run(self.shape, max(start, box.start), min(stop, box.start + box.numel)):
-                yield part, part_of_box(tensor, box.offsets, part.offsets, part.sizes)
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        for run in boxes_of_run(self.shape, start, stop):
+            for box, tensor in self.pieces:
+                offsets = tuple(map(max, run.offsets, box.offsets))
+                ends = (
+                    min(a + size, b + other)
+                    for a, size, b, other in zip(run.offsets, run.sizes, box.offsets, box.sizes, strict=True)
+                )
+                sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+                if all(size > 0 for size in sizes):
+                    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+                    yield Box(offsets, sizes, first), part_of_box(tensor, box.offsets, offsets, sizes)
+
+    @property
+    def lies_in_runs(self) -> bool:
+        """Whether the elements of each box are contiguous in the flattened tensor."""
+        return all(box.is_run(self.shape) for box, _ in self.pieces)
 
 
 StateEntries = dict[str, StateEntry]

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
 from zeroengine.comm.divergence import Divergence, of_engine
@@ -70,8 +71,7 @@ class Group:
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            _start("nccl" if device.type == "cuda" else "gloo")
+        start_torch_distributed(device)
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self.process_group = group
@@ -430,7 +430,29 @@ def default_device() -> torch.device:
     return torch.device("cuda", index)
 
 
-def _start(backend: str) -> None:
+def device_of_model(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return the model's GPU if it is on one; otherwise any GPU, unless the process group is for CPUs.
+
+    A model without values counts as being on torch's default device.
+    """
+    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    # Without meta_init the values of the model would be on torch's default device.
+    if devices == {torch.device("meta")}:
+        devices = {torch.get_default_device()}
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is not None:
+        return gpu
+    # The user chose a group that cannot move CUDA tensors, so the ranks compute on the CPU despite the GPU.
+    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
+        return torch.device("cpu")
+    return default_device()
+
+
+def start_torch_distributed(device: torch.device) -> None:
+    """Start torch.distributed if it is not running: NCCL for a GPU, else Gloo; without peers a group of one process."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if has_peers():
         dist.init_process_group(backend)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class SumsOverReplicas:
 
     def __init__(self, transport: Transport, replicas: Replicas) -> None:
         self._transport, self._between = transport, replicas.between
-        self.rank = replicas.layout.rank
+        self.rank = replicas.group.numbers[replicas.group.rank]
         self.world_size = replicas.layout.num_replicas * replicas.layout.ranks_per_replica
         self.has_peers = transport.has_peers or replicas.between.has_peers
 
@@ -78,19 +79,27 @@ class SumsOverReplicas:
         return self._between.all_reduce_scalars(self._transport.all_reduce_scalars(values, label), label)
 
 
-def open_replicas(group: Group, ranks_per_replica: int, kind: str, timeout: float) -> Replicas:
+def open_replicas(
+    group: Group,
+    layout: ReplicaLayout,
+    kind: str,
+    timeout: float,
+    members: Sequence[int] | None = None,
+    counterparts: Sequence[int] | None = None,
+) -> Replicas:
     """Divide the ranks of ``group`` into replicas. A collective.
 
     Args:
         group: All ranks.
-        ranks_per_replica: The ranks of each replica, which divide those of ``group``.
+        layout: Which of them are in which replica.
         kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
         timeout: Seconds after which a stalled operation is an error.
+        members, counterparts: The ranks of this rank's replica and its counterparts. None: those of ``layout``.
     """
-    layout = ReplicaLayout(group.rank, group.world_size // ranks_per_replica, ranks_per_replica)
     # The fake backend has no peers whose positions a watchdog could ask for.
     watchdog = None if group.backend == "fake" else group.start_watchdog(timeout)
-    replica, counterparts = (group.subgroup(ranks, watchdog) for ranks in (layout.members, layout.counterparts))
+    replica = group.subgroup(members or layout.members, watchdog)
+    others = group.subgroup(counterparts or layout.counterparts, watchdog)
     # "shm" asks for shared memory within a machine, and replicas may be on several.
-    between = open_transport(counterparts, "auto" if kind == "shm" else kind, timeout)
-    return Replicas(layout, replica, counterparts, between, watchdog)
+    between = open_transport(others, "auto" if kind == "shm" else kind, timeout)
+    return Replicas(layout, replica, others, between, watchdog)

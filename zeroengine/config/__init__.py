@@ -4,6 +4,7 @@
 - `model.py`: the whole configuration, and the models of the smaller sections.
 - `zero.py`, `degrees.py`, `offload.py`: the models of what is partitioned, over how many ranks, and where it lives.
 - `local_steps.py`: the model of replicas that are averaged now and then.
+- `tensor_parallel.py`: the models of layers and of experts that are split over ranks.
 - `ema.py`: the model of the moving average of the weights.
 - `tiling.py`: the model of losses and MLPs in tiles.
 - `precision.py`, `optimizers.py`, `schedulers.py`, `monitor.py`, `sinks.py`: the models of those sections.

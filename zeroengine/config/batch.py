@@ -22,7 +22,14 @@ log = logging.getLogger("zeroengine")
 
 
 def resolve(
-    train: int | None, micro: int | None, steps: int | str | None, *, world_size: int, group_size: int = 1, source: str
+    train: int | None,
+    micro: int | None,
+    steps: int | str | None,
+    *,
+    world_size: int,
+    group_size: int = 1,
+    ranks_per_model: int = 1,
+    source: str,
 ) -> dict[str, Any]:
     """Return the three sizes by key, with the missing ones filled in.
 
@@ -36,6 +43,7 @@ def resolve(
         steps: The number of micro-steps, "manual", or None if it is missing.
         world_size: The number of ranks.
         group_size: The number of ranks that share each sample.
+        ranks_per_model: The number of ranks that hold one model together, and count as one in ``world_size``.
         source: The name of the configuration, for messages.
 
     Raises:
@@ -52,7 +60,7 @@ def resolve(
         if train is not None:
             raise ConfigError(f"{source}: {manual_with_train(train)}.")
         return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
-    full = int(os.environ.get(FULL_VARIABLE) or world_size) // group_size
+    full = int(os.environ.get(FULL_VARIABLE) or world_size * ranks_per_model) // ranks_per_model // group_size
     world_size //= group_size
     if train and micro and steps and train == micro * steps * world_size:
         # The sizes fit this world size, so they have been resolved for it already, and an elastic run must not adapt

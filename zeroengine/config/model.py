@@ -23,6 +23,7 @@ from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTy
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
 from zeroengine.config.snapshots import Snapshots
 from zeroengine.config.source import ConfigSource, walk
+from zeroengine.config.tensor_parallel import ExpertParallel, TensorParallel
 from zeroengine.config.tiling import Tiling
 from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ConfigError
@@ -104,6 +105,10 @@ class Config(Section):
     over all ranks as without it. 1: every rank has samples of its own."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is partitioned, and how its communication is divided and overlapped."""
+    tensor_parallel: Annotated[TensorParallel, NULL] = TensorParallel()
+    """Layers that are split over ranks."""
+    expert_parallel: Annotated[ExpertParallel, NULL] = ExpertParallel()
+    """Experts that are split over ranks."""
     local_steps: LocalStepsField = None
     """Replicas that take steps of their own and are averaged after some of them. null: every step is one of all
     ranks."""
@@ -294,6 +299,11 @@ class Config(Section):
             raise ConfigError("fill_auto needs a configuration that was loaded; write zeroengine.config.load(file).")
         return self._fill(self, self._written, values, framework, must_match)
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that get the same batches, by this configuration alone: a model may be split already."""
+        return max(self.sequence_parallel_size, self.tensor_parallel.autotp_size, 1)
+
     def resolve(
         self,
         *,
@@ -301,6 +311,7 @@ class Config(Section):
         model_dtype: torch.dtype | None = None,
         ranks_per_node: int | None = None,
         shard_ranks: int | None = None,
+        ranks_per_model: int = 1,
     ) -> Config:
         """Return the configuration with the batch sizes, the precision and the degrees filled in.
 
@@ -309,6 +320,7 @@ class Config(Section):
             model_dtype: The dtype of the model's parameters, which decides `"enabled": "auto"` of bf16 and fp16.
             ranks_per_node: The number of ranks of each machine. None: the degree "node" stays.
             shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over. None: there is none.
+            ranks_per_model: The number of ranks that hold one model together, each group of which counts as one rank.
 
         Raises:
             ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, there are not several
@@ -321,6 +333,7 @@ class Config(Section):
             self.gradient_accumulation_steps,
             world_size=world_size,
             group_size=self.sequence_parallel_size,
+            ranks_per_model=ranks_per_model,
             source=self._source,
         )
         # An explicit precision wins over the dtype of the model's parameters.

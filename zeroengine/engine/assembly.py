@@ -119,7 +119,7 @@ def build_parts(
         setup.undo.callback(save_on_signal.close)
     snapshots = open_snapshots(setup, group)
     partition = partition_model(setup, ranks, reports.timer)
-    comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size)
+    comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size, setup.model_groups)
     sequences = SequenceGroup(setup.model, ranks.transport, comparison, reports.timer, setup.undo)
     if sequences.size > 1:
         transformers_models.connect(setup.model, sequences, setup.undo)

@@ -84,7 +84,9 @@ class EngineCheckpoints(Observer):
         group, replicas, states = parts.ranks.group, parts.ranks.replica_layout, parts.states
         exact = exact_tensors(module, parts.setup.config)
         optimizer, outer_step = states.optimizer, states.outer_step
-        self.tensors = EngineTensors(module, units, optimizer, outer_step, gatherer, group, replicas, exact)
+        self.tensors = EngineTensors(
+            module, units, optimizer, outer_step, gatherer, group, replicas, exact, parts.ranks.slice_number
+        )
         self._stateful: dict[str, Stateful] = {}
         # The states that were loaded for objects that are not registered yet, and whether the number of ranks is the
         # same as at the save.

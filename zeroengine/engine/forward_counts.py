@@ -25,7 +25,9 @@ class ForwardCounts:
         # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
         from zeroengine.monitor import flops
 
+        # The ranks with parts of each sample, and those that have each of them whole.
         self._ranks_per_sample = setup.config.sequence_parallel_size
+        self._num_copies = len(setup.model_groups[0]) if setup.model_groups else 1
         self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(setup.model)
         trainable = sum(plan.numel for plan in setup.plans if plan.trainable)
         self._trainable_share = trainable / max(sum(plan.numel for plan in setup.plans), 1)
@@ -89,7 +91,8 @@ class ForwardCounts:
         flops, counts = self._flops_per_element, self._counts
         self._counts, self._has_stepped = Counter(), True
         return {
-            "samples": counts["samples"] / self._ranks_per_sample if "samples" in counts else None,
-            "tokens": counts.get("tokens"),
-            "flops": flops * counts["elements"] if flops else None,
+            "samples": counts["samples"] / self._ranks_per_sample / self._num_copies if "samples" in counts else None,
+            "tokens": counts["tokens"] / self._num_copies if "tokens" in counts else None,
+            # Operations on a split matrix are counted as those on the whole.
+            "flops": flops * counts["elements"] / self._num_copies if flops else None,
         }

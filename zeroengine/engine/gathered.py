@@ -53,14 +53,25 @@ class ParameterOwner:
         param_ids = {id(param) for param in params}
         return [unit for unit in self.parts.partition.units if any(id(param) in param_ids for param in unit.params)]
 
-    def first_writers(self, changed: Sequence[bool]) -> list[int]:
-        """Return for each flag the lowest rank that raised it, or -1. A collective."""
+    def first_writers(self, changed: Sequence[bool], units: Sequence[Unit]) -> list[int]:
+        """Return for each flag the lowest rank that raised it, or -1. A collective.
+
+        Args:
+            changed: The flags.
+            units: For each flag the unit that it is about. Of ranks that have other slices of it none is returned,
+                unless no rank of this one's slice has raised the flag.
+        """
         group = self.parts.ranks.group
         # Each rank raises its flags in its own column, so one sum shows every rank's flags to all.
         flags = torch.zeros(len(changed), group.world_size, dtype=torch.float64, device="cpu")
         flags[:, group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
         flat = self.parts.ranks.sums.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
-        return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
+        raised = ([rank for rank, flag in enumerate(row) if flag] for row in flat.view_as(flags).tolist())
+        preferred = (
+            sorted(ranks, key=lambda rank: rank not in self.parts.ranks.holders(unit).numbers)
+            for ranks, unit in zip(raised, units, strict=True)
+        )
+        return [next(iter(ranks), -1) for ranks in preferred]
 
     def apply_writes(self, unit: Unit, writers: Sequence[int]) -> None:
         """Give all ranks the values that were written to ``unit``, masters included. A collective.
@@ -74,7 +85,10 @@ class ParameterOwner:
         views = unit.full_buffer.views
         for index in written:
             # Whole values travel, since the writer is the only rank that holds them all.
-            self.parts.ranks.group.broadcast(views[index], f"of {unit.layout.slots[index].name}", writers[index])
+            holders = self.parts.ranks.holders(unit)
+            # Where another slice was written alone, this one keeps its values.
+            source = holders.numbers.index(writers[index]) if writers[index] in holders.numbers else 0
+            holders.broadcast(views[index], f"of {unit.layout.slots[index].name}", source)
             # Autograd then refuses a backward through a graph that saved the old values.
             torch.autograd.graph.increment_version(unit.params[index])
         unit.originals.unset.difference_update(names)
@@ -213,12 +227,12 @@ def gathered(
         refusals = [name for unit in units for name in unit.full_buffer.readopt_data()]
         after = [_contents(unit) for unit in units]
         changed = [now != then for now, then in zip(after, before, strict=True)]
-        writers = owner.first_writers(changed)
+        writers = owner.first_writers(changed, units)
         for index, writer in enumerate(writers):
             if writer >= 0 and not gatherer.has_averages:
                 # Few units are written, so the ranks exchange flags of parameters for those alone.
                 flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
-                owner.apply_writes(units[index], owner.first_writers(flags))
+                owner.apply_writes(units[index], owner.first_writers(flags, [units[index]] * len(flags)))
             else:
                 # A rank may have written the values that were there, which is no difference to the others.
                 units[index].forget_writes(())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroengine.comm.group import Group, backend_of, default_device
+from zeroengine.comm.group import Group, device_of_model
 from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.comm.model_group import check_model_groups, open_expert_group, open_model_groups
 from zeroengine.comm.process_group_argument import as_process_group, shard_ranks_of
 from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
@@ -32,6 +35,7 @@ from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
+from zeroengine.engine.split_models import check_split_model, sizes_to_split, split_model
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import measure_free_memory
 from zeroengine.memory.state_bytes import RankTopology
@@ -42,8 +46,11 @@ from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters
+from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.partition.slices import ModelLayout
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime import mixed_precision
+from zeroengine.runtime.dtensors import SplitOver, note_slices
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
 from zeroengine.utils.formats import counted
@@ -107,13 +114,19 @@ def make_engine(
         # The process group comes first, because errors of the checks below are exchanged over it.
         join_launched_ranks()
         ranks = as_process_group(process_group)
-        group = Group(ranks, _device_of(model, ranks))
+        group = Group(ranks, device_of_model(model, ranks))
         ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
-        # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
-        with group.collective_errors("to initialize", uuid.uuid4().hex) as names:
+        own = _OwnFacts(uuid.uuid4().hex)
+        # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits: here
+        # before the ranks split a model together, and below.
+        with group.collective_errors("to initialize", own) as asked:
             _check_model(model, optimizer)
-            split_quantized_parameters(model, undo)
             settings = config if isinstance(config, Config) else load(config)
+            own.sizes = sizes_to_split(model, settings, ranks)
+        with group.collective_errors("to initialize", own) as facts:
+            split_quantized_parameters(model, undo)
+            split_model(model, optimizer, [fact.sizes for fact in asked])
+            own.split_over = note_slices(model, ranks, undo)
             tile_model(model, settings.tiling, undo)
             # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
             # leaves out count as frozen, which affects the model's dtype and how it is cut.
@@ -121,8 +134,15 @@ def make_engine(
             undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
             # Some settings depend on the model's dtype or the number of ranks.
             dtype = mixed_precision.dtype_of_model(model, settings)
+            # Each model group counts as one rank: it computes its samples together.
+            own_group = own.split_over.model or (group.rank,)
+            num_data_ranks = group.world_size // len(own_group)
             settings = settings.resolve(
-                world_size=group.world_size, model_dtype=dtype, ranks_per_node=ranks_per_node, shard_ranks=shard_ranks
+                world_size=num_data_ranks,
+                model_dtype=dtype,
+                ranks_per_node=_data_ranks_per_node(own_group, ranks_per_node),
+                shard_ranks=shard_ranks,
+                ranks_per_model=len(own_group),
             )
             for low in (settings.low_precision, settings.autocast_dtype):
                 if low is not None:
@@ -133,7 +153,8 @@ def make_engine(
                 settings.zero_optimization, plans, mixed_precision.exact_tensors(model, settings)
             )
             # With "auto" only stages are chosen at which the optimizer works.
-            replica_ranks = settings.replica_ranks(group.world_size)
+            check_split_model(settings, plans, base_optimizer)
+            replica_ranks = settings.replica_ranks(num_data_ranks)
             rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
             rules.check_patterns(plans)
             meta_init.check_optimizer_state(base_optimizer)
@@ -142,16 +163,31 @@ def make_engine(
             # Deferred parameters get their values last, because this takes memory and time.
             meta_init.initialize_meta_parameters(model)
         # Ranks that call methods of different engines then find out.
-        group.divergence.name_engine(names[0])
+        group.divergence.name_engine(facts[0].engine_name)
         # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
         check_agreement(group, settings, model, plans, base_optimizer)
         if notice is not None and group.rank == 0:
             log.warning("%s", notice)
         comm = settings.comm
-        replicas = None
-        if settings.local_steps is not None:
-            replicas = open_replicas(group, replica_ranks, comm.transport, comm.timeout_seconds)
+        replicas, model_groups = None, []
+        if any(other.split_over.model is not None for other in facts):
+            # Every rank has the same groups, and raises if they are wrong.
+            model_groups = check_model_groups([other.split_over.model for other in facts])
+            layout = ModelLayout.of_groups(model_groups, group.rank)
+            replicas = open_model_groups(group, layout, comm.transport, comm.timeout_seconds)
+        elif settings.local_steps is not None:
+            replica_layout = ReplicaLayout(group.rank, group.world_size // replica_ranks, replica_ranks)
+            replicas = open_replicas(group, replica_layout, comm.transport, comm.timeout_seconds)
+        if replicas is not None:
             undo.callback(replicas.close)
+        experts = None
+        if any(other.split_over.experts is not None for other in facts):
+            expert_layout = ModelLayout.of_groups(
+                check_model_groups([other.split_over.experts for other in facts]), group.rank
+            )
+            watchdog = None if replicas is None else replicas.watchdog
+            experts = open_expert_group(group, watchdog, expert_layout, comm.transport, comm.timeout_seconds)
+            undo.callback(experts.close)
         sharing = group if replicas is None else replicas.group
         transport = open_transport(sharing, comm.transport, comm.timeout_seconds, comm.register_buffers)
         undo.callback(transport.close)
@@ -167,7 +203,9 @@ def make_engine(
             log.warning("%s", notice)
         # The prediction looks at the caller's optimizer, which the engine empties.
         start = describe_start(model, state_memory, replica_ranks, num_replicas, group.device)
-        setup = EngineSetup(model, base_optimizer, lr_scheduler, state_memory, async_step, copies, undo)
+        setup = EngineSetup(
+            model, base_optimizer, lr_scheduler, state_memory, async_step, copies, undo, model_groups, experts
+        )
         try:
             engine = Engine(partial(build_parts, setup, group, replicas, transport))
         except RuntimeError as error:
@@ -184,6 +222,31 @@ def make_engine(
         engine.begin_replay()
         on_error.pop_all()
         return engine
+
+
+@dataclass
+class _OwnFacts:
+    """What each rank tells the others.
+
+    Attributes:
+        engine_name: A random name, of which that of rank 0 counts.
+        sizes: Over how many ranks layers and experts are to be split.
+        split_over: The ranks that the model is split over.
+    """
+
+    engine_name: str
+    sizes: tuple[int, int] = (1, 1)
+    split_over: SplitOver = field(default_factory=SplitOver)
+
+
+def _data_ranks_per_node(model_group: Sequence[int], ranks_per_node: int) -> int:
+    """Return how many ranks of a machine have the same slices; 0 if this differs between machines."""
+    if not ranks_per_node:
+        return 0
+    # The ranks of the group that each of its machines has.
+    counts = set(Counter(rank // ranks_per_node for rank in model_group).values())
+    count = counts.pop()
+    return 0 if counts or ranks_per_node % count else ranks_per_node // count
 
 
 def _check_model(model: nn.Module, optimizer: OptimizerLike) -> None:
@@ -242,21 +305,3 @@ def engine_of(model: nn.Module) -> Engine | None:
             "initialize()."
         )
     return owners.pop().engine() if owners else None
-
-
-def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the model's GPU if it is on one; otherwise any GPU, unless the process group is for CPUs.
-
-    A model without values counts as being on torch's default device.
-    """
-    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
-    # Without meta_init the values of the model would be on torch's default device.
-    if devices == {torch.device("meta")}:
-        devices = {torch.get_default_device()}
-    gpu = next((device for device in devices if device.type == "cuda"), None)
-    if gpu is not None:
-        return gpu
-    # The user chose a group that cannot move CUDA tensors, so the ranks compute on the CPU despite the GPU.
-    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
-        return torch.device("cpu")
-    return default_device()

@@ -14,6 +14,7 @@ from zeroengine.config.zero import ZeroOptimization
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.dtensors import dtensors_in
 from zeroengine.runtime.quantized_parameters import library_of
 from zeroengine.utils.torch_internals import is_traceable_wrapper_subclass
 
@@ -63,7 +64,7 @@ def check_unowned(model: nn.Module) -> None:
 
 
 def check_undistributed(model: nn.Module) -> None:
-    """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
+    """Check that no module of ``model`` is wrapped for data parallelism, and that no buffer is a DTensor.
 
     Raises:
         ZeroEngineError: There is one. The message names the first, and what to pass instead.
@@ -83,12 +84,11 @@ def check_undistributed(model: nn.Module) -> None:
     # If this module was never imported, no DTensor exists. Importing it only for the check would take time.
     if tensors is None:
         return
-    for name, tensor in _named_tensors(model):
-        if isinstance(tensor, tensors.DTensor):
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, tensors.DTensor):
             raise ZeroEngineError(
-                f"{name} is a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh}): it is "
-                "distributed already, and tensor parallelism beside zeroengine is not supported. Pass the model with "
-                "plain tensors, as it was before parallelize_module() or distribute_tensor()"
+                f"buffer {name} is a DTensor ({', '.join(map(str, buffer.placements))} over {buffer.device_mesh}), and "
+                "only parameters may be split: keep the buffer as a plain tensor on every rank"
             )
 
 
@@ -105,6 +105,7 @@ def check_tensor_kinds(model: nn.Module) -> None:
         ZeroEngineError: One is not initialized, sparse, quantized or a wrapper of other tensors, or torch cannot copy
             its dtype. The message names it, and what to do.
     """
+    split = {param for _, param in dtensors_in(model)}
     for name, tensor in _named_tensors(model):
         if is_lazy(tensor):
             raise ZeroEngineError(
@@ -113,7 +114,7 @@ def check_tensor_kinds(model: nn.Module) -> None:
             )
         # The tensors in a quantized weight are checked when they are found.
         is_known = isinstance(tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor) and library_of(tensor)
-        reason = "" if is_known else _reason_refused(tensor)
+        reason = "" if is_known or tensor in split else _reason_refused(tensor)
         if reason:
             raise ZeroEngineError(f"{name} {reason}")
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from zeroengine.checkpoint.newest import SnapshotStore
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
@@ -44,6 +47,18 @@ def open_snapshots(setup: EngineSetup, group: Group) -> SnapshotStore | None:
     snapshots = MemorySnapshots(setup.config, group, states.snapshot)
     setup.undo.callback(snapshots.close)
     return snapshots
+
+
+def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:
+    """Split the layers and the experts of a model by the plan of its library. See ``integrations.own_plan``.
+
+    Raises:
+        ZeroEngineError: The model has no plan, or the package that knows its library is not there.
+    """
+    remedy = "Pass a plan: zeroengine.parallelize(model, {...}, size=2)."
+    with _asked_for("tensor_parallel.autotp_size", "zeroengine.integrations", remedy):
+        from zeroengine.integrations import own_plan
+    own_plan.split_by_own_plan(model, mesh, expert_mesh)
 
 
 @contextmanager

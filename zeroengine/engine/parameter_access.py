@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroengine.comm.group import Group
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.gathered import owner_of
+from zeroengine.engine.split_models import assemble
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
+from zeroengine.partition.slices import slice_of
+from zeroengine.runtime.dtensors import local_tensor
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -57,8 +61,8 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     gradient = located.expand(located.owned_parts(shard.gradient) if shard.unit_grads.launched_in_step else ())
     if local_gradient is not None:
         gradient += local_gradient
-    located.parts.ranks.replica_group.all_reduce(gradient, "of a gradient")
-    return gradient / located.parts.passes.reducer.divisor()
+    located.data_group.all_reduce(gradient, "of a gradient")
+    return located.whole(gradient) / located.parts.passes.reducer.divisor()
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -81,7 +85,8 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     parts.passes.reducer.launcher.wait()
     parts.passes.reducer.take_assigned_gradients()
     parts.ranks.group.broadcast(value, "of a gradient")
-    share = float(parts.ranks.transport.rank == 0)
+    value = located.own_slice(value)
+    share = float(located.unit.rank == 0)
     parts.passes.reducer.replace_gradient(shard.unit_grads, located.index, value, share)
 
 
@@ -110,10 +115,10 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         # others contribute zeros.
         state = located.zeros(shape)
         # A replica that has taken no step yet has no state, and gives zeros.
-        if values and located.unit.rank == holder % located.parts.ranks.transport.world_size:
+        if values and located.unit.rank == holder:
             state.copy_(values[0][1])
-    located.parts.ranks.replica_group.all_reduce(state, "of an optimizer state")
-    return state
+    located.data_group.all_reduce(state, "of an optimizer state")
+    return located.whole(state) if shape is None else state
 
 
 def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -133,7 +138,7 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
         value = located.checked_copy(value, shape)
     located.parts.ranks.group.broadcast(value, "of an optimizer state")
     # Each rank received the whole value, and keeps only its part.
-    located.set_state_values(shard, key, value)
+    located.set_state_values(shard, key, located.own_slice(value) if shape is None else value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
@@ -152,9 +157,9 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     # A frozen unit has no optimizer shard on any rank, so all ranks take the same branch.
     if shard is None:
         gatherer.pin(located.unit)
-        value = located.zeros(param.shape).copy_(param.detach())
+        value = located.zeros(located.slot.shape).copy_(local_tensor(param).detach())
         gatherer.unpin(located.unit)
-        return value
+        return located.whole(value)
     # Values that the user wrote into the model are copied into the master first.
     if any(is_written_by_rank):
         located.parts.passes.outside_writes.compare()
@@ -162,8 +167,8 @@ def full_master(param: nn.Parameter) -> torch.Tensor:
     if shard.may_be_written:
         shard.reload_master()
     value = located.expand(located.owned_parts(shard.master))
-    located.parts.ranks.replica_group.all_reduce(value, "of master weights")
-    return value
+    located.data_group.all_reduce(value, "of master weights")
+    return located.whole(value)
 
 
 def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -182,13 +187,15 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
         located.check_has_weights("set_full_master()")
         value = located.checked_copy(value)
     located.parts.ranks.group.broadcast(value, "of master weights")
+    value = located.own_slice(value)
     gatherer.pin(unit)
     if located.shard is not None:
         # A rank may own no part of the parameter.
         for span, master in located.owned_parts(located.shard.master, write=True):
             master.copy_(value.view(-1)[span.param_slice])
     with torch.no_grad():
-        param.copy_(value)
+        local_tensor(param).copy_(value)
+    torch.autograd.graph.increment_version(param)
     unit.copy_full_to_shard()
     unit.forget_writes([located.index])
     # A parameter that was built without values has values now.
@@ -265,7 +272,7 @@ class LocatedParameter:
 
         Returns:
             The optimizer's shard, the shape of the state (None for a value of each element; see
-            ``ShardedOptimizer.state_shapes``), and the lowest rank that holds a part of it.
+            ``ShardedOptimizer.state_shapes``), and the lowest rank in ``data_group`` that holds a part of it.
         """
         # A rank without elements of the parameter has no states of it, and gets their names from the others.
         own_shapes: dict[str, tuple[int, ...] | None] = {}
@@ -279,7 +286,8 @@ class LocatedParameter:
                 f"the optimizer keeps no state {key!r} of {self.slot.name}; it keeps: "
                 f"{', '.join(known) or 'nothing yet'}"
             )
-        shape = shapes_by_rank[holders[0]][key]
+        shape, numbers = shapes_by_rank[holders[0]][key], self.data_group.numbers
+        holder = next((index for index, rank in enumerate(numbers) if rank in holders), 0)
         # Such a state may be computed from one shard. Other shards have other values, and no rule combines them.
         is_whole = self.unit.degrees.optimizer == 1 or self.parts.states.optimizer.state_of(shard).is_whole(shard)
         if shape is not None and math.prod(shape) > 1 and not is_whole:
@@ -287,7 +295,7 @@ class LocatedParameter:
                 f"the optimizer's state {key!r} of {self.slot.name} {self.slot.shape} has shape {shape} on a shard: "
                 "neither a number nor a value of each element, so there is no whole of it"
             )
-        return shard, shape, holders[0]
+        return shard, shape, holder
 
     def trainable_shard(self) -> OptimizerShard:
         """Return the optimizer's shard.
@@ -318,7 +326,7 @@ class LocatedParameter:
             value: The argument that the user passed.
             shape: The shape that it must have. None: the shape of the parameter.
         """
-        name, shape = self.slot.name, self.slot.shape if shape is None else shape
+        name, shape = self.slot.name, self.shape if shape is None else shape
         if not isinstance(value, torch.Tensor):
             raise ZeroEngineError(f"{name}: the value is to be a tensor of shape {shape}, found {value!r:.100}")
         if tuple(value.shape) != shape:
@@ -338,6 +346,26 @@ class LocatedParameter:
                 # The shard may be a mapped file. If the disk fails this raises, whereas a use would end the process.
                 populate(shard[span.shard_slice], write=write)
                 yield span, shard[span.shard_slice]
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks that the parameter is partitioned over."""
+        return self.parts.ranks.data_group(self.unit)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter, whose slice alone may be on this rank."""
+        found = slice_of(self.unit.params[self.index])
+        return self.slot.shape if found is None else found.shape
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of the whole parameter, from this rank's slice. A collective of the model group."""
+        return assemble(self.parts.ranks, self.unit, self.index, values)
+
+    def own_slice(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of a value of the whole parameter."""
+        found = slice_of(self.unit.params[self.index])
+        return value if found is None else found.cut(value)
 
     def expand(self, owned_parts: Iterable[tuple[ShardSpan, torch.Tensor]]) -> torch.Tensor:
         """Return a tensor of the parameter's shape with ``owned_parts``, and zeros elsewhere.

@@ -14,6 +14,7 @@ from zeroengine.comm.forwarding_transport import ForwardingTransport
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
+from zeroengine.comm.model_group import ExpertGroup, TransportWithExperts
 from zeroengine.comm.packing import ErrorFeedback
 from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
@@ -72,6 +73,9 @@ class EngineSetup:
         copies: Moves tensors between the device and the host. None: as the device requires.
         undo: The calls that end the engine: they make the model, the optimizer and the schedule ordinary again, with
             their values at that time, and free the engine's threads, files and other resources.
+        model_groups: The ranks that hold one model together, in the order of their slices, for each model; empty: no
+            parameter is split.
+        experts: The ranks that the experts are split over; None: they are not split.
     """
 
     model: nn.Module
@@ -81,6 +85,13 @@ class EngineSetup:
     async_step: bool | None
     copies: GPUCopies | None
     undo: ExitStack
+    model_groups: Sequence[tuple[int, ...]] = ()
+    experts: ExpertGroup | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether parameters of the model are split over ranks."""
+        return bool(self.model_groups) or self.experts is not None
 
     @property
     def config(self) -> Config:
@@ -116,13 +127,14 @@ class Ranks:
 
     Attributes:
         group: All ranks.
-        replicas: The replicas that ``local_steps`` divides them into, each of which holds the states once. None: all
-            ranks are one.
+        replicas: The replicas that ``local_steps`` divides them into, each of which holds the states once; of a split
+            model the ranks that hold the same slices, each of which is one. None: all ranks are one.
         rules: Over how many ranks each unit is partitioned.
         transport: Moves bytes between the ranks of ``replica_group``.
         sums: Sums small vectors over all ranks.
         quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
         quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
+        experts: The ranks that experts are split over; None: they are not.
     """
 
     group: Group
@@ -132,11 +144,39 @@ class Ranks:
     sums: RankSums
     quantized_gather: QuantizedGather | None
     quantized_reduce: QuantizedReduce | None
+    experts: ExpertGroup | None = None
+
+    def transport_of(self, unit: UnitPlan | Unit) -> Transport:
+        """Return what moves bytes between the ranks that a unit is partitioned over."""
+        return self.experts.transport if self.experts is not None and unit.expert_ranks else self.transport
+
+    def data_group(self, unit: UnitPlan | Unit) -> Group:
+        """Return the ranks that a unit is partitioned over."""
+        return self.experts.data_group if self.experts is not None and unit.expert_ranks else self.replica_group
+
+    def model_group(self, unit: Unit) -> Group:
+        """Return the ranks that hold a unit whose parameters are split together with this one."""
+        if self.experts is not None and unit.expert_ranks:
+            return self.experts.ranks
+        assert self.replicas is not None
+        return self.replicas.counterparts
+
+    def slice_number(self, unit: Unit) -> int:
+        """Return the number of this rank's slices of a unit; 0 if it is not split."""
+        if not unit.is_split:
+            return 0
+        if self.experts is not None and unit.expert_ranks:
+            return self.experts.layout.number
+        return self.replica_layout.replica
 
     @property
     def replica_group(self) -> Group:
         """The ranks that the states are partitioned over: those of this rank's replica."""
         return self.group if self.replicas is None else self.replicas.group
+
+    def holders(self, unit: UnitPlan | Unit) -> Group:
+        """Return the ranks that have the same values of a unit's parameters."""
+        return self.data_group(unit) if unit.is_split else self.group
 
     @property
     def replica_layout(self) -> ReplicaLayout:
@@ -159,7 +199,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     rules = DegreeRules.of_settings(zero, transport.world_size)
     sharing = group if replicas is None else replicas.group
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
-    degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans))
+    degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if not plan.expert_ranks))
     transport.open_groups(degrees, sharing, ranks_of_level(transport.rank, 1, config.sequence_parallel_size))
     if config.comms_logger.enabled and group.rank == 0:
         transport = log_collectives(transport, config.comms_logger, setup.undo)
@@ -173,10 +213,14 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         all_reduces = transport.reduces_by_levels or not is_gathered
         quantized_reduce = QuantizedReduce(transport, zero.gradient_bits, feedback, group.device, all_reduces)
         transport = ForwardingTransport(transport, quantized_reduce)
+    if setup.experts is not None:
+        of_experts = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if plan.expert_ranks))
+        setup.experts.transport.open_groups(of_experts, setup.experts.data_group)
+        transport = TransportWithExperts(transport, setup.experts.transport)
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
-    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce)
+    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, setup.experts)
 
 
 @dataclass(frozen=True)
@@ -219,7 +263,7 @@ def partition_model(setup: EngineSetup, ranks: Ranks, timer: Timer) -> Partition
         device, async_step = group.device, setup.async_step
         backend = choose_backend(setup.base_optimizer, plans, placement, config, device, async_step, degree)
     units: list[Unit] = []
-    restoration = Restoration(group, ranks.replica_group, ranks.transport, placement, units)
+    restoration = Restoration(group, ranks.data_group, ranks.transport, placement, units)
     undo.push(restoration)
     # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
     units.extend(_make_units(setup, ranks, placement))
@@ -239,8 +283,8 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
             number,
             plan,
             ranks.rules.of_unit(plan),
-            ranks.transport,
-            partial(ranks.group.broadcast, purpose=f"of unit {plan.name}"),
+            ranks.transport_of(plan),
+            partial(ranks.holders(plan).broadcast, purpose=f"of unit {plan.name}"),
             stored,
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             next(master_stores) if plan.trainable else None,
@@ -301,7 +345,13 @@ def connect_passes(
     collects_copies = device.type == "cuda" if setup.async_step is None else setup.async_step
     stores = partition.placement.optimizer_stores
     gradients = [
-        UnitGradients(unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store)
+        UnitGradients(
+            unit,
+            ranks.transport_of(unit),
+            config.accumulation_dtype(unit.dtype),
+            config.reduce_dtype(unit.dtype),
+            store,
+        )
         for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
     ]
     modules = ModuleNumbers(setup.model, units)
@@ -315,7 +365,9 @@ def connect_passes(
     mixed_precision.install(setup.model, config, device, setup.undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
     digests, compares = reducer.assigned_digests, config.check_parameter_writes
-    outside_writes = OutsideWrites(units, ranks.replica_group, digests, compares)
+    data_ranks = ranks.replica_group.world_size
+    compared, number = (ranks.group, ranks.replica_layout.replica) if setup.model_groups else (ranks.replica_group, 0)
+    outside_writes = OutsideWrites(units, compared, digests, compares, data_ranks, number)
     copies, host_activations = partition.placement.copies, None
     if config.activation_checkpointing.cpu_checkpointing and copies is not None:
         host_activations = HostActivations(setup.model, units, copies, setup.undo)
@@ -373,7 +425,8 @@ def build_states(
             OptimizerShard(index, unit_grads, store, config.ema)
             for index, (unit_grads, store) in enumerate(zip(gradients, placement.optimizer_stores, strict=True))
         )
-        reduction = StepReduction(shards, passes.reducer, ranks.transport, passes.outside_writes, timer)
+        split_over = ranks.replicas if setup.model_groups else None
+        reduction = StepReduction(shards, passes.reducer, ranks.transport, passes.outside_writes, timer, split_over)
         backend = partition.backend(
             BackendParts(
                 base_optimizer,

@@ -41,13 +41,18 @@ def describe_start(
     version = sys.modules["zeroengine"].__version__
     zero, plans = state_memory.config.zero_optimization, state_memory.plans
     states = state_memory.requirement(state_memory.current()).states
-    ranks = counted(replica_ranks, "rank") + (f" in each of {num_replicas} replicas" if num_replicas > 1 else "")
+    ranks = counted(replica_ranks, "rank")
+    is_split = any(plan.is_split for plan in plans)
+    if num_replicas > 1:
+        ranks += " with the same slices" if is_split else f" in each of {num_replicas} replicas"
     how = f"stage {zero.stage} over {ranks}"
     if zero.degrees is not None:
         how = f"{', '.join(f'{state} over {getattr(zero.degrees, state)}' for state in DEGREE_STATES)} of {ranks}"
     total = sum(plan.numel for plan in plans)
     trainable = sum(plan.numel for plan in plans if plan.trainable)
     frozen = "" if trainable == total else f" ({format_count(trainable)} trainable)"
+    if is_split:
+        frozen += " of each rank"
     of_states = ", ".join(f"{name} {format_byte_size(n)}" for name, n in states.device.items() if n)
     elsewhere = {"CPU memory": states.cpu_total, "NVMe": sum(states.nvme.values())}
     more = "".join(f"; {format_byte_size(nbytes)} in {place}" for place, nbytes in elsewhere.items() if nbytes)

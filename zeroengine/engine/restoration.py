@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -36,7 +36,7 @@ class Restoration:
 
     Args:
         group: All ranks.
-        replica_group: The ranks that parameters are partitioned over.
+        data_group: Returns the ranks that a unit is partitioned over.
         transport: Moves bytes between these ranks.
         placement: Holds the stores of offloaded states.
         units: The units that have been made. The list may grow until the end.
@@ -47,9 +47,14 @@ class Restoration:
     """
 
     def __init__(
-        self, group: Group, replica_group: Group, transport: Transport, placement: Placement, units: Sequence[Unit]
+        self,
+        group: Group,
+        data_group: Callable[[Unit], Group],
+        transport: Transport,
+        placement: Placement,
+        units: Sequence[Unit],
     ) -> None:
-        self._group, self._replica_group, self._transport = group, replica_group, transport
+        self._group, self._data_group, self._transport = group, data_group, transport
         self._placement, self._units = placement, units
         self.shards: list[OptimizerShard] = []
         self.reason_not_whole = ""
@@ -152,7 +157,7 @@ class Restoration:
                         # If a disk fails this raises, whereas a plain read would end the process.
                         populate(values)
                         value[span.param_offset : span.param_offset + span.numel] = values.to(value.device)
-            self._replica_group.all_reduce(value, f"of the masters of {slot.name}")
+            self._data_group(unit).all_reduce(value, f"of the masters of {slot.name}")
             yield value.view(slot.shape)
 
 

@@ -232,7 +232,7 @@ class StepRunner:
     def _warn(self, step: int, text: str, skipped: bool) -> None:
         number = self.issued_step.number if self.issued_step else step
         self._reports.event("skip" if skipped else "warning", number, text)
-        # Each replica has overflows of its own, and its first rank reports them.
-        replicas = self._ranks.replica_layout
-        if replicas.local_rank == 0:
-            log.warning("%s%s", f"replica {replicas.replica}: " if replicas.num_replicas > 1 else "", text)
+        # With local steps each replica has overflows of its own, and its first rank reports them.
+        replicas, are_apart = self._ranks.replica_layout, self._config.local_steps is not None
+        if (replicas.local_rank if are_apart else self._ranks.group.rank) == 0:
+            log.warning("%s%s", f"replica {replicas.replica}: " if are_apart else "", text)

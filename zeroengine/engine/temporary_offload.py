@@ -45,7 +45,8 @@ def offload(
     expanded = {state for name in chosen for state in state_offloader.STATE_GROUPS.get(name, (name,))}
     states = {name: tensors.get(name, []) for name in state_offloader.OFFLOADABLE_STATES if name in expanded}
     if "gradients" in states:
-        passes.reducer.launcher.buffer_pool.free_unused()
+        for pool in passes.reducer.launcher.buffer_pools.values():
+            pool.free_unused()
     try:
         with group.collective_errors("to offload states"):
             if "parameters" in states:

@@ -15,8 +15,10 @@ from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.public_call import ALL, Inside, PublicCall
+from zeroengine.engine.split_models import assemble
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.slices import is_split
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.runtime.quantized_parameters import map_wrapper
@@ -25,7 +27,7 @@ from zeroengine.utils.tensors import map_tensors
 from zeroengine.weights.changes import WeightsToken, digests_of
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.output_folder import parse_dtype
-from zeroengine.weights.selection import LocalValue, SelectionOptions, Slot, StoredValue, select
+from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
 from zeroengine.weights.stream import BucketMemory, PlanBuckets, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
 from zeroengine.weights.transfer import Sender
@@ -86,6 +88,11 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
     group, gatherer = parts.ranks.group, parts.passes.gatherer
     compared: dict[str, object] = {}
     with STREAM.on_all_ranks(parts, compared) as all_compared:
+        if parts.setup.is_split:
+            raise ZeroEngineError(
+                f"{call} does not work with parameters that are split over ranks (DTensor): call "
+                "engine.full_state_dict() or engine.save_weights(directory)"
+            )
         options, nbytes, receiver, device = _checked(arguments, call, group.world_size, group.device)
         since = arguments.since
         if since is not None:
@@ -166,13 +173,16 @@ def collect_state_dict(
     compared: dict[str, object] = {"trainable_only": trainable_only, "merge": merge}
     with STATE_DICT.on_all_ranks(parts, compared) as all_compared:
         compared["names"] = patterns = sorted_patterns(names, call)
+        if parts.setup.is_split and merge is not None:
+            raise ZeroEngineError(f"{call} cannot merge adapters into parameters that are split over ranks: no merge=")
         saved = tensors.saved_names()
         options = SelectionOptions(patterns, trainable_only, merge=merge)
         selection = select(tensors, saved, options, parameter_spec, call)
     # Ranks that ask for other names would gather other units.
     check_same(call, all_compared)
     returns_values = group.rank == 0 or not rank0_only
-    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, receives=returns_values)
+    receives = returns_values or parts.setup.is_split
+    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, receives=receives)
     state: dict[str, Any] = {}
     try:
         for tensor in selection.tensors:
@@ -182,9 +192,13 @@ def collect_state_dict(
                     # In its own layout, such as a sparse one.
                     values = tensor.source.value.detach().to("cpu", copy=True)
             else:
-                if returns_values:
+                slot = _split_slot(tensor)
+                # Every rank of a model group gives its slice.
+                if returns_values or slot is not None:
                     values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu")
                 reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
+                if slot is not None and values is not None:
+                    values = assemble(parts.ranks, slot.unit, slot.param_index, values)
             state[tensor.name] = values
         with group.collective_errors(STATE_DICT.purpose):
             reads.raise_error()
@@ -205,6 +219,12 @@ def collect_state_dict(
             by_id = {id(storage): result.pop(key + suffix) for suffix, storage in storages}
             result[key] = map_wrapper(wrapper, lambda tensor, by_id=by_id: by_id[id(tensor)])  # type: ignore[misc]
     return saved.state.like(result)
+
+
+def _split_slot(tensor: OutgoingTensor) -> Slot | None:
+    """Return where the parameter is of which this rank has a slice alone, if ``tensor`` is one."""
+    slot = tensor.source
+    return slot if isinstance(slot, Slot) and is_split(slot.unit.params[slot.param_index]) else None
 
 
 def parameter_spec(stored: StoredValue) -> TensorSpec:

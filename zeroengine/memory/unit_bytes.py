@@ -129,7 +129,7 @@ def units_of_plans(
             gradients = GradientFormat.of_unit(
                 plan.dtype,
                 unit_degrees,
-                world_size,
+                plan.data_ranks(world_size),
                 config.accumulation_dtype(plan.dtype),
                 config.reduce_dtype(plan.dtype),
                 has_store=has_store,

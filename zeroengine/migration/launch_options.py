@@ -55,6 +55,8 @@ _ADVICE = {
     "offload-param-nvme-path": "write --set zero_optimization.offload_param.nvme_path={}",
     "gradient-accumulation-steps": "write --set gradient_accumulation_steps={}",
     "gradient-clipping": "write --set gradient_clipping={}",
+    "parallelism-config-tp-size": "write --set tensor_parallel.autotp_size={}",
+    "parallelism-config-sp-size": "write --set sequence_parallel_size={}",
     "zero3-init-flag": "leave it out: zeroengine.meta_init() in the script builds a model without its memory",
     "zero3-save-16bit-model": "leave it out: engine.full_state_dict() gathers the weights at every stage",
     "autotuning": "leave it out: zero-plan compares stages, offloads and micro-batches",
@@ -66,8 +68,8 @@ ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.sp
 PREFIXES = {
     "fsdp-": "leave it out: --set zero_optimization.stage=N says what is partitioned",
     "dynamo-": "leave it out: call torch.compile in the script",
-    "megatron-lm-": "leave it out: ranks are data-parallel only",
-    "parallelism-config-": "leave it out: ranks are data-parallel only",
+    "megatron-lm-": "leave it out: --set tensor_parallel.autotp_size=N splits layers, and there is no pipeline",
+    "parallelism-config-": "leave it out: --set zero_optimization.stage=N says what is partitioned",
     "fp8-": "leave it out: there is no fp8",
     "tpu-": "leave it out: there are GPUs and CPUs only",
 }

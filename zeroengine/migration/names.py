@@ -41,7 +41,10 @@ def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
 
 
 _MEAN = "Leave it out: the mean over ranks and micro-steps is taken in the update"
-_DATA_PARALLEL = "Ranks are data-parallel or share samples, without tensor, pipeline or expert parallelism"
+_DATA_PARALLEL = (
+    "Layers and experts are split by zeroengine.parallelize(model, size=2, expert_size=2), or by the keys autotp_size "
+    "and autoep_size; there is no pipeline parallelism"
+)
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _IN_ORDER = "Leave it out: copies are ordered with the computation"
@@ -79,7 +82,7 @@ _ENGINE = {
         "coalesce_grad_reduction": "`engine.no_sync()`; the next backward outside of it reduces the sum",
         "global_rank get_data_parallel_rank": "`engine.rank`",
         "local_rank": "`engine.device`; or LOCAL_RANK of the environment",
-        "dp_world_size": "`engine.world_size`",
+        "dp_world_size": "`engine.num_sample_groups`",
         "mp_world_size expert_parallel_group get_model_parallel_rank get_tensor_parallel_rank": _DATA_PARALLEL,
         "get_sequence_parallel_group mpu has_moe_layers mesh_device": f"{_DATA_PARALLEL}: `engine.sequence_group`",
         "data_parallel_group seq_data_parallel_group": "`torch.distributed.group.WORLD`; or your process_group",

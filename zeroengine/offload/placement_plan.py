@@ -111,8 +111,10 @@ def plan_placement(
             plan,
             config,
             shard_numel(plan, "optimizer"),
-            numel_of[id(plan)] // world_size,
-            shard_numel(plan, "gradients") if can_offload_gradients(degrees_of[id(plan)], world_size) else None,
+            numel_of[id(plan)] // plan.data_ranks(world_size),
+            shard_numel(plan, "gradients")
+            if can_offload_gradients(degrees_of[id(plan)], plan.data_ranks(world_size))
+            else None,
         )
         for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
     ]

@@ -18,13 +18,23 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.replicas import Replicas
 from zeroengine.disk.mapped_memory import populate
+from zeroengine.errors import DivergenceError
 from zeroengine.monitor.timer import Timer
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.utils.formats import listed
 from zeroengine.utils.tensors import to_device
+
+# Gradients of which all ranks have a copy may differ by rounding, by this share of their square at most.
+MAX_VARIANCE = 1e-6
+# The squared norm of a parameter's gradient that counts in this comparison, over that of all.
+MIN_SHARE = 1e-12
+# The parameters that an error names.
+NUM_SHOWN = 5
 
 
 class StepSums(NamedTuple):
@@ -50,6 +60,7 @@ class StepReduction:
         transport: Sums over the ranks.
         writes: Knows which parameters were written from outside.
         timer: Times the norm, and the wait for the other ranks.
+        split_over: The ranks that the model is split over are the counterparts; None: it is not split.
     """
 
     def __init__(
@@ -59,11 +70,16 @@ class StepReduction:
         transport: Transport,
         writes: OutsideWrites,
         timer: Timer,
+        split_over: Replicas | None = None,
     ) -> None:
+        # Sums over the model group.
+        self._between = None if split_over is None else split_over.between
+        # The ranks that have the gradient of what is not split.
+        self._num_copies = 1 if split_over is None else split_over.layout.num_replicas
         self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
         self._timer = timer
         # The number of this rank's part of every unit, where it is not the rank's own number.
-        degrees = shards[0].unit.degrees if shards else None
+        degrees = next((shard.unit.degrees for shard in shards if not shard.unit.expert_ranks), None)
         piece = transport.rank if degrees is None else degrees.piece(transport.rank, transport.world_size)
         is_ordered = degrees is None or degrees.numbers_in_order_of_ranks(transport.world_size)
         self._piece = None if is_ordered else piece
@@ -115,16 +131,32 @@ class StepReduction:
             if squared_norm is None:
                 squared_norm = _squared_norm(shard.gradient_for_norm())
             # The norms are added on their device, in the order of the units, which is the same at every stage.
-            squared_norm_of_rank += squared_norm
-        values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values])
+            if self._counts_whole(shard):
+                squared_norm_of_rank += squared_norm
+            else:
+                squared_norm_of_rank += squared_norm / self._num_copies
+        copies = self._facts_of_copies()
+        values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, copies])
+        first_digest, wrong, suspects = 2 + self._num_params, [], None
         with self._timer.span("reduce"):
-            sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label)).tolist()
+            summed = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
+            if self._between is not None:
+                summed, copies = summed[: len(summed) - len(copies)], summed[len(summed) - len(copies) :]
+                writes = to_device(self._writes.facts_of_data_group(summed[first_digest:].tolist()), self.device)
+                facts = torch.cat([summed[:2], copies, copies * copies, writes])
+                of_model = self._between.all_reduce_scalars(facts, label)
+                summed = torch.cat([of_model[:2], summed[2:]])
+                wrong = self._names_that_differ(of_model[2 : 2 + 2 * len(copies)])
+                of_writes = of_model[2 + 2 * len(copies) :].tolist()
+                suspects = self._writes.suspects_of_all(of_writes, self._num_copies)
+            sums: list[float] = summed.tolist()
             # Ranks that ran different collectives are reported here, before anything is updated.
             self._transport.check_order()
-        first_digest = 2 + self._num_params
         # These checks come before any update, so a rank that raises has changed nothing.
-        self._writes.raise_if_different(self._writes.suspects(sums[first_digest:]))
+        self._writes.raise_if_different(self._writes.suspects(sums[first_digest:]) if suspects is None else suspects)
         self._reducer.check_frozen()
+        if wrong:
+            raise DivergenceError(_of_copies(wrong))
         return sums[:first_digest]
 
     def step_on_host(
@@ -172,7 +204,7 @@ class StepReduction:
         if self._reducer.has_late_gradients:
             self._reducer.reduce_late_gradients()
         with self._timer.span("update", label="norm"):
-            norm = ops.squared_norms([shard.gradient_for_norm() for shard in self._shards])
+            norm = self._squared_norms()
             flags = self._local_facts()
             # The flags seldom change, and a copy to the device costs a launch.
             if flags != self._flags:
@@ -180,6 +212,8 @@ class StepReduction:
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
+                if self._between is not None:
+                    sums = torch.cat([self._between.all_reduce_scalars(sums[:1], label), sums[1:]])
             self.move_writes()
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
 
@@ -209,6 +243,58 @@ class StepReduction:
         num_pieces = self._transport.world_size
         return torch.cat([sums[:num_pieces].cumsum(0)[-1:], sums[num_pieces:]])
 
+    def _counts_whole(self, shard: OptimizerShard) -> bool:
+        """Return whether no other rank of the model group has the gradient of this shard."""
+        return self._between is None or shard.unit.is_split
+
+    def _squared_norms(self) -> torch.Tensor:
+        """Return the squared norm of this rank's part of the gradients."""
+        alone = [shard.gradient_for_norm() for shard in self._shards if self._counts_whole(shard)]
+        shared = [shard.gradient_for_norm() for shard in self._shards if not self._counts_whole(shard)]
+        norms = [ops.squared_norms(alone)] if alone else []
+        norms += [ops.squared_norms(shared) / self._num_copies] if shared else []
+        return norms[0] if len(norms) == 1 else norms[0] + norms[1]
+
+    def _facts_of_copies(self) -> torch.Tensor:
+        """Return two numbers of this rank's part of the gradient of each parameter that is not split, 1-D in float64.
+
+        They are the squared norms of all, and then for each the sum of its elements with alternating signs, which
+        differs where elements have changed places or signs.
+        """
+        norms, sums = [], []
+        for shard in self._shards if self._between is not None else ():
+            if self._counts_whole(shard):
+                continue
+            of_params = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in shard.unit.params]
+            for span in shard.spans():
+                part = shard.gradient[span.shard_slice]
+                # The real parts of complex numbers.
+                part, first = part.real, span.param_slice.start % 2
+                even, odd = (part[start::2].sum(dtype=torch.float64) for start in (first, 1 - first))
+                facts = torch.stack([_squared_norm(part).view(()).double(), even - odd])
+                of_params[span.param_index] += facts.to(self.device)
+            norms += [pair[:1] for pair in of_params]
+            sums += [pair[1:] for pair in of_params]
+        return torch.cat(norms + sums) if norms else torch.empty(0, dtype=torch.float64, device=self.device)
+
+    def _names_that_differ(self, facts: torch.Tensor) -> list[str]:
+        """Return the parameters of which ranks of a model group have different gradients, but for rounding.
+
+        Args:
+            facts: The sums over these ranks of ``_facts_of_copies``, after those over data groups, and then of their
+                squares.
+        """
+        norms, totals, square_norms, squares = facts.chunk(4)
+        of_all = norms * norms
+        # Variances, over the square of the mean norm, where this is no rounding error of zero. What is not finite is an
+        # overflow, of which the norm tells.
+        differ = self._num_copies * square_norms - of_all > MAX_VARIANCE * of_all
+        differ |= self._num_copies * squares - totals * totals > MAX_VARIANCE * self._num_copies * norms
+        differ &= norms > MIN_SHARE * norms.sum()
+        shards = [shard for shard in self._shards if not self._counts_whole(shard)]
+        names = [slot.name for shard in shards for slot in shard.unit.layout.slots]
+        return [name for name, is_wrong in zip(names, differ.tolist(), strict=True) if is_wrong]
+
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, then its digests of outside writes."""
         flags = [float(flag) for shard in self._shards for flag in shard.unit_grads.has_grad]
@@ -235,6 +321,8 @@ class StepReduction:
         total = self._transport.all_reduce_scalars(
             torch.tensor(flags, dtype=torch.float64, device=self.device), "where not finite"
         )
+        if self._between is not None:
+            total = self._between.all_reduce_scalars(total, "where not finite")
         return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
 
 
@@ -242,3 +330,15 @@ def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     # The kernels take real numbers up to fp32. Complex and fp64 parameters are rare, so torch serves them.
     gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
     return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
+
+
+def _of_copies(names: Sequence[str]) -> str:
+    return (
+        f"the ranks that hold one model together have different gradients of {listed(names, NUM_SHOWN)}, which are "
+        "not split. If they were given different inputs, give them the same: engine.dataloader(dataset), or "
+        "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group). If they drew different random "
+        "numbers, as of dropout, seed them alike: torch.manual_seed(seed + engine.sample_group). If each has computed "
+        "a part of these gradients, as of a norm that sees its heads alone, let them sum the parts: "
+        "param.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=group)), with group = "
+        "mesh.get_group()."
+    )

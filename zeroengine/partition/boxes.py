@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """``tensor[offsets[0] : offsets[0] + sizes[0], ...]``, whose elements are contiguous in the flattened tensor."""
+    """``tensor[offsets[0] : offsets[0] + sizes[0], ...]``.
+
+    Its elements are contiguous in the flattened tensor (``is_run``), unless it is of a slice of the tensor.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,6 +34,12 @@ class Box:
     def numel(self) -> int:
         """Elements of the box."""
         return math.prod(self.sizes)
+
+    def is_run(self, shape: Sequence[int]) -> bool:
+        """Return whether its elements are contiguous in the flattened tensor, which has ``shape``."""
+        # Behind the first dimension with several elements, it has all of them.
+        cut = next((dim for dim, size in enumerate(self.sizes) if size > 1), len(self.sizes))
+        return self.sizes[cut + 1 :] == tuple(shape[cut + 1 :])
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.slices import expert_ranks, is_split, local_numel
 from zeroengine.partition.storages import exact_storages, storages_of
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.utils.torch_internals import COMPILED_MODULE
@@ -75,11 +76,17 @@ class UnitPlan:
     positions: tuple[int, ...] = ()  # of each of ``modules`` among the modules of the model, in their order
     algorithm: Algorithm = NO_ALGORITHM  # what updates it, if it is trainable
     fp32_masters: bool = True  # of parameters in bf16 and fp16 that are trainable
+    is_split: bool = False  # whether each rank of a model group has another part of its parameters
+    expert_ranks: int = 0  # of experts that are split: the ranks with the same ones, over which they are partitioned
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
-        return sum(param.numel() for _, param in self.params)
+        """Elements of the parameters on this rank, without padding."""
+        return sum(local_numel(param) for _, param in self.params)
+
+    def data_ranks(self, world_size: int) -> int:
+        """Return the number of ranks that its states are partitioned over, of ``world_size`` data-parallel ones."""
+        return self.expert_ranks or world_size
 
     @property
     def num_uses(self) -> int:
@@ -100,11 +107,15 @@ class _Kind(NamedTuple):
         dtype: What the model computes in.
         trainable: Whether they get gradients.
         algorithm: What updates them.
+        is_split: Whether each rank of a model group has another part of them.
+        expert_ranks: See ``UnitPlan``.
     """
 
     dtype: torch.dtype
     trainable: bool
     algorithm: Algorithm
+    is_split: bool = False
+    expert_ranks: int = 0
 
 
 class _Group(NamedTuple):
@@ -204,7 +215,7 @@ def cut_units(
 
     def kind_of(param: nn.Parameter) -> _Kind:
         algorithm = algorithms.get(param, NO_ALGORITHM) if param.requires_grad else NO_ALGORITHM
-        return _Kind(dtype_of(param), param.requires_grad, algorithm)
+        return _Kind(dtype_of(param), param.requires_grad, algorithm, is_split(param), expert_ranks(param))
 
     units = _with_holders(model, [unit for group in groups for unit in _split(group, owners, kind_of)], owners)
     return [
@@ -314,8 +325,9 @@ def _split(
         kinds.setdefault(kind_of(param), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
     # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
-    main = next(iter(sorted(kinds, key=lambda kind: not kind.trainable)))
+    main = next(iter(sorted(kinds, key=lambda kind: (not kind.trainable, not kind.is_split))))
     algorithms = {kind.algorithm for kind in kinds if kind.trainable}
+    has_split = any(kind.is_split for kind in kinds)
     has_names, has_dtypes = len({a.name for a in algorithms}) > 1, len({a.moments_dtype for a in algorithms}) > 1
     for kind, params in sorted(kinds.items(), key=lambda item: not item[0].trainable):
         # A parameter of a block that is tied to a module outside of the block is also needed there.
@@ -325,8 +337,19 @@ def _split(
         algorithm, words = kind.algorithm, ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]]
         words += [algorithm.name] * (has_names and kind.trainable)
         words += [f"{str(algorithm.moments_dtype)[6:]} moments"] * (has_dtypes and kind.trainable)
+        words += ["whole"] * (has_split and not kind.is_split) + ["experts"] * bool(kind.expert_ranks)
         name = group.name + ("" if kind == main else f" ({', '.join(words)})")
-        yield UnitPlan(name, tuple(params), tuple(modules), kind.dtype, kind.trainable, group.root, algorithm=algorithm)
+        yield UnitPlan(
+            name,
+            tuple(params),
+            tuple(modules),
+            kind.dtype,
+            kind.trainable,
+            group.root,
+            algorithm=algorithm,
+            is_split=kind.is_split,
+            expert_ranks=kind.expert_ranks,
+        )
 
 
 def _with_holders(

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import Degrees, degrees_of
+from zeroengine.partition.degrees import Degrees, degrees_of, degrees_of_stage
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.slices import local_shape
 from zeroengine.utils.formats import listed
 
 # The number of units that an error names.
@@ -48,11 +49,13 @@ class DegreeRules:
         by_pattern: The degrees of units whose names match a pattern. The first pattern that matches decides.
         persistence_threshold: Elements up to which a unit is small. The parameters of a small unit stay whole on every
             rank, because gathering them would cost more time than partitioning them saves memory.
+        stage: The stage, by which experts are partitioned that are split over ranks.
     """
 
     default: Degrees
     by_pattern: tuple[tuple[str, Degrees], ...] = ()
     persistence_threshold: int = 0
+    stage: int = 0
 
     def __post_init__(self) -> None:
         levels = {level for degrees in self.all_degrees for level in degrees.levels}
@@ -69,7 +72,7 @@ class DegreeRules:
             (pattern, degrees_of(stage, numbers, world_size)) for pattern, numbers in settings.unit_degree_numbers
         )
         default = degrees_of(stage, settings.degree_numbers, world_size)
-        return cls(default, by_pattern, settings.param_persistence_threshold)
+        return cls(default, by_pattern, settings.param_persistence_threshold, stage)
 
     @property
     def all_degrees(self) -> tuple[Degrees, ...]:
@@ -80,6 +83,8 @@ class DegreeRules:
         """Return the degrees of one unit."""
         own = (degrees for pattern, degrees in self.by_pattern if _matches(plan, pattern))
         degrees = next(own, self.default)
+        if plan.expert_ranks:
+            degrees = degrees_of_stage(self.stage, plan.expert_ranks)
         is_small = plan.numel <= self.persistence_threshold
         return dataclasses.replace(degrees, parameters=1, secondary=0) if is_small else degrees
 
@@ -112,6 +117,7 @@ def layout_of_unit(plan: UnitPlan, degrees: Degrees, world_size: int, shard_alig
         world_size: The number of ranks.
         shard_align_bytes: ``Transport.shard_align_bytes``.
     """
-    shapes = ((name, tuple(param.shape)) for name, param in plan.params)
+    shapes = ((name, local_shape(param)) for name, param in plan.params)
     align = math.lcm(max(shard_align_bytes // plan.dtype.itemsize, 1), plan.algorithm.block)
-    return FlatLayout.build(plan.name, shapes, degrees, world_size, align, plan.algorithm.block)
+    num_ranks = plan.data_ranks(world_size)
+    return FlatLayout.build(plan.name, shapes, degrees, num_ranks, align, plan.algorithm.block)

@@ -12,6 +12,7 @@ from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
 from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import with_own_storage
@@ -38,6 +39,7 @@ class FullBuffer:
         tensor: 1-D, all elements of the layout, padding included. Its storage stays the same for the life of the unit,
             unless other tensors alias it at a step (``replace``).
         views: The parameters' views of ``tensor``.
+        targets: What shows the views: the parameters, or the tensors inside of split ones.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class FullBuffer:
             ops.advise_huge_pages(self.tensor)
         self.tensor.zero_()
         self._placeholders = [placeholder_of(view) for view in self.views]
+        self.targets = [local_tensor(param) for param in params]
         self._required_grad: list[bool] = []
         # The storage's Python object, the full buffer, its views, and the parameters, which are views while
         # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a broadcast.
@@ -114,6 +117,9 @@ class FullBuffer:
         # A parameter on the meta device refuses ``data`` of another device.
         if param.is_meta:
             swap_data(param, view)
+        elif is_dtensor(param):
+            set_local_tensor(param, view.detach())
+            self.targets[index] = local_tensor(param)
         else:
             param.data = view
 
@@ -126,9 +132,9 @@ class FullBuffer:
         """Let the parameters that have no values show those of the buffer."""
         # The released class would treat an assignment to ``data`` as a use.
         with DisableTorchFunctionSubclass():
-            for param, view in zip(self._params, self.views, strict=True):
+            for param, target, view in zip(self._params, self.targets, self.views, strict=True):
                 if is_released_parameter(param):
-                    param.data = view
+                    target.data = view
                     mark_gathered(param)
         self.note_required_gradients()
 
@@ -139,8 +145,8 @@ class FullBuffer:
     def hide(self, resolver: Resolver) -> None:
         """Take the values from the parameters: every use of one calls ``resolver`` first. The memory stays."""
         with DisableTorchFunctionSubclass():
-            for param, placeholder in zip(self._params, self._placeholders, strict=True):
-                param.data = placeholder
+            for param, target, placeholder in zip(self._params, self.targets, self._placeholders, strict=True):
+                target.data = placeholder
                 mark_released(param, resolver)
 
     def free(self) -> None:
@@ -149,8 +155,8 @@ class FullBuffer:
         # A view of the buffer would read freed memory, whereas a placeholder's NaN is noticed at once. The parameters
         # may have their released class now, which would treat the assignment as a use.
         with DisableTorchFunctionSubclass():
-            for param, placeholder in zip(self._params, self._placeholders, strict=True):
-                param.data = placeholder
+            for target, placeholder in zip(self.targets, self._placeholders, strict=True):
+                target.data = placeholder
         self._buffer.free()
 
     def replace(self) -> None:
@@ -187,20 +193,20 @@ class FullBuffer:
             Descriptions of the parameters whose shape has changed. These lose what was assigned.
         """
         refusals = []
-        for param, view, slot in zip(self._params, self.views, self._layout.slots, strict=True):
-            if param.data_ptr() == view.data_ptr() and param.shape == view.shape:
+        for target, view, slot in zip(self.targets, self.views, self._layout.slots, strict=True):
+            if target.data_ptr() == view.data_ptr() and target.shape == view.shape:
                 continue
-            if param.shape == view.shape:
-                view.copy_(param.detach())
+            if target.shape == view.shape:
+                view.copy_(target.detach())
             else:
-                refusals.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(param.shape)})")
-            param.data = view
+                refusals.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(target.shape)})")
+            target.data = view
         return refusals
 
     def drop(self) -> None:
         """Own no memory any more, because the engine ends."""
         self.tensor = torch.empty(0, dtype=self._dtype, device=self.tensor.device)
-        self.views, self._placeholders, self._buffer = [], [], None
+        self.views, self.targets, self._placeholders, self._buffer = [], [], [], None
 
 
 def param_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from zeroengine.ops import digests
 from zeroengine.partition.storages import WRAPPER_ATTRIBUTE
+from zeroengine.runtime.dtensors import local_tensor
 from zeroengine.runtime.released_parameter import DATA_OBSERVER_ATTRIBUTE
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
@@ -97,7 +98,7 @@ class GatheredWrites:
         self._data_taken.add(index)
         if index not in self._digests:
             with outside_torch_func(), hidden_from_activation_checkpoint():
-                (self._digests[index],) = digests([self._params[index].detach()])
+                (self._digests[index],) = digests([local_tensor(self._params[index]).detach()])
 
     def restart(self) -> None:
         """Look for writes from now on: earlier ones were made by the engine, or by all ranks together."""
@@ -118,12 +119,17 @@ class GatheredWrites:
         self._hold({index: views[index] for index in written})
         self._versions = versions
 
-    def collect_replaced(self, views: Sequence[torch.Tensor]) -> None:
-        """Hold the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape."""
+    def collect_replaced(self, views: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Hold the values of gathered parameters whose ``data`` was replaced by a tensor of the same shape.
+
+        Args:
+            views: Their views of the full buffer.
+            targets: What shows them: ``FullBuffer.targets``.
+        """
         replaced = {
-            index: param.detach()
-            for index, (param, view) in enumerate(zip(self._params, views, strict=True))
-            if param.data_ptr() != view.data_ptr()
+            index: target.detach()
+            for index, (target, view) in enumerate(zip(targets, views, strict=True))
+            if target.data_ptr() != view.data_ptr()
         }
         self.reshaped.update(index for index, value in replaced.items() if value.shape != views[index].shape)
         self._hold({index: value for index, value in replaced.items() if index not in self.reshaped})

@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroengine.deferred_init.parameter import take_trace
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
 from zeroengine.runtime.full_buffer import FullBuffer, param_views
 from zeroengine.runtime.released_parameter import mark_gathered
 
@@ -33,7 +34,8 @@ class OriginalParameters:
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._params, self._layout = params, layout
         self.dtypes = [param.dtype for param in params]
-        strided = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in params)
+        local = map(local_tensor, params)
+        strided = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in local)
         # Of their dtypes and, where these leave no gaps, strides.
         self._templates = [torch.empty_like(tensor) for tensor in strided]
         self.unset: set[str] = set()
@@ -59,7 +61,7 @@ class OriginalParameters:
             for index, (param, target) in enumerate(zip(self._params, targets, strict=True)):
                 source = target
                 if not param.is_meta:
-                    source = param.detach()
+                    source = local_tensor(param).detach()
                     target.copy_(source)
                     # If an error ends this, the parameter has its own dtype and values again.
                     original_data.callback(_set_data, param, target, self._templates[index])
@@ -98,7 +100,7 @@ class OriginalParameters:
             _set_data(param, value, template)
             if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
-                param.data.fill_(float("nan"))
+                local_tensor(param).data.fill_(float("nan"))
 
 
 def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
@@ -111,4 +113,8 @@ def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
 
 
 def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
-    param.data = torch.empty_like(template, device=values.device).copy_(values)
+    copy = torch.empty_like(template, device=values.device).copy_(values)
+    if is_dtensor(param):
+        set_local_tensor(param, copy)
+    else:
+        param.data = copy

@@ -34,6 +34,7 @@ from torch import nn
 from zeroengine.comm.group import Group
 from zeroengine.errors import DivergenceError
 from zeroengine.ops import digest
+from zeroengine.runtime.dtensors import local_tensor
 from zeroengine.runtime.gathered_writes import versions_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import listed
@@ -51,7 +52,7 @@ class OutsideWrites:
     which seldom anything is written.
 
     Args:
-        units: All units of the engine.
+        units: All units of the engine. Experts that are split over ranks are not compared.
         group: The ranks that must agree. A single rank has nothing to compare.
         gradient_digests: By parameter, digests of gradients that user code assigned in this step. They are compared
             with the values. See ``Reducer.assigned_digests``.
@@ -64,13 +65,23 @@ class OutsideWrites:
         group: Group,
         gradient_digests: Mapping[nn.Parameter, torch.Tensor | None],
         checks_writes: bool = False,
+        data_ranks: int | None = None,
+        slice_number: int = 0,
     ) -> None:
         self._group, self._gradient_digests, self._checks_writes = group, gradient_digests, checks_writes
+        self._num_summed, self._slice_number = group.world_size if data_ranks is None else data_ranks, slice_number
+        units = list(units)
+        self._moved = [unit for unit in units if unit.is_releasable]
+        units = [unit for unit in units if not unit.expert_ranks]
         self._releasable = [unit for unit in units if unit.is_releasable]
         never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
-        num_compared = len(self._params) + len(self._releasable) if group.world_size > 1 else 0
+        compared = [unit for unit in never_released for _ in unit.params] + self._releasable
+        # For each parameter, and then each releasable unit, whether it is split over ranks.
+        self._is_split = [unit.is_split for unit in compared]
+        self._split_names = {slot.name for unit in units if unit.is_split for slot in unit.layout.slots}
+        num_compared = len(compared) if group.world_size > 1 else 0
         self._zeros = [0.0] * (2 * num_compared)
         self._versions = versions_of(self._params)
 
@@ -98,7 +109,7 @@ class OutsideWrites:
         Returns:
             The units whose shards have changed.
         """
-        return {unit for unit in self._releasable if unit.move_writes_to_shard()}
+        return {unit for unit in self._moved if unit.move_writes_to_shard()}
 
     def digests_to_sum(self) -> list[float]:
         """Return the numbers to sum over ranks: a short digest c of each parameter (0 if unwritten), then each c * c.
@@ -125,12 +136,31 @@ class OutsideWrites:
         """Return the numbers of what not every rank wrote with the same values.
 
         Args:
-            sums: The results of ``digests_to_sum``, summed over the ranks.
+            sums: The results of ``digests_to_sum``, summed over the ranks; of a split model, over a data group.
         """
-        count, size = len(sums) // 2, self._group.world_size
-        pairs = zip(sums[:count], sums[count:], strict=True)
-        # The sums are whole numbers, so Python's integers are exact, whereas the square of a float may be rounded.
-        return [i for i, (c, squares) in enumerate(pairs) if size * int(squares) != int(c) ** 2]
+        return _unequal(sums, self._num_summed)
+
+    def facts_of_data_group(self, sums: Sequence[float]) -> list[float]:
+        """Return the numbers to sum over a model group, of which the ranks of each data group have the same.
+
+        Args:
+            sums: See ``suspects``.
+        """
+        found = self.suspects(sums)
+        count = len(sums) // 2
+        # Of what is split, the data groups wrote different values.
+        totals = [0.0 if is_split else c for c, is_split in zip(sums[:count], self._is_split, strict=False)]
+        return [*(float(i in found) for i in range(count)), *totals, *(c * c for c in totals)]
+
+    def suspects_of_all(self, sums: Sequence[float], num_data_groups: int) -> list[int]:
+        """Return the suspects of all data groups, and what two of them wrote differently although it is not split.
+
+        Args:
+            sums: The results of ``facts_of_data_group``, summed over a model group.
+            num_data_groups: The ranks of a model group.
+        """
+        count = len(sums) // 3
+        return sorted({i for i in range(count) if sums[i]} | {*_unequal(sums[count:], num_data_groups)})
 
     def raise_if_different(self, suspects: Sequence[int]) -> None:
         """Compare the values of ``suspects`` over the ranks. This is a collective if there are any.
@@ -144,9 +174,14 @@ class OutsideWrites:
         if not suspects:
             return
         own = {name: value for by_name in self._digests(suspects) for name, value in by_name.items()}
-        of_ranks = self._group.all_gather_object(own, "of digests of parameters")
-        names = list(dict.fromkeys(name for by_name in of_ranks for name in by_name))
-        different = [name for name in names if len({by_name.get(name) for by_name in of_ranks}) > 1]
+        of_ranks = self._group.all_gather_object((self._slice_number, own), "of digests of parameters")
+        different = []
+        for name in dict.fromkeys(name for _, by_name in of_ranks for name in by_name):
+            # Ranks with different slices of a parameter have different values of it.
+            keys = [number if name in self._split_names else 0 for number, _ in of_ranks]
+            found = {(key, by_name.get(name)) for key, (_, by_name) in zip(keys, of_ranks, strict=True)}
+            if len(found) > len(set(keys)):
+                different.append(name)
         if different:
             raise DivergenceError(self._message(different))
 
@@ -204,7 +239,7 @@ class OutsideWrites:
         """Return the digest of a parameter, or of each parameter of a unit that was written, and of gradients."""
         if index < len(self._params):
             params, names = [self._params[index]], [self._names[index]]
-            values = {names[0]: params[0].detach()}
+            values = {names[0]: local_tensor(params[0]).detach()}
         else:
             unit = self._releasable[index - len(self._params)]
             params, names = list(unit.params), [slot.name for slot in unit.layout.slots]
@@ -219,3 +254,11 @@ class OutsideWrites:
         unit = self._releasable[index - len(self._params)]
         # Values that the shards have taken are not kept any longer.
         return [unit.layout.slots[i].name for i in sorted(unit.writes.values)] or [f"parameters of {unit.name}"]
+
+
+def _unequal(sums: Sequence[float], num_ranks: int) -> list[int]:
+    """Return the numbers of the values c that are not equal on all ranks, by the sums of each c and then each c * c."""
+    count = len(sums) // 2
+    pairs = zip(sums[:count], sums[count:], strict=True)
+    # The sums are whole numbers, so Python's integers are exact, whereas the square of a float may be rounded.
+    return [i for i, (c, squares) in enumerate(pairs) if num_ranks * int(squares) != int(c) ** 2]

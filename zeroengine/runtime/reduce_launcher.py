@@ -32,7 +32,7 @@ class ReduceLauncher:
     Attributes:
         predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
             not overflow. The update multiplies by it again.
-        buffer_pool: All gradient buffers.
+        buffer_pools: The gradient buffers, by what sends them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReduceLauncher:
         collects_copies: bool,
         timer: Timer,
     ) -> None:
-        self._transport, self._channel, self._timer = transport, transport.reduce, timer
+        self._transport, self._timer = transport, timer
         # None where gradients travel exactly.
         self._gradient_bits = config.zero_optimization.gradient_bits if transport.world_size > 1 else None
         self.predivide = config.predivide(transport.world_size)
@@ -51,7 +51,11 @@ class ReduceLauncher:
         self._copies = CastCopies(collects_copies)
         # The reduces in progress, and the units that they are for.
         self._works: list[tuple[str, Work]] = []
-        self.buffer_pool = GradientBufferPool(transport, gradients)
+        # Memory that is sent belongs to a transport, and experts may have one of their own.
+        by_transport: dict[Transport, list[UnitGradients]] = {transport: []}
+        for unit_grads in gradients:
+            by_transport.setdefault(unit_grads.transport, []).append(unit_grads)
+        self.buffer_pools = {own: GradientBufferPool(own, members) for own, members in by_transport.items()}
         # The gradient buffers that are being filled.
         self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
 
@@ -127,13 +131,15 @@ class ReduceLauncher:
             buffer.memory[: unit.numel].copy_(unit_grads.flat_grads)
             self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
-            self._works.append((unit.name, self._channel.all_reduce(unit_grads.flat_grads, unit.name)))
-            self._count_bytes(unit_grads.flat_grads, 1)
+            channel = unit_grads.transport.reduce
+            self._works.append((unit.name, channel.all_reduce(unit_grads.flat_grads, unit.name)))
+            self._count_bytes(unit_grads, unit_grads.flat_grads, 1)
         else:
             levels = unit.degrees.levels_to(unit.degrees.optimizer)
-            work = self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name, levels=levels)
+            channel = unit_grads.transport.reduce
+            work = channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name, levels=levels)
             self._works.append((unit.name, work))
-            self._count_bytes(unit_grads.flat_grads, unit.degrees.optimizer)
+            self._count_bytes(unit_grads, unit_grads.flat_grads, unit.degrees.optimizer)
         unit_grads.launched_in_step = True
 
     def _launch_from_buffer(
@@ -147,26 +153,24 @@ class ReduceLauncher:
         # A slice of a whole gradient is no shard of the unit.
         levels = unit.degrees.levels_to(degree) if unit.degrees.optimizer > 1 else None
         if unit_grads.store is not None:
-            reduce = partial(
-                self._launch_collective, buffer, flat=flat, levels=levels, label=unit.name, accumulate=False
-            )
+            reduce = partial(self._launch_collective, buffer, unit_grads, flat=flat, levels=levels, accumulate=False)
             buffer.work = self._offloaded.reduce_and_store(unit_grads, reduce, accumulate)
         else:
-            buffer.work = self._launch_collective(buffer, target, flat, levels, unit.name, accumulate)
+            buffer.work = self._launch_collective(buffer, unit_grads, target, flat, levels, accumulate)
             self._works.append((unit.name, buffer.work))
-        self.buffer_pool.put_back(buffer)
+        self.buffer_pools[unit_grads.transport].put_back(buffer)
 
     def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill. This waits for the reduce of an earlier unit if all buffers are in use."""
         with self._timer.span("reduce", unit_grads.unit.name):
-            return self.buffer_pool.acquire(unit_grads)
+            return self.buffer_pools[unit_grads.transport].acquire(unit_grads)
 
-    def _count_bytes(self, flat: torch.Tensor, degree: int) -> None:
+    def _count_bytes(self, unit_grads: UnitGradients, flat: torch.Tensor, degree: int) -> None:
         """Count what a reduce of ``flat`` to shards of ``degree`` brings to this rank.
 
         Every other rank sends a slice. An all-reduce is a reduce-scatter to all ranks and an all-gather.
         """
-        world_size = self._transport.world_size
+        world_size = unit_grads.transport.world_size
         slices = 2 * (world_size - 1) / world_size if degree == 1 else (world_size - 1) / degree
         bits = self._gradient_bits if flat.dtype in ops.DTYPE_CODES else None
         nbytes = flat.nbytes if bits is None else ops.packet_bytes(flat.numel(), bits)
@@ -175,18 +179,19 @@ class ReduceLauncher:
     def _launch_collective(
         self,
         buffer: GradientBuffer,
+        unit_grads: UnitGradients,
         target: torch.Tensor,
         flat: torch.Tensor,
         levels: Levels,
-        label: str,
         accumulate: bool,
     ) -> Work:
-        self._count_bytes(flat, flat.numel() // target.numel())
+        channel, label = unit_grads.transport.reduce, unit_grads.unit.name
+        self._count_bytes(unit_grads, flat, flat.numel() // target.numel())
         if target.numel() < flat.numel():
-            buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate, levels)
+            buffer.collective = channel.reduce_scatter(target, flat, label, accumulate, levels)
             return buffer.collective
         # An all-reduce leaves the sum in the buffer, so it is copied to where the gradients are kept.
-        buffer.collective = self._channel.all_reduce(flat, label)
+        buffer.collective = channel.all_reduce(flat, label)
         return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
     def _zero_unfilled(self, unit_grads: UnitGradients, views: list[torch.Tensor]) -> None:
@@ -212,7 +217,8 @@ class ReduceLauncher:
         for unit_grads in units:
             if self._adds_late_by_slices(unit_grads):
                 own_slice, name = self._late_target(unit_grads), unit_grads.unit.name
-                self._works.append((name, self._channel.all_gather(unit_grads.flat_grads, own_slice, name)))
+                channel = unit_grads.transport.reduce
+                self._works.append((name, channel.all_gather(unit_grads.flat_grads, own_slice, name)))
         self.wait()
 
     def _adds_late_by_slices(self, unit_grads: UnitGradients) -> bool:
@@ -248,20 +254,21 @@ class ReduceLauncher:
         # A launched collective cannot be canceled, and its peers wait for this rank.
         self.wait()
         self._copies.discard()
-        for buffer in self._buffer_of.values():
-            self.buffer_pool.put_back(buffer)
+        for unit_grads, buffer in self._buffer_of.items():
+            self.buffer_pools[unit_grads.transport].put_back(buffer)
         self._buffer_of.clear()
 
     def forget_errors(self) -> None:
         """Let the kept errors of quantized gradients restart from zero, if there are any."""
-        if isinstance(self._channel, QuantizedReduce):
-            self._channel.packing.forget_errors()
+        if isinstance(self._transport.reduce, QuantizedReduce):
+            self._transport.reduce.packing.forget_errors()
 
     def kept_errors(self) -> list[torch.Tensor]:
         """Return the kept errors of quantized gradients, if there are any."""
-        return self._channel.packing.errors if isinstance(self._channel, QuantizedReduce) else []
+        channel = self._transport.reduce
+        return channel.packing.errors if isinstance(channel, QuantizedReduce) else []
 
     @property
     def nbytes(self) -> int:
         """The bytes of all gradient buffers and staging buffers."""
-        return self.buffer_pool.nbytes + self._offloaded.nbytes
+        return sum(pool.nbytes for pool in self.buffer_pools.values()) + self._offloaded.nbytes

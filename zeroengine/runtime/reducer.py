@@ -42,6 +42,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.ops import digest
 from zeroengine.runtime.autograd_hooks import WeakMethod
+from zeroengine.runtime.dtensors import local_gradient
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.reduce_launcher import ReduceLauncher
 from zeroengine.runtime.released_parameter import drop_gradient_of
@@ -153,7 +154,7 @@ class Reducer:
     def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, fate: Fate) -> None:
         """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""
         # A backward with create_graph=True gives the gradient a history.
-        gradient = gradient.detach()
+        gradient = local_gradient(unit_grads.unit.params[index], gradient.detach())
         if fate is Fate.TAKEN:
             self.launcher.copy_to_slot(unit_grads, index, gradient)
             return
@@ -259,14 +260,19 @@ class Reducer:
                 self.assigned_digests[param] = digest(torch.ones(1, device=param.device))
                 continue
             if assignment.value is not None:
-                value = assignment.value.detach().to_dense().contiguous()
+                value = local_gradient(param, assignment.value.detach()).to_dense().contiguous()
             # A rank that drops a gradient differs from one that leaves it.
             self.assigned_digests[param] = None if value is None else digest(value)
-            self.replace_gradient(unit_grads, index, value, 1 / self._transport.world_size)
+            self.replace_gradient(unit_grads, index, value, 1 / unit_grads.transport.world_size)
         for param in self.user_gradients.of_frozen():
             # A rank that has none differs from the others, and all of them learn of it in the sum of the step.
             self.assigned_digests[param] = None
         return bool(assigned)
+
+    @property
+    def num_summed(self) -> int:
+        """The ranks whose gradients are added: all, but of a split model those of a data group."""
+        return self._transport.world_size
 
     def note_assigned(self, param: nn.Parameter, is_zero: bool = False) -> None:
         """Note that user code has assigned to the gradient of ``param``, perhaps None, outside of a backward."""

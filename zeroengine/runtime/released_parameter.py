@@ -8,8 +8,8 @@ progress, gathers the unit if every rank does the same (inside the engine's forw
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ _STRIDES = {getattr(_T, name) for name in ("stride", "is_contiguous", "dim_order
 _TAKE_DATA = _T.data.__get__
 _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
+# Methods of DTensor.
+_READERS = ("to_local", "full_tensor", "redistribute")
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -174,18 +176,32 @@ class _ObservedData:
         _T.data.__set__(self, value)
 
 
-@cache
+@functools.cache
 def _gathered_class(cls: type) -> type:
     return type(cls.__name__, (_ObservedData, cls), {})
 
 
-@cache
+@functools.cache
 def _released_class(cls: type) -> type:
     # The parameter's own class stays a base, so that ``isinstance`` and its attributes work while it is released.
     # So does its name, by which libraries tell the classes of quantized weights apart.
     if cls is nn.Parameter:
         return type(ReleasedParameter.__name__, (ReleasedParameter,), {})
-    return type(cls.__name__, (ReleasedParameter, cls), {})
+    return type(cls.__name__, (ReleasedParameter, cls), {n: _reading(cls, n) for n in _READERS if hasattr(cls, n)})
+
+
+def _reading(cls: type, name: str) -> Callable[..., Any]:
+    """Return a method of ``cls`` that reads values and is no torch function, which asks for the values first."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    @disable_compile
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_no_values(self) and not is_tracing():
+            resolver_of(self)(self, name)
+        return method(self, *args, **kwargs)
+
+    return run
 
 
 def is_released_parameter(param: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.dtensors import inside, local_tensor, without_values, wrap
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import (
@@ -50,6 +51,7 @@ class SavedView(NamedTuple):
     """A description of a tensor in a unit's full buffer that autograd has saved.
 
     Sizes, strides and the offset count elements. ``version`` is autograd's count of in-place changes of the parameter.
+    ``like`` has the shape and the placements of a saved ``DTensor``, without values; None: a plain tensor was saved.
     """
 
     unit: Unit
@@ -58,6 +60,7 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     version: int
+    like: torch.Tensor | None = None
 
     def restore(self) -> torch.Tensor:
         """Return the tensor. The unit must have been gathered.
@@ -72,8 +75,10 @@ class SavedView(NamedTuple):
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
+        if self.like is not None:
+            return wrap(local_tensor(param).detach().as_strided(self.size, self.stride, self.offset), self.like)
         # A detached parameter shares the parameter's version counter, so autograd's own check also applies to it.
-        return param.detach().as_strided(self.size, self.stride, self.offset)
+        return local_tensor(param).detach().as_strided(self.size, self.stride, self.offset)
 
 
 def replace_saved_views(
@@ -213,6 +218,7 @@ def _names_of_saved(node_class: type) -> tuple[str, ...]:
 
 def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
     """Return the unit in whose full buffer ``tensor`` lies, if it is a strided view of it."""
+    tensor = tensor if tensor is None or type(tensor) is torch.Tensor else inside(tensor)
     try:
         address = 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
@@ -228,10 +234,11 @@ def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int
 
 
 def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) -> None:
-    tensor = saved.data
+    tensor: Any = inside(saved.data)
+    like = None if tensor is saved.data else without_values(saved.data)
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
     # The tensor's own version would not do, because a ``.data`` has a separate counter.
     version = version_of(unit.params[index])
-    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
+    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version, like)
     saved.register_hooks(lambda _: view, read)

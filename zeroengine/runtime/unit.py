@@ -61,6 +61,8 @@ class Unit:
         number: The unit's index among all units.
         modules: The modules whose forward needs this unit.
         root: The module that holds all of its parameters, if there is one.
+        is_split: Whether each rank of a model group has another part of its parameters.
+        expert_ranks: As of ``UnitPlan``.
         full_buffer: The memory of the whole parameters.
         secondary: This rank's shard of the second copy of the parameters; None: there is none.
         shard: 1-D, the elements that this rank owns at the parameter degree.
@@ -85,6 +87,7 @@ class Unit:
         self.number = number
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.has_master, self.modules, self.root = plan.has_master, plan.modules, plan.root
+        self.is_split, self.expert_ranks = plan.is_split, plan.expert_ranks
         self.algorithm = plan.algorithm
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.rank, self.degrees = transport.rank, degrees
@@ -268,7 +271,7 @@ class Unit:
         """Let every use of a parameter call ``resolver`` first. ``FullBuffer.free`` frees the memory."""
         if self.is_gathered:
             self.collect_writes()
-            self.writes.collect_replaced(self.full_buffer.views)
+            self.writes.collect_replaced(self.full_buffer.views, self.full_buffer.targets)
         for param in self.params:
             mark_released(param, resolver)
         self.state, self.gather_work = GatherState.RELEASED, None
@@ -362,15 +365,15 @@ class Unit:
         Returns:
             Whether it was replaced so. It may be of another shape, dtype or device.
         """
-        param, view = self.params[index], self.full_buffer.views[index]
+        target, view = self.full_buffer.targets[index], self.full_buffer.views[index]
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            facts = (param.shape, param.dtype, param.device)
-            if param.data_ptr() == view.data_ptr() or facts != (view.shape, view.dtype, view.device):
+            facts = (target.shape, target.dtype, target.device)
+            if target.data_ptr() == view.data_ptr() or facts != (view.shape, view.dtype, view.device):
                 return False
-            view.copy_(param.detach())
-            param.data = view
+            view.copy_(target.detach())
+            target.data = view
         # Ranks compare what was written.
-        torch.autograd.graph.increment_version(param)
+        torch.autograd.graph.increment_version(self.params[index])
         return True
 
     def check_parameters(self) -> None:
@@ -379,10 +382,9 @@ class Unit:
         Raises:
             ZeroEngineError: A parameter has another shape, dtype or device.
         """
-        for index, (param, view, slot) in enumerate(
-            zip(self.params, self.full_buffer.views, self.layout.slots, strict=True)
-        ):
-            is_replaced = self.is_gathered and param.data_ptr() != view.data_ptr()
+        buffer = self.full_buffer
+        for index, (target, view, slot) in enumerate(zip(buffer.targets, buffer.views, self.layout.slots, strict=True)):
+            is_replaced = self.is_gathered and target.data_ptr() != view.data_ptr()
             if index in self.writes.reshaped or (is_replaced and not self.adopt_replaced_data(index)):
                 raise ZeroEngineError(
                     f"parameter {slot.name} was given another shape, dtype or device after initialize(), by .to(), "

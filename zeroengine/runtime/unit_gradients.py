@@ -114,6 +114,7 @@ class UnitGradients:
         store: The store of the sums. None: they stay on the device. Ignored where every rank keeps all gradients.
 
     Attributes:
+        transport: Moves bytes between the ranks that the unit is partitioned over.
         format: The dtypes, and what follows from them.
         flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout if they are not sharded.
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
@@ -131,7 +132,7 @@ class UnitGradients:
     ) -> None:
         self.unit = unit
         layout, degrees = unit.layout, unit.degrees
-        self._world_size = transport.world_size
+        self.transport, self._world_size = transport, transport.world_size
         self.format = GradientFormat.of_unit(
             unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
         )

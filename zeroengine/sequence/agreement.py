@@ -56,14 +56,22 @@ class RankComparison(Observer):
         transport: Sums over all ranks.
         device: The device that the model computes on.
         group_size: The number of consecutive ranks that share each sample.
+        model_groups: The ranks that hold one model together, and compute whole samples together.
 
     Attributes:
         device: As given.
         group_size: As given.
     """
 
-    def __init__(self, transport: RankSums, device: torch.device, group_size: int = 1) -> None:
+    def __init__(
+        self,
+        transport: RankSums,
+        device: torch.device,
+        group_size: int = 1,
+        model_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._transport, self.device, self.group_size = transport, device, group_size
+        self._model_groups = model_groups
         # Whether inputs of forwards are still to be observed.
         self._is_recording = transport.has_peers
         # The digest of each micro-step that has ended, and that of the micro-step in progress.
@@ -138,7 +146,17 @@ class RankComparison(Observer):
             error = _difference([row[MICRO_STEPS:] for row in rows[first : last + 1]])
             if error is not None:
                 raise DivergenceError(f"ranks {first} to {last} share each sample (sequence_parallel_size): {error}.")
-        groups = ranks_with_same_inputs([row[:MICRO_STEPS] for row in rows])
+        inputs = [tuple(row[:MICRO_STEPS]) for row in rows]
+        for members in self._model_groups if inputs else ():
+            if len({inputs[rank] for rank in members}) > 1:
+                raise DivergenceError(
+                    f"ranks {listed(members, MAX_RANKS_SHOWN)} hold one model together, each with slices of its "
+                    "parameters, and were given different inputs. Give them the same: engine.dataloader(dataset), or "
+                    "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)."
+                )
+        # Of those that compute together one stands for all.
+        others = {rank for members in self._model_groups for rank in members[1:]}
+        groups = ranks_with_same_inputs([() if rank in others else row for rank, row in enumerate(inputs)])
         for ranks in groups:
             if len({rank // self.group_size for rank in ranks}) < len(ranks):
                 raise DivergenceError(

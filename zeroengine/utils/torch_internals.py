@@ -348,6 +348,8 @@ def number_of_groups() -> int:
     return len(_group_registry.pg_names)
 
 
+# The attributes of a DTensor that hold its tensor on this rank, and its layout.
+LOCAL_TENSOR, DTENSOR_SPEC = "_local_tensor", "_spec"
 flatten_mesh: Callable[[Any], Any] = methodcaller(_attribute("_flatten", dist.DeviceMesh))
 # The namespace of collectives as operations.
 COLLECTIVES = "_c10d_functional"

@@ -182,7 +182,9 @@ def _read_entry(entry: StateEntry, source: WeightSource, name: str, from_rank_0:
         stop = min(first + CHUNK, numel)
         # A collective read takes the same boxes on all ranks, and each rank keeps its part of them.
         own_boxes = (box for box, _ in entry.parts(first, stop))
-        for box in boxes_of_run(entry.shape, first, stop) if from_rank_0 else own_boxes:
+        # Only contiguous elements can be read, so other ones are read with what lies between them.
+        reads_all = from_rank_0 or not entry.lies_in_runs
+        for box in boxes_of_run(entry.shape, first, stop) if reads_all else own_boxes:
             values = source.read(name, box)
             for part, target in entry.parts(box.start, box.start + box.numel):
                 # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises

@@ -15,6 +15,7 @@ import torch
 
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.partition.boxes import boxes_of_run
+from zeroengine.runtime.dtensors import local_tensor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import round_up
@@ -152,7 +153,7 @@ class TensorReads:
             self._pin(unit)
         if target is not None:
             # User code may have given the parameter other memory.
-            values = unit.params[source.param_index].detach().reshape(-1)[start:stop]
+            values = local_tensor(unit.params[source.param_index]).detach().reshape(-1)[start:stop]
             target.copy_(values, non_blocking=True)
 
     def _exchange(self, target: torch.Tensor | None, unit: Unit, ranges: Sequence[tuple[int, int]]) -> None:

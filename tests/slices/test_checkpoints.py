@@ -1,0 +1,113 @@
+"""A checkpoint of a split model loads at any number of slices, ranks and at any stage, with the same bits, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroengine
+from tests.distributed.ranks import run_ranks
+from tests.emulated import cpu_alone
+from tests.slices.split_models import Factory, make_split_engine, one_block_lm, train, uneven_lm
+
+pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
+
+States = dict[str, torch.Tensor]
+# The number of ranks, of slices, and the stage.
+HOME = (4, 2, 3)
+OTHERS = [(3, 1, 1), (4, 4, 0), (2, 2, 3)]
+
+
+def whole_states(engine: zeroengine.Engine) -> States:
+    """Return the masters and the optimizer's states of all parameters. A collective."""
+    states = {}
+    for name, param in engine.module.named_parameters():
+        states[name] = zeroengine.full_master(param)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            states[f"{name} {key}"] = zeroengine.full_optimizer_state(param, key)
+    return states
+
+
+def train_and_save(size: int, stage: int, factory: Factory, folder: Path) -> tuple[States, list[float]]:
+    """On one rank: the states that are saved after two steps, and the losses of two more."""
+    engine = make_split_engine(size, stage, factory)
+    train(engine, range(2))
+    saved = whole_states(engine)
+    engine.save_checkpoint(folder)
+    losses = train(engine, range(2, 4))
+    engine.close()
+    return saved, losses
+
+
+def load_and_save(size: int, stage: int, factory: Factory, source: Path, target: Path) -> States:
+    """On one rank: the states that are loaded. They are saved again, as this rank has them."""
+    engine = make_split_engine(size, stage, factory)
+    engine.load_checkpoint(source)
+    loaded = whole_states(engine)
+    engine.save_checkpoint(target)
+    engine.close()
+    return loaded
+
+
+def load_each(size: int, stage: int, factory: Factory, sources: list[Path]) -> list[tuple[States, list[float]]]:
+    """On one rank and for each checkpoint: the states that are loaded, and the losses of two steps."""
+    found = []
+    for source in sources:
+        engine = make_split_engine(size, stage, factory)
+        engine.load_checkpoint(source)
+        found.append((whole_states(engine), train(engine, range(2, 4))))
+        engine.close()
+    return found
+
+
+def assert_same(found: States, expected: States, what: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (what, name)
+
+
+def check_round_trips(factory: Factory, others: list[tuple[int, int, int]], folder: Path) -> None:
+    """Check that checkpoints keep all bits on the way to other numbers of ranks and slices, and back."""
+    ranks, size, stage = HOME
+    trained = run_ranks(ranks, train_and_save, size, stage, factory, folder / "home")
+    saved, _ = trained[0]
+    copies = [folder / "home"]
+    for other in others:
+        other_ranks, other_size, other_stage = other
+        copy = folder / "-".join(map(str, other))
+        for found in run_ranks(other_ranks, load_and_save, other_size, other_stage, factory, folder / "home", copy):
+            assert_same(found, saved, other)
+        copies.append(copy)
+    for rank, returned in enumerate(run_ranks(ranks, load_each, size, stage, factory, copies)):
+        for copy, (loaded, losses) in zip(copies, returned, strict=True):
+            assert_same(loaded, saved, copy.name)
+            # The second loss follows from an update by the loaded states.
+            assert losses == trained[rank][1], copy.name
+
+
+def test_a_checkpoint_moves_to_other_numbers_of_slices_and_back_with_equal_bits(tmp_path: Path) -> None:
+    check_round_trips(one_block_lm, OTHERS[:2], tmp_path)
+
+
+@pytest.mark.slow  # as of even slices, to further numbers
+def test_a_checkpoint_of_uneven_slices_moves_to_other_numbers_of_slices_and_back(tmp_path: Path) -> None:
+    check_round_trips(uneven_lm, OTHERS, tmp_path)
+
+
+def save_whole(folder: Path) -> States:
+    engine = make_split_engine(1, 2, one_block_lm)
+    train(engine, range(2))
+    saved = whole_states(engine)
+    engine.save_checkpoint(folder)
+    engine.close()
+    return saved
+
+
+@pytest.mark.slow  # the round trip above loads what one slice has saved
+def test_a_checkpoint_of_a_whole_model_loads_into_a_split_one(tmp_path: Path) -> None:
+    saved = run_ranks(2, save_whole, tmp_path / "whole")[0]
+    for found in run_ranks(4, load_and_save, 2, 3, one_block_lm, tmp_path / "whole", tmp_path / "copy"):
+        assert_same(found, saved, "split")

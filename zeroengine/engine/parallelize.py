@@ -1,0 +1,169 @@
+"""Splits the layers of a model over ranks, by torch's parallel styles or by the plan of the model's library."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroengine.comm.group import device_of_model, start_torch_distributed
+from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.engine.optional_packages import split_by_own_plan
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import plain_name
+from zeroengine.runtime.dtensors import dtensors_in
+from zeroengine.utils.formats import listed
+
+# The names of the styles that a plan may have, besides styles of ``torch.distributed.tensor.parallel``.
+STYLES = ("colwise", "colwise_gathered", "rowwise", "rowwise_whole_input")
+NUM_SHOWN = 8
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Mapping[str, Any] | None = None,
+    *,
+    size: int = 1,
+    expert_size: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Split layers of ``model`` over groups of ``size`` consecutive ranks, in place (tensor parallelism).
+
+    The experts of a model of transformers can be split as well, over groups of ``expert_size`` (expert parallelism).
+
+    The ranks of a group compute each sample together, so give them the same batches: ``engine.dataloader`` does. Call
+    it on every rank, with the same model, before ``initialize``, which partitions what each rank then has over the
+    ranks with the same slices.
+
+    Args:
+        model: A module whose parameters all ranks have whole. Those of the first rank of each group count.
+        plan: By pattern of module names (``fnmatch``, such as ``"blocks.*.up"``) how to split a ``Linear`` or
+            ``Embedding``: ``"colwise"`` splits what it returns, which the next layer takes as ``"rowwise"``;
+            ``"colwise_gathered"`` returns the whole; ``"rowwise_whole_input"`` takes the whole, as an embedding does;
+            or a style of ``torch.distributed.tensor.parallel``. None: the plan of a model of transformers.
+        size: The ranks of a group. It divides their number.
+        expert_size: The ranks that hold all experts together, and send tokens to one another. It divides the number of
+            ranks, and is a multiple of ``size``. 1: every rank has all experts.
+        optimizer: One over the model's parameters, whose places the slices take.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ZeroEngineError: A size does not divide the ranks, a pattern matches no module, a style is not known, or there
+            is no plan.
+    """
+    join_launched_ranks()
+    device = device_of_model(model, None)
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ZeroEngineError(
+                f"parallelize(): parameter {name} has no values yet, and what is split are values: build the model "
+                "without meta_init"
+            )
+    start_torch_distributed(device)
+    num_ranks = dist.get_world_size()
+    for name, number in (("size", size), ("expert_size", expert_size)):
+        if number < 1 or num_ranks % number:
+            raise ZeroEngineError(
+                f"parallelize({name}={number}): the number of ranks of this job, {num_ranks}, is no multiple of it. "
+                "Start as many with zero-launch --nproc, or give another size (the keys autotp_size and autoep_size)."
+            )
+    if plan is not None and expert_size > 1:
+        raise ZeroEngineError(
+            "parallelize(expert_size=...) splits experts by the plan of a model of transformers: leave plan out. "
+            'Experts of your own may be DTensors over a mesh whose dimension is named "experts".'
+        )
+    for name, param in dtensors_in(model):
+        raise ZeroEngineError(
+            f"parallelize(): parameter {name} is split already, over {param.device_mesh}: split it once"
+        )
+    if size == expert_size == 1:
+        return model
+    meshes = [
+        dist.device_mesh.init_device_mesh(device.type, (num_ranks // number, number), mesh_dim_names=names)[names[1]]
+        for number, names in ((size, ("data", "model")), (expert_size, ("expert_data", "experts")))
+    ]
+    before = {id(param): name for name, param in model.named_parameters()}
+    if plan is None:
+        split_by_own_plan(model, *meshes)
+    else:
+        _split(model, plan, meshes[0])
+    after = dict(model.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
+    return model
+
+
+def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor.placement_types import Replicate
+
+    styles: dict[str, Callable[[], Any]] = {
+        "colwise": parallel.ColwiseParallel,
+        "colwise_gathered": lambda: parallel.ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": parallel.RowwiseParallel,
+        "rowwise_whole_input": lambda: parallel.RowwiseParallel(input_layouts=Replicate()),
+    }
+    modules = {plain_name(name): module for name, module in model.named_modules() if name}
+    tied = _tied(model)
+    chosen: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, parallel.ParallelStyle) and style not in styles:
+            raise ZeroEngineError(
+                f"parallelize(): the style of {pattern!r} is {style!r}; write one of {', '.join(map(repr, STYLES))}, "
+                "or a style of torch.distributed.tensor.parallel"
+            )
+        matches = fnmatch.filter(modules, pattern)
+        if not matches:
+            raise ZeroEngineError(
+                f"parallelize(): the pattern {pattern!r} matches no module. Modules are named like: "
+                f"{listed(list(modules), NUM_SHOWN)}"
+            )
+        for name in matches:
+            if style in styles and not isinstance(modules[name], (nn.Linear, nn.Embedding)):
+                raise ZeroEngineError(
+                    f"parallelize(): {pattern!r} matches {name}, a {type(modules[name]).__name__}, and {style!r} "
+                    "splits a Linear or an Embedding: write a pattern that matches those alone"
+                )
+            chosen[name] = style if isinstance(style, parallel.ParallelStyle) else styles[style]()
+    # Nothing is split before all of the plan is known to be right.
+    for name, way in chosen.items():
+        parallel.parallelize_module(modules[name], mesh, way)
+    _tie_again(tied)
+
+
+def _tied(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return the places of each parameter that has several: their names, modules and attributes."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            places.setdefault(id(param), []).append((plain_name(f"{prefix}.{key}"), module, key))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie_again(tied: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:
+    """Let layers that were tied have one parameter again, which torch has split for each of them.
+
+    Raises:
+        ZeroEngineError: They are split in different ways.
+    """
+    for (first, module, key), *others in tied:
+        param: Any = getattr(module, key)
+        for name, other, attribute in others:
+            twin: Any = getattr(other, attribute)
+            if getattr(twin, "placements", None) != getattr(param, "placements", None):
+                raise ZeroEngineError(
+                    f"parallelize(): {first} and {name} are one parameter, and the plan splits it as "
+                    f"{_way(param)} and as {_way(twin)}: name both layers, so that both split rows (an embedding "
+                    '"rowwise_whole_input" and a head "colwise_gathered"), or neither'
+                )
+            setattr(other, attribute, param)
+
+
+def _way(param: Any) -> str:
+    return "/".join(map(str, getattr(param, "placements", ("a whole",))))

@@ -1,0 +1,145 @@
+"""What a model whose parameters are split over ranks can do, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroengine.config import Config
+from zeroengine.engine.parallelize import parallelize
+from zeroengine.engine.parts import Ranks
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.backends.muon_update import MuonUpdate
+from zeroengine.optim.backends.torch_update import WholeUpdate
+from zeroengine.optim.choice import rules_of
+from zeroengine.optim.mixed_optimizer import members_of
+from zeroengine.partition.boxes import Box
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.slices import slice_of
+from zeroengine.runtime.dtensors import dtensors_in, of_experts
+from zeroengine.runtime.unit import Unit
+
+
+def sizes_to_split(model: nn.Module, config: Config, process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return over how many ranks layers and experts of a model are still to be split; 1: they stay as they are.
+
+    Raises:
+        ZeroEngineError: The model is split otherwise, or the engine is to train on some of the ranks.
+    """
+    size, expert_size = max(config.tensor_parallel.autotp_size, 1), config.expert_parallel.size
+    if size == expert_size == 1:
+        return 1, 1
+    sizes = {of_experts(param.device_mesh): param.device_mesh.size() for _, param in dtensors_in(model)}
+    if sizes:
+        # An earlier engine may have split it.
+        if (sizes.get(False, 1), sizes.get(True, 1)) == (size, expert_size):
+            return 1, 1
+        raise ZeroEngineError(
+            f"this model is split already, over {sizes.get(False, 1)} ranks and its experts over {sizes.get(True, 1)}, "
+            f"and tensor_parallel and expert_parallel ask for {size} and {expert_size}: leave the keys out, or pass "
+            "the model as it was before it was split"
+        )
+    if process_group is not None:
+        raise ZeroEngineError(
+            "tensor_parallel and expert_parallel split over groups of all ranks, and initialize() was passed "
+            "process_group: split the model before, by torch's parallelize_module, or leave process_group out"
+        )
+    return size, expert_size
+
+
+def split_model(model: nn.Module, optimizer: object, sizes: Sequence[tuple[int, int]]) -> None:
+    """Split the layers and experts of a model by its own plan. A collective, unless no rank is to split it.
+
+    Args:
+        model: The model.
+        optimizer: What the user passed. An optimizer gets the slices.
+        sizes: What ``sizes_to_split`` returns on each rank.
+
+    Raises:
+        ZeroEngineError: The ranks have different sizes, or there is no plan.
+    """
+    if len(set(sizes)) > 1:
+        shown = ", ".join(f"{size} and {expert_size}" for size, expert_size in dict.fromkeys(sizes))
+        raise ZeroEngineError(
+            f"the ranks are to split layers and experts over different numbers of ranks: {shown}. Give each rank the "
+            "same tensor_parallel and expert_parallel, and the same model."
+        )
+    size, expert_size = sizes[0]
+    if max(sizes[0]) > 1:
+        own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        parallelize(model, size=size, expert_size=expert_size, optimizer=own)
+
+
+def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer) -> None:
+    """Check that a configuration asks for nothing that split parameters do not support.
+
+    Args:
+        config: The resolved configuration.
+        plans: The units of the model.
+        optimizer: What updates them.
+
+    Raises:
+        ZeroEngineError: It does, or the optimizer needs whole parameters. The message names the key, or the parameter.
+    """
+    if not any(plan.is_split for plan in plans):
+        return
+    zero = config.zero_optimization
+    refused = {
+        "digests.every": config.digests.every is not None,
+        'optimizer_state_dtype "int8"': config.optimizer_state_dtype == "int8",
+        "local_steps": config.local_steps is not None,
+        "sequence_parallel_size": config.sequence_parallel_size > 1,
+        "snapshots": config.snapshots.every_seconds is not None,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ZeroEngineError(
+                f"{key} does not work with parameters that are split over ranks (DTensor): leave it out, or pass the "
+                "model as it was before it was split"
+            )
+    with_experts = {
+        "zero_optimization.degrees": zero.degrees is not None,
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
+        "zero_optimization.offload_param": zero.offload_param.device != "none",
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    for key, is_set in with_experts.items():
+        if is_set and any(plan.expert_ranks for plan in plans):
+            raise ZeroEngineError(
+                f"{key} does not work with experts that are split over ranks: leave it out, or pass the model as it "
+                "was before they were split"
+            )
+    # Which rule updates slices is asked as of shards, which are parts of parameters too.
+    rules = zip(members_of(optimizer), rules_of(optimizer, plans, degree=2), strict=True)
+    need_whole = {type(member).__name__ for member, rule in rules if rule in (MuonUpdate, WholeUpdate)}
+    for plan in plans:
+        if plan.is_split and plan.trainable and plan.algorithm.name in need_whole:
+            raise ZeroEngineError(
+                f"parameter {plan.params[0][0]} is split over ranks, and {plan.algorithm.name} needs whole parameters: "
+                "let AdamW update it, or pass the model as it was before it was split"
+            )
+
+
+def assemble(ranks: Ranks, unit: Unit, index: int, values: torch.Tensor) -> torch.Tensor:
+    """Return the values of a whole parameter, from those of its slices. A collective of the model group.
+
+    Args:
+        ranks: The ranks.
+        unit: The unit of the parameter.
+        index: The index of the parameter in it.
+        values: Those of this rank's slice, or of the parameter if it is not split, which are returned then.
+    """
+    found = slice_of(unit.params[index])
+    if found is None or found.is_whole:
+        return values
+    whole = torch.zeros(found.shape, dtype=values.dtype, device=values.device)
+    for box, place in found.boxes(Box.whole(found.local_shape)):
+        region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+        whole[region] = values[place]
+    # Each element comes from one rank, and its bits are those of 0 on the others.
+    ranks.model_group(unit).all_reduce(whole.view(-1).view(torch.uint8), "of slices")
+    return whole
