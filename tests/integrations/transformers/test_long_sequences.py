@@ -34,7 +34,7 @@ def check(found: dict[str, Any]) -> None:
         assert message and MESSAGES.get(case, "sequence_parallel_size") in message, (case, message)
 
 
-@pytest.mark.slow  # test_sequence_parallel trains one of them
+@pytest.mark.slow  # test_parallelism trains one of them
 def test_families_train_with_parts_as_with_whole_samples_or_are_refused_by_name() -> None:
     for found in run_script("transformers", HERE / "long_sequences.py", ["some"], ranks=2):
         check(found)

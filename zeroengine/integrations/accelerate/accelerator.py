@@ -61,7 +61,7 @@ class ZeroAccelerator(SampleGroupAccelerator):
         config = load(zero_config, argument="zero_config")
         self._requested_precision = arguments.pop("mixed_precision", None)
         config = settings.fill_loss_scale(config, arguments.get("kwargs_handlers") or ())
-        config = settings.fill_sequence_parallel(config, arguments.pop("parallelism_config", None))
+        config = settings.fill_parallelism(config, arguments.pop("parallelism_config", None))
         # Values that "auto" stands for are filled into what was written, which this keeps.
         self._written_config = config
         config = settings.fill_precision(config, self._requested_precision)
@@ -73,7 +73,8 @@ class ZeroAccelerator(SampleGroupAccelerator):
         if not torch.cuda.is_available() and has_peers():
             arguments.setdefault("cpu", True)
         # The engine computes in the configuration's precision, so accelerate must neither cast nor scale.
-        super().__init__(config.sequence_parallel_size, mixed_precision="no", **arguments)
+        cuts = config.sequence_parallel_size > 1
+        super().__init__(config.ranks_per_sample, cuts, mixed_precision="no", **arguments)
         checks.check_trains_with_peers(self.num_processes)
         self.zero_config = config
         self._batch_sizes: list[int] = []

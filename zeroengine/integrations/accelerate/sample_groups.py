@@ -1,4 +1,4 @@
-"""Groups of ranks that share samples (``sequence_parallel_size``): their loaders, metrics and schedules."""
+"""Groups of ranks that share samples (``Config.ranks_per_sample``): their loaders, metrics and schedules."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class _View(SimpleNamespace):
 
 
 class SampleGroupAccelerator(Accelerator):
-    """An `Accelerator` whose ranks form groups. All ranks of a group get the same batches, and each rank its parts.
+    """An `Accelerator` whose ranks form groups. All ranks of a group get the same batches, or each its parts of them.
 
     Args:
         degree: The number of consecutive ranks of a group.
+        cuts: Whether each rank gets a part of each sequence.
         arguments: The arguments of `Accelerator`.
 
     Attributes:
         num_groups: The number of groups.
     """
 
-    def __init__(self, degree: int, **arguments: Any) -> None:
+    def __init__(self, degree: int, cuts: bool, **arguments: Any) -> None:
         # accelerate would make groups of its own.
         with patch_environment(**{PARALLELISM_VARIABLE: "false"}):
             super().__init__(**arguments)
-        self._degree, self.num_groups = degree, max(1, self.num_processes // degree)
+        self._degree, self._cuts, self.num_groups = degree, cuts, max(1, self.num_processes // degree)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as accelerate does, for as many ranks as there are groups."""
@@ -54,7 +55,7 @@ class SampleGroupAccelerator(Accelerator):
 
     def cut_batches(self, loader: Any) -> Any:
         """Let a loader yield the part of this rank of each batch, and return it."""
-        if self._degree > 1:
+        if self._cuts:
             base = loader.base_dataloader
             # accelerate's loader calls this by its name, and `iter` finds that of the class.
             base.__iter__ = lambda: map(self._part_of, iter(base))
@@ -70,16 +71,19 @@ class SampleGroupAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks have computed for each sample. Parts of [batch, tokens, ...] are joined.
 
-        Of tensors of one dimension or none, such as losses, those of one rank of each group count.
+        Of tensors of one dimension or none, such as losses, and of whole sequences, those of one rank of each group
+        count.
         """
         if self._degree > 1 and (use_gather_object or not list(tensors_in(input_data))):
-            raise ZeroEngineError("gather_for_metrics() of objects with sequence_parallel_size: pass tensors")
+            raise ZeroEngineError("gather_for_metrics() of objects, where ranks share samples: pass tensors")
         view: Any = _View(viewed=self, gather=lambda data: map_tensors(self._join_parts, self.gather(data)))
         return Accelerator.gather_for_metrics(view if self._degree > 1 else self, input_data, use_gather_object)
 
     def _join_parts(self, gathered: torch.Tensor) -> torch.Tensor:
         grouped: torch.Tensor = gathered.unflatten(0, (self.num_groups, self._degree, -1))
-        return grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1) if gathered.dim() > 1 else grouped[:, 0].flatten()
+        if self._cuts and gathered.dim() > 1:
+            return grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        return grouped[:, 0].flatten(0, 1)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a schedule as accelerate does, which an update steps once for each group, and not for each rank."""

@@ -76,19 +76,21 @@ def check_not_distributed_otherwise(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def fill_sequence_parallel(config: Config, parallelism: ParallelismConfig | None) -> Config:
-    """Return the configuration with the degree of a `ParallelismConfig`, or of the variables of `accelerate launch`.
+def fill_parallelism(config: Config, parallelism: ParallelismConfig | None) -> Config:
+    """Return the configuration with the sizes of a `ParallelismConfig`, or of the variables of `accelerate launch`.
 
     Raises:
-        ZeroEngineError: The configuration has another degree, or they ask for other kinds of parallelism.
+        ZeroEngineError: The configuration has other sizes, or they ask for other kinds of parallelism.
     """
     if os.environ.get(PARALLELISM_VARIABLE, "false").lower() in ("1", "true", "yes"):
         parallelism = parallelism or ParallelismConfig()
-    for name in ("cp_size", "tp_size", "dp_replicate_size"):
+    for name in ("cp_size", "dp_replicate_size"):
         if (size := getattr(parallelism, name, 1)) > 1:
             raise ZeroEngineError(f"ParallelismConfig({name}={size}): write sp_size, for any kernel of attention")
-    size = getattr(parallelism, "sp_size", 1)
-    return config.fill_auto({"sequence_parallel_size": size if size > 1 else None}, framework="ParallelismConfig")
+    keys = {"sp_size": "sequence_parallel_size", "tp_size": "tensor_parallel.autotp_size"}
+    sizes = {key: getattr(parallelism, name, 1) for name, key in keys.items()}
+    values = {key: size if size > 1 else None for key, size in sizes.items()}
+    return config.fill_auto(values, framework="ParallelismConfig")
 
 
 def fill_precision(config: Config, requested: str | None) -> Config:

@@ -188,18 +188,33 @@ class ZeroTrainerMixin(Trainer):
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        count, degree = super()._get_num_items_in_batch(batch_samples, device), self.get_tp_size()
-        if count is not None and degree > 1 and not self.args.average_tokens_across_devices:
+        count, degree = super()._get_num_items_in_batch(batch_samples, device), self._settings.sequence_parallel_size
+        if count is None or degree == 1:
+            return count
+        if not self.args.average_tokens_across_devices:
             count = self._require_engine("a batch").sequence_group.all_gather(count, "labels").sum()
         # The trainer divides by the degree, as each rank had the whole batch.
-        return count if count is None or degree == 1 else count * degree
+        return count * degree
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that share a sample, by which the trainer divides batch sizes and counts."""
-        return self._settings.sequence_parallel_size
+        return self._settings.ranks_per_sample
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        if self._settings.sequence_parallel_size == 1:
+            # The trainer has counted the batches of all ranks, and each of them once for each rank that has it.
+            seen = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return the operations of a batch on this rank."""
+        operations: float = super().floating_point_ops(inputs)
+        return operations if self._settings.sequence_parallel_size > 1 else operations / self.get_tp_size()
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Return False: no parameter is a DTensor. The trainer would read `grad` of every parameter, which is None."""
+        """Return False: the engine clips. The trainer would read `grad` of every parameter, which is None."""
         return False
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.accelerate.settings import fill_sequence_parallel
+from zeroengine.integrations.accelerate.settings import fill_parallelism
 from zeroengine.optim.lion import Lion
 
 FRAMEWORK = "TrainingArguments"
@@ -32,7 +32,7 @@ def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: 
         ZeroEngineError: The two contradict each other. The message says what to write.
     """
     check_arguments(args)
-    settings = fill_sequence_parallel(load(config, argument="zero_config"), getattr(args, "parallelism_config", None))
+    settings = fill_parallelism(load(config, argument="zero_config"), getattr(args, "parallelism_config", None))
     name = OPTIMIZER_NAME.fullmatch(args.optim)
     moments = {"optimizer_state_dtype": "int8"} if name is not None and name[2] == "8" else {}
     return settings.fill_auto(
@@ -108,7 +108,7 @@ def _batch_sizes(settings: Config, args: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        "train_batch_size": micro * steps * args.world_size // settings.sequence_parallel_size,
+        "train_batch_size": micro * steps * args.world_size // settings.ranks_per_sample,
     }
 
 
