@@ -1,15 +1,18 @@
 """Trains a mixture of experts, a small Mixtral of transformers, on the standard library's source files.
 
     zero-launch --nproc 2 examples/moe.py --stage 3
+    zero-launch --nproc 2 examples/moe.py --stage 3 --expert-ranks 2
 
 Each token is computed by 2 of the experts of a block, and the ranks choose different ones. A block is one unit, which
-every rank gathers as a whole and reduces at the same place, whatever the routers choose. The loss of the
-router keeps the experts equally busy. With `--config FILE` of zero-launch, `--stage` is ignored.
+every rank gathers as a whole and reduces at the same place, whatever the routers choose. With `--expert-ranks` each
+rank has some of the experts instead, and the ranks send tokens to one another. The loss of the router keeps the experts
+equally busy. With `--config FILE` of zero-launch, `--stage` is ignored.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 
 import torch
@@ -37,7 +40,8 @@ def make_model(options: argparse.Namespace) -> MixtralForCausalLM:
         use_cache=False,
     )
     torch.manual_seed(options.seed)
-    with zeroengine.meta_init():
+    # Experts are split from a model that is whole.
+    with zeroengine.meta_init() if options.expert_ranks == 1 else contextlib.nullcontext():
         return MixtralForCausalLM(config)
 
 
@@ -65,6 +69,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--expert-ranks", type=int, default=1, help="ranks that hold all experts together")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -74,6 +79,7 @@ def main() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_type": "linear"}},
         "gradient_clipping": 1.0,
         "train_micro_batch_size_per_gpu": options.batch,
+        "expert_parallel": {"enabled": options.expert_ranks > 1, "autoep_size": options.expert_ranks},
     }
     engine = zeroengine.initialize(make_model(options), config=None if "ZEROENGINE_CONFIG" in os.environ else config)
     text, _ = read_text(None, options.context)
