@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
+from zeroengine.config import load
+from zeroengine.engine.initialize import _data_ranks_per_node
 from zeroengine.partition.boxes import Box
 from zeroengine.partition.slices import ModelLayout, Slice, make_slice
 
@@ -52,6 +54,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("model_group", "per_node", "expected"),
+    [((0, 1), 4, 2), ((0, 4), 4, 4), ((2, 3, 6, 7), 4, 2), ((0, 1), 0, 0), ((2, 3, 4), 4, 0)],
+)
+def test_a_machine_has_as_many_data_ranks_as_it_has_ranks_with_one_slice(
+    model_group: tuple[int, ...], per_node: int, expected: int
+) -> None:
+    assert _data_ranks_per_node(model_group, per_node) == expected
+
+
+def test_an_elastic_run_with_all_ranks_keeps_its_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROENGINE_FULL_WORLD_SIZE", "4")
+    settings = load({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4})
+    assert settings.resolve(world_size=2, ranks_per_model=2).gradient_accumulation_steps == 1
+    # One of two model groups is missing.
+    assert settings.resolve(world_size=1, ranks_per_model=2).gradient_accumulation_steps == 2
 
 
 @given(cases())

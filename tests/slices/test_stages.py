@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from tests.slices.split_models import (
     small_lm,
     split_task,
     tied_lm,
+    train,
     uneven_lm,
     untied_lm,
 )
@@ -259,6 +262,24 @@ def overflow_on_one_rank() -> tuple[list[int], list[float], bool]:
     assert engine.memory().gathered == 0
     engine.close()
     return skipped, scales, changed
+
+
+def records(folder: str) -> list[dict[str, Any]]:
+    """On one rank: train with a run folder. Return the records of the steps on rank 0."""
+    engine = make_split_engine(2, 3, more={"monitor": {"folder": folder}})
+    train(engine, range(2))
+    engine.close()
+    if engine.rank:
+        return []
+    return [json.loads(line) for line in Path(folder, "steps.jsonl").read_text().splitlines()]
+
+
+def test_a_record_counts_the_samples_of_a_model_group_once(tmp_path: Path) -> None:
+    ids = batch(0, 0)[0]
+    for record in (found := run_ranks(4, records, str(tmp_path / "run"))[0]):
+        # There are two model groups.
+        assert (record["samples"], record["tokens"]) == (2 * len(ids), 2 * ids.numel())
+    assert found
 
 
 def samples() -> tuple[list[int], list[torch.Tensor]]:
