@@ -69,10 +69,12 @@ def make_engine(task: Task, stage: int, **more: Any) -> zeroengine.Engine:
     return zeroengine.initialize(model, task.optimizer(model), settings(task, stage, **more))
 
 
-def ordinary_loop(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+def ordinary_loop(task: Task, engine: zeroengine.Engine, share: int | None = None) -> tuple[list[float], list[float]]:
+    """Return the losses and norms on this rank, which takes the samples of its number, or of ``share``."""
+    share = engine.rank if share is None else share
     losses, norms = [], []
     for micro_step in range(task.steps * task.micro_steps):
-        loss = engine(*task.data(micro_step, engine.rank))
+        loss = engine(*task.data(micro_step, share))
         engine.backward(loss)
         if engine.step():
             assert engine.grad_norm is not None
@@ -81,11 +83,12 @@ def ordinary_loop(task: Task, engine: zeroengine.Engine) -> tuple[list[float], l
     return losses, norms
 
 
-def take_steps(engine: zeroengine.Engine, numbers: range, data: Data = batch) -> list[float]:
-    """The losses of these micro-steps on this rank."""
+def take_steps(engine: zeroengine.Engine, numbers: range, data: Data = batch, share: int | None = None) -> list[float]:
+    """The losses of these micro-steps on this rank, which takes the samples of its number, or of ``share``."""
+    share = engine.rank if share is None else share
     losses = []
     for number in numbers:
-        loss = engine(*data(number, engine.rank))
+        loss = engine(*data(number, share))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

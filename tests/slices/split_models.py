@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 import zeroengine
-from tests.distributed.models import WIDTH, TinyLM, batch, build
-from tests.distributed.training import Task, adamw, settings
+from tests.distributed.models import WIDTH, TinyLM, build
+from tests.distributed.training import Task, adamw, ordinary_loop, settings
 
 # It splits the weights, and the bias of ``up``. All other parameters are whole.
 PLAN: dict[str, Any] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -76,14 +76,7 @@ def split_task(task: Task, size: int) -> Task:
 
 def by_sample_group(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
     """Train with the samples of this rank's model group. See ``training.Train``."""
-    losses, norms = [], []
-    for micro_step in range(task.steps * task.micro_steps):
-        loss = engine(*task.data(micro_step, engine.sample_group))
-        engine.backward(loss)
-        if engine.step():
-            assert engine.grad_norm is not None
-            norms.append(engine.grad_norm)
-        losses.append(loss.item())
+    losses, norms = ordinary_loop(task, engine, engine.sample_group)
     assert engine.memory().gathered == 0
     return losses, norms
 
@@ -94,14 +87,3 @@ def make_split_engine(
     """Return an engine of the model, split over groups of ``size`` ranks."""
     model = build(functools.partial(split, factory, size))
     return zeroengine.initialize(model, adamw(model), settings(Task(), stage, **(more or {})))
-
-
-def train(engine: zeroengine.Engine, numbers: range) -> list[float]:
-    """Return the losses of these micro-steps on this rank."""
-    losses = []
-    for number in numbers:
-        loss = engine(*batch(number, engine.sample_group))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses

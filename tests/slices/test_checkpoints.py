@@ -10,8 +10,9 @@ import torch
 
 import zeroengine
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
 from tests.emulated import cpu_alone
-from tests.slices.split_models import Factory, make_split_engine, one_block_lm, train, uneven_lm
+from tests.slices.split_models import Factory, make_split_engine, one_block_lm, uneven_lm
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
@@ -34,10 +35,10 @@ def whole_states(engine: zeroengine.Engine) -> States:
 def train_and_save(size: int, stage: int, factory: Factory, folder: Path) -> tuple[States, list[float]]:
     """On one rank: the states that are saved after two steps, and the losses of two more."""
     engine = make_split_engine(size, stage, factory)
-    train(engine, range(2))
+    take_steps(engine, range(2), share=engine.sample_group)
     saved = whole_states(engine)
     engine.save_checkpoint(folder)
-    losses = train(engine, range(2, 4))
+    losses = take_steps(engine, range(2, 4), share=engine.sample_group)
     engine.close()
     return saved, losses
 
@@ -58,7 +59,7 @@ def load_each(size: int, stage: int, factory: Factory, sources: list[Path]) -> l
     for source in sources:
         engine = make_split_engine(size, stage, factory)
         engine.load_checkpoint(source)
-        found.append((whole_states(engine), train(engine, range(2, 4))))
+        found.append((whole_states(engine), take_steps(engine, range(2, 4), share=engine.sample_group)))
         engine.close()
     return found
 
@@ -99,7 +100,7 @@ def test_a_checkpoint_of_uneven_slices_moves_to_other_numbers_of_slices_and_back
 
 def save_whole(folder: Path) -> States:
     engine = make_split_engine(1, 2, one_block_lm)
-    train(engine, range(2))
+    take_steps(engine, range(2), share=engine.sample_group)
     saved = whole_states(engine)
     engine.save_checkpoint(folder)
     engine.close()

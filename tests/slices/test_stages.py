@@ -20,7 +20,16 @@ from torch.utils.data import TensorDataset
 import zeroengine
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Task, Train, Trained, assert_same_bits, start, train_at, train_plainly
+from tests.distributed.training import (
+    Task,
+    Train,
+    Trained,
+    assert_same_bits,
+    start,
+    take_steps,
+    train_at,
+    train_plainly,
+)
 from tests.emulated import cpu_alone
 from tests.slices.split_models import (
     by_sample_group,
@@ -28,7 +37,6 @@ from tests.slices.split_models import (
     small_lm,
     split_task,
     tied_lm,
-    train,
     uneven_lm,
     untied_lm,
 )
@@ -267,7 +275,7 @@ def overflow_on_one_rank() -> tuple[list[int], list[float], bool]:
 def records(folder: str) -> list[dict[str, Any]]:
     """On one rank: train with a run folder. Return the records of the steps on rank 0."""
     engine = make_split_engine(2, 3, more={"monitor": {"folder": folder}})
-    train(engine, range(2))
+    take_steps(engine, range(2), share=engine.sample_group)
     engine.close()
     if engine.rank:
         return []

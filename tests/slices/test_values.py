@@ -14,9 +14,9 @@ from torch.distributed.tensor import distribute_tensor
 import zeroengine
 from tests.distributed.models import batch, build
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import adamw
+from tests.distributed.training import adamw, take_steps
 from tests.emulated import cpu_alone
-from tests.slices.split_models import make_split_engine, train, untied_lm
+from tests.slices.split_models import make_split_engine, untied_lm
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
@@ -39,7 +39,7 @@ def read_all(engine: zeroengine.Engine, folder: Path) -> dict[str, Any]:
     """Read whole values in the middle of a step, and after it."""
     found: dict[str, Any] = {}
     params = params_of(engine)
-    train(engine, range(1))
+    take_steps(engine, range(1), share=engine.sample_group)
     engine.backward(engine(*batch(1, engine.sample_group)))
     found["gradients"] = {name: zeroengine.full_gradient(param) for name, param in params.items()}
     engine.step()

@@ -203,7 +203,9 @@ class EngineTensors:
                 state = shard_state.of(shard, span)
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
-                    entry = entries.setdefault(name, StateEntry(_whole_shape(shard.unit, span), value.dtype))
+                    entry = entries.setdefault(
+                        name, StateEntry(tuple(shard.unit.params[span.param_index].shape), value.dtype)
+                    )
                     entry.pieces += _pieces(shard.unit, span, value[: span.numel])
                 for key, value in state.scales.items():
                     shape = (-(-slot.numel // MOMENT_BLOCK),)
@@ -280,19 +282,13 @@ def _add_unit(entries: StateEntries, unit: Unit, values: torch.Tensor, spans: It
         entries[slot.name].pieces += _pieces(unit, span, values[span.shard_offset :][: span.numel])
 
 
-def _whole_shape(unit: Unit, span: ShardSpan) -> tuple[int, ...]:
-    """Return the shape of the parameter that a span is part of, whose slice alone may be in the unit."""
-    found = slice_of(unit.params[span.param_index])
-    return unit.layout.slots[span.param_index].shape if found is None else found.shape
-
-
 def _pieces(unit: Unit, span: ShardSpan, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of the whole parameter that a span is, each with its values, of ``values`` (1-D)."""
     pieces = pieces_of_run(unit.layout.slots[span.param_index].shape, span.param_offset, values)
-    found = slice_of(unit.params[span.param_index])
-    if found is None:
+    part = slice_of(unit.params[span.param_index])
+    if part is None:
         return pieces
-    return [(box, piece[place]) for local, piece in pieces for box, place in found.boxes(local)]
+    return [(box, piece[place]) for local, piece in pieces for box, place in part.boxes(local)]
 
 
 @dataclass(frozen=True)

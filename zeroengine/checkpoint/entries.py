@@ -18,7 +18,6 @@ moving averages of `ema`:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -59,7 +58,6 @@ class StateEntry:
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield what this rank has of the elements [start, stop) of the flattened tensor: boxes, with their values."""
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         for run in boxes_of_run(self.shape, start, stop):
             for box, tensor in self.pieces:
                 offsets = tuple(map(max, run.offsets, box.offsets))
@@ -69,8 +67,7 @@ class StateEntry:
                 )
                 sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
                 if all(size > 0 for size in sizes):
-                    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-                    yield Box(offsets, sizes, first), part_of_box(tensor, box.offsets, offsets, sizes)
+                    yield Box.within(self.shape, offsets, sizes), part_of_box(tensor, box.offsets, offsets, sizes)
 
     @property
     def lies_in_runs(self) -> bool:

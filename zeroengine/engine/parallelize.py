@@ -143,7 +143,7 @@ def _tied(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
     for prefix, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
             places.setdefault(id(param), []).append((plain_name(f"{prefix}.{key}"), module, key))
-    return [found for found in places.values() if len(found) > 1]
+    return [of_param for of_param in places.values() if len(of_param) > 1]
 
 
 def _tie_again(tied: Sequence[Sequence[tuple[str, nn.Module, str]]]) -> None:

@@ -355,8 +355,7 @@ class LocatedParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter, whose slice alone may be on this rank."""
-        found = slice_of(self.unit.params[self.index])
-        return self.slot.shape if found is None else found.shape
+        return tuple(self.unit.params[self.index].shape)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the whole parameter, from this rank's slice. A collective of the model group."""
@@ -364,8 +363,8 @@ class LocatedParameter:
 
     def own_slice(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of a value of the whole parameter."""
-        found = slice_of(self.unit.params[self.index])
-        return value if found is None else found.cut(value)
+        part = slice_of(self.unit.params[self.index])
+        return value if part is None else part.cut(value)
 
     def expand(self, owned_parts: Iterable[tuple[ShardSpan, torch.Tensor]]) -> torch.Tensor:
         """Return a tensor of the parameter's shape with ``owned_parts``, and zeros elsewhere.

@@ -133,13 +133,13 @@ def assemble(ranks: Ranks, unit: Unit, index: int, values: torch.Tensor) -> torc
         index: The index of the parameter in it.
         values: Those of this rank's slice, or of the parameter if it is not split, which are returned then.
     """
-    found = slice_of(unit.params[index])
-    if found is None or found.is_whole:
+    part = slice_of(unit.params[index])
+    if part is None or part.is_whole:
         return values
-    whole = torch.zeros(found.shape, dtype=values.dtype, device=values.device)
-    for box, place in found.boxes(Box.whole(found.local_shape)):
+    result = torch.zeros(part.shape, dtype=values.dtype, device=values.device)
+    for box, place in part.boxes(Box.whole(part.local_shape)):
         region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-        whole[region] = values[place]
+        result[region] = values[place]
     # Each element comes from one rank, and its bits are those of 0 on the others.
-    ranks.model_group(unit).all_reduce(whole.view(-1).view(torch.uint8), "of slices")
-    return whole
+    ranks.model_group(unit).all_reduce(result.view(-1).view(torch.uint8), "of slices")
+    return result

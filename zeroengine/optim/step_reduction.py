@@ -77,6 +77,9 @@ class StepReduction:
         # The ranks that have the gradient of what is not split.
         self._num_copies = 1 if split_over is None else split_over.layout.num_replicas
         self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
+        # The shards whose gradients every rank of the model group has, in order.
+        copied = shards if split_over is not None else ()
+        self._copied = dict.fromkeys(shard for shard in copied if not shard.unit.is_split)
         self._timer = timer
         # The number of this rank's part of every unit, where it is not the rank's own number.
         degrees = next((shard.unit.degrees for shard in shards if not shard.unit.expert_ranks), None)
@@ -131,32 +134,30 @@ class StepReduction:
             if squared_norm is None:
                 squared_norm = _squared_norm(shard.gradient_for_norm())
             # The norms are added on their device, in the order of the units, which is the same at every stage.
-            if self._counts_whole(shard):
-                squared_norm_of_rank += squared_norm
-            else:
-                squared_norm_of_rank += squared_norm / self._num_copies
-        copies = self._facts_of_copies()
-        values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, copies])
-        first_digest, wrong, suspects = 2 + self._num_params, [], None
+            squared_norm_of_rank += squared_norm / self._num_copies if shard in self._copied else squared_norm
+        num_values, first_digest = len(values), 2 + self._num_params
+        values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
         with self._timer.span("reduce"):
             summed = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
-            if self._between is not None:
-                summed, copies = summed[: len(summed) - len(copies)], summed[len(summed) - len(copies) :]
-                writes = to_device(self._writes.facts_of_data_group(summed[first_digest:].tolist()), self.device)
+            summed, copies = summed[: 1 + num_values], summed[1 + num_values :]
+            sums: list[float] = summed.tolist()
+            if self._between is None:
+                names_of_copies, suspects = [], self._writes.suspects(sums[first_digest:])
+            else:
+                writes = to_device(self._writes.facts_of_data_group(sums[first_digest:]), self.device)
                 facts = torch.cat([summed[:2], copies, copies * copies, writes])
                 of_model = self._between.all_reduce_scalars(facts, label)
-                summed = torch.cat([of_model[:2], summed[2:]])
-                wrong = self._names_that_differ(of_model[2 : 2 + 2 * len(copies)])
-                of_writes = of_model[2 + 2 * len(copies) :].tolist()
-                suspects = self._writes.suspects_of_all(of_writes, self._num_copies)
-            sums: list[float] = summed.tolist()
+                sums[:2] = of_model[:2].tolist()
+                _, of_copies, of_writes = of_model.split([2, 2 * len(copies), len(writes)])
+                names_of_copies = self._names_that_differ(of_copies)
+                suspects = self._writes.suspects_of_all(of_writes.tolist(), self._num_copies)
             # Ranks that ran different collectives are reported here, before anything is updated.
             self._transport.check_order()
         # These checks come before any update, so a rank that raises has changed nothing.
-        self._writes.raise_if_different(self._writes.suspects(sums[first_digest:]) if suspects is None else suspects)
+        self._writes.raise_if_different(suspects)
         self._reducer.check_frozen()
-        if wrong:
-            raise DivergenceError(_of_copies(wrong))
+        if names_of_copies:
+            raise DivergenceError(_different_copies(names_of_copies))
         return sums[:first_digest]
 
     def step_on_host(
@@ -243,28 +244,22 @@ class StepReduction:
         num_pieces = self._transport.world_size
         return torch.cat([sums[:num_pieces].cumsum(0)[-1:], sums[num_pieces:]])
 
-    def _counts_whole(self, shard: OptimizerShard) -> bool:
-        """Return whether no other rank of the model group has the gradient of this shard."""
-        return self._between is None or shard.unit.is_split
-
     def _squared_norms(self) -> torch.Tensor:
         """Return the squared norm of this rank's part of the gradients."""
-        alone = [shard.gradient_for_norm() for shard in self._shards if self._counts_whole(shard)]
-        shared = [shard.gradient_for_norm() for shard in self._shards if not self._counts_whole(shard)]
+        alone = [shard.gradient_for_norm() for shard in self._shards if shard not in self._copied]
+        shared = [shard.gradient_for_norm() for shard in self._copied]
         norms = [ops.squared_norms(alone)] if alone else []
         norms += [ops.squared_norms(shared) / self._num_copies] if shared else []
         return norms[0] if len(norms) == 1 else norms[0] + norms[1]
 
-    def _facts_of_copies(self) -> torch.Tensor:
-        """Return two numbers of this rank's part of the gradient of each parameter that is not split, 1-D in float64.
+    def _facts_of_copies(self) -> list[torch.Tensor]:
+        """Return two numbers of this rank's part of the gradient of each parameter that every rank has, in float64.
 
         They are the squared norms of all, and then for each the sum of its elements with alternating signs, which
-        differs where elements have changed places or signs.
+        differs where elements have changed places or signs. Each is 1-D.
         """
         norms, sums = [], []
-        for shard in self._shards if self._between is not None else ():
-            if self._counts_whole(shard):
-                continue
+        for shard in self._copied:
             of_params = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in shard.unit.params]
             for span in shard.spans():
                 part = shard.gradient[span.shard_slice]
@@ -275,7 +270,7 @@ class StepReduction:
                 of_params[span.param_index] += facts.to(self.device)
             norms += [pair[:1] for pair in of_params]
             sums += [pair[1:] for pair in of_params]
-        return torch.cat(norms + sums) if norms else torch.empty(0, dtype=torch.float64, device=self.device)
+        return norms + sums
 
     def _names_that_differ(self, facts: torch.Tensor) -> list[str]:
         """Return the parameters of which ranks of a model group have different gradients, but for rounding.
@@ -291,8 +286,7 @@ class StepReduction:
         differ = self._num_copies * square_norms - of_all > MAX_VARIANCE * of_all
         differ |= self._num_copies * squares - totals * totals > MAX_VARIANCE * self._num_copies * norms
         differ &= norms > MIN_SHARE * norms.sum()
-        shards = [shard for shard in self._shards if not self._counts_whole(shard)]
-        names = [slot.name for shard in shards for slot in shard.unit.layout.slots]
+        names = [slot.name for shard in self._copied for slot in shard.unit.layout.slots]
         return [name for name, is_wrong in zip(names, differ.tolist(), strict=True) if is_wrong]
 
     def _local_facts(self) -> list[float]:
@@ -332,7 +326,7 @@ def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
 
 
-def _of_copies(names: Sequence[str]) -> str:
+def _different_copies(names: Sequence[str]) -> str:
     return (
         f"the ranks that hold one model together have different gradients of {listed(names, NUM_SHOWN)}, which are "
         "not split. If they were given different inputs, give them the same: engine.dataloader(dataset), or "

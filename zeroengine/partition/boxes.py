@@ -30,6 +30,12 @@ class Box:
         """Return the box of all elements of a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape), 0)
 
+    @classmethod
+    def within(cls, shape: Sequence[int], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+        """Return the box at ``offsets`` of a tensor of ``shape``."""
+        strides = (math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return cls(offsets, sizes, sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)))
+
     @property
     def numel(self) -> int:
         """Elements of the box."""

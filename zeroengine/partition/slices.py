@@ -80,7 +80,7 @@ class Slice(NamedTuple):
         if self.dim is None:
             yield box, tuple(slice(0, size) for size in box.sizes)
             return
-        dim, strides = self.dim, [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        dim = self.dim
         for run in self.runs:
             first = max(box.offsets[dim], run.local_start)
             last = min(box.offsets[dim] + box.sizes[dim], run.local_start + run.size)
@@ -89,31 +89,31 @@ class Slice(NamedTuple):
                 sizes = (*box.sizes[:dim], last - first, *box.sizes[dim + 1 :])
                 place = [slice(0, size) for size in box.sizes]
                 place[dim] = slice(first - box.offsets[dim], last - box.offsets[dim])
-                yield Box(offsets, sizes, sum(o * s for o, s in zip(offsets, strides, strict=True))), tuple(place)
+                yield Box.within(self.shape, offsets, sizes), tuple(place)
 
 
 def slice_of(param: torch.Tensor) -> Slice | None:
     """Return the slice of ``param``, if it is a ``DTensor`` of a model that an engine owns; else None."""
-    found: Slice | None = param.__dict__.get(SLICE_ATTRIBUTE)
-    return found
+    part: Slice | None = param.__dict__.get(SLICE_ATTRIBUTE)
+    return part
 
 
 def is_split(param: torch.Tensor) -> bool:
     """Return whether each rank of a model group has another part of ``param``."""
-    found = slice_of(param)
-    return found is not None and not found.is_whole
+    part = slice_of(param)
+    return part is not None and not part.is_whole
 
 
 def expert_ranks(param: torch.Tensor) -> int:
     """Return ``Slice.expert_ranks`` of ``param``; 0 if it is not split."""
-    found = slice_of(param)
-    return 0 if found is None or found.is_whole else found.expert_ranks
+    part = slice_of(param)
+    return 0 if part is None or part.is_whole else part.expert_ranks
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of what this rank has of ``param``."""
-    found = slice_of(param)
-    return tuple(param.shape) if found is None else found.local_shape
+    part = slice_of(param)
+    return tuple(param.shape) if part is None else part.local_shape
 
 
 def local_numel(param: torch.Tensor) -> int:

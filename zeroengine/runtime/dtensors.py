@@ -102,14 +102,14 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds what this rank has of ``param``: ``param`` itself if it is not split."""
-    found: torch.Tensor = getattr(param, LOCAL_TENSOR) if SLICE_ATTRIBUTE in param.__dict__ else param
-    return found
+    local: torch.Tensor = getattr(param, LOCAL_TENSOR) if SLICE_ATTRIBUTE in param.__dict__ else param
+    return local
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that any ``DTensor`` has on this rank, such as one that a graph has saved; or ``tensor``."""
-    found: torch.Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
-    return found
+    local: torch.Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+    return local
 
 
 def without_values(tensor: Any) -> torch.Tensor:
@@ -144,10 +144,10 @@ def local_gradient(param: Any, gradient: Any) -> torch.Tensor:
     of the backward left terms of a sum, or another part, the model group sums or exchanges them: a collective of the
     group.
     """
-    found = slice_of(param)
-    if found is None or not hasattr(gradient, "placements"):
+    part = slice_of(param)
+    if part is None or not hasattr(gradient, "placements"):
         own: torch.Tensor = gradient
-        return own if found is None or tuple(own.shape) != found.shape else found.cut(own)
+        return own if part is None or tuple(own.shape) != part.shape else part.cut(own)
     if gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)
     # Exchanges of torch return at once, and their results wait when they are read.

@@ -79,10 +79,9 @@ class OutsideWrites:
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
         compared = [unit for unit in never_released for _ in unit.params] + self._releasable
         # For each parameter, and then each releasable unit, whether it is split over ranks.
-        self._is_split = [unit.is_split for unit in compared]
+        self._is_split = [unit.is_split for unit in compared] if group.world_size > 1 else []
         self._split_names = {slot.name for unit in units if unit.is_split for slot in unit.layout.slots}
-        num_compared = len(compared) if group.world_size > 1 else 0
-        self._zeros = [0.0] * (2 * num_compared)
+        self._zeros = [0.0] * (2 * len(self._is_split))
         self._versions = versions_of(self._params)
 
     def reset_baseline(self, unit: Unit | None = None) -> None:
@@ -149,7 +148,7 @@ class OutsideWrites:
         found = self.suspects(sums)
         count = len(sums) // 2
         # Of what is split, the data groups wrote different values.
-        totals = [0.0 if is_split else c for c, is_split in zip(sums[:count], self._is_split, strict=False)]
+        totals = [0.0 if is_split else c for c, is_split in zip(sums[:count], self._is_split, strict=True)]
         return [*(float(i in found) for i in range(count)), *totals, *(c * c for c in totals)]
 
     def suspects_of_all(self, sums: Sequence[float], num_data_groups: int) -> list[int]:
