@@ -562,6 +562,8 @@ def edges(folder: Path) -> dict[str, Any]:
     take_steps(engine, range(2))
     engine.save_checkpoint(folder)
     found["copy"] = engine.memory().checkpoint
+    found["samples"] = torch.cat(list(engine.dataloader(range(12), batch_size=2))).tolist()
+    found["sampler"] = engine.sample_group, engine.num_sample_groups
     found["predicted"] = predicted_copy(engine) if rank == 0 else 0
     engine.close()
     # Quantized gradients, with error feedback, are those of a replica.
@@ -588,4 +590,6 @@ def test_other_features_work_beside_replicas(tmp_path: Path) -> None:
         assert found["without replicas"] is False
         assert found["changed"] and found["moved"]
     assert not differences(ranks[0]["quantized"], ranks[1]["quantized"])
+    assert sorted(ranks[0]["samples"] + ranks[1]["samples"]) == list(range(12))
+    assert [found["sampler"] for found in ranks] == [(0, 2), (1, 2)]
     assert 0 < ranks[0]["copy"] <= ranks[0]["predicted"] <= 2 * ranks[0]["copy"]

@@ -69,9 +69,9 @@ def test_a_machine_has_as_many_data_ranks_as_it_has_ranks_with_one_slice(
 def test_an_elastic_run_with_all_ranks_keeps_its_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROENGINE_FULL_WORLD_SIZE", "4")
     settings = load({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4})
-    assert settings.resolve(world_size=2, ranks_per_model=2).gradient_accumulation_steps == 1
+    assert settings.resolve(world_size=4, ranks_per_model=2).gradient_accumulation_steps == 1
     # One of two model groups is missing.
-    assert settings.resolve(world_size=1, ranks_per_model=2).gradient_accumulation_steps == 2
+    assert settings.resolve(world_size=2, ranks_per_model=2).gradient_accumulation_steps == 2
 
 
 @given(cases())

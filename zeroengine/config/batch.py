@@ -41,9 +41,9 @@ def resolve(
         train: The train batch size, or None if it is missing.
         micro: The micro-batch size, or None if it is missing.
         steps: The number of micro-steps, "manual", or None if it is missing.
-        world_size: The number of ranks.
+        world_size: The number of ranks, of which those that hold one model together are one.
         group_size: The number of ranks that share each sample.
-        ranks_per_model: The number of ranks that hold one model together, and count as one in ``world_size``.
+        ranks_per_model: The number of those.
         source: The name of the configuration, for messages.
 
     Raises:
@@ -88,6 +88,26 @@ def resolve(
     if train > MAX_BATCH:
         raise ConfigError(f"{source}: {TRAIN} would be {train}, more than the {MAX_BATCH} that can be. Lower {MICRO}.")
     return {TRAIN: train, MICRO: micro, STEPS: steps}
+
+
+def num_models(world_size: int, ranks_per_model: int, source: str) -> int:
+    """Return how many models ranks hold together, each of which counts as one rank with samples of its own.
+
+    Args:
+        world_size: The number of ranks.
+        ranks_per_model: The number of ranks that hold one model together.
+        source: The name of the configuration, for messages.
+
+    Raises:
+        ConfigError: ``ranks_per_model`` does not divide the ranks.
+    """
+    if world_size % ranks_per_model:
+        fitting = " or ".join(map(str, _divisors(world_size)))
+        raise ConfigError(
+            f"{source}: tensor_parallel.autotp_size is {ranks_per_model}, and must divide the "
+            f"{_ranks(world_size, 1)}; write {fitting}"
+        )
+    return world_size // ranks_per_model
 
 
 def manual_with_train(train: int) -> str:

@@ -311,7 +311,7 @@ class Config(Section):
         model_dtype: torch.dtype | None = None,
         ranks_per_node: int | None = None,
         shard_ranks: int | None = None,
-        ranks_per_model: int = 1,
+        ranks_per_model: int | None = None,
     ) -> Config:
         """Return the configuration with the batch sizes, the precision and the degrees filled in.
 
@@ -321,12 +321,15 @@ class Config(Section):
             ranks_per_node: The number of ranks of each machine. None: the degree "node" stays.
             shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over. None: there is none.
             ranks_per_model: The number of ranks that hold one model together, each group of which counts as one rank.
+                None: `tensor_parallel.autotp_size`.
 
         Raises:
             ConfigError: The batch sizes contradict one another, degrees do not divide the ranks, there are not several
                 replicas for `local_steps`, or the schedule lacks a number that nothing filled in.
         """
         self._check_schedule()
+        ranks_per_model = ranks_per_model or max(self.tensor_parallel.autotp_size, 1)
+        world_size = batch.num_models(world_size, ranks_per_model, self._source)
         sizes = batch.resolve(
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,

@@ -120,7 +120,10 @@ def build_parts(
     snapshots = open_snapshots(setup, group)
     partition = partition_model(setup, ranks, reports.timer)
     comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size, setup.model_groups)
-    sequences = SequenceGroup(setup.model, ranks.transport, comparison, reports.timer, setup.undo)
+    # Replicas of ``local_steps`` have samples of their own.
+    readers = ranks.replica_group if setup.model_groups else group
+    reader = readers.rank, readers.world_size
+    sequences = SequenceGroup(setup.model, ranks.transport, reader, comparison, reports.timer, setup.undo)
     if sequences.size > 1:
         transformers_models.connect(setup.model, sequences, setup.undo)
     passes = connect_passes(setup, ranks, partition, reports.timer, calls.listener)

@@ -138,7 +138,7 @@ def make_engine(
             own_group = own.split_over.model or (group.rank,)
             num_data_ranks = group.world_size // len(own_group)
             settings = settings.resolve(
-                world_size=num_data_ranks,
+                world_size=group.world_size,
                 model_dtype=dtype,
                 ranks_per_node=_data_ranks_per_node(own_group, ranks_per_node),
                 shard_ranks=shard_ranks,

@@ -57,7 +57,8 @@ class SequenceGroup:
 
     Args:
         model: The model of the engine.
-        transport: Moves bytes between all ranks.
+        transport: Moves bytes between the ranks that the states are partitioned over.
+        reader: The number of this rank among those that read samples, of which a model group is one; and their number.
         comparison: Compares what the ranks of a group must have alike. It knows their number, the degree.
         timer: Times the exchanges.
         undo: Lets functions without an engine find this group no more.
@@ -80,11 +81,16 @@ class SequenceGroup:
     """
 
     def __init__(
-        self, model: nn.Module, transport: Transport, comparison: RankComparison, timer: Timer, undo: ExitStack
+        self,
+        model: nn.Module,
+        transport: Transport,
+        reader: tuple[int, int],
+        comparison: RankComparison,
+        timer: Timer,
+        undo: ExitStack,
     ) -> None:
-        size = comparison.group_size
-        self.size, self.position, self.number = size, transport.rank % size, transport.rank // size
-        self.num_groups = transport.world_size // size
+        size, (rank, num_readers) = comparison.group_size, reader
+        self.size, self.position, self.number, self.num_groups = size, rank % size, rank // size, num_readers // size
         self.ranks = ranks_of_level(transport.rank, 1, size)
         self.is_bidirectional, self._has_whole_sequences = False, False
         self.facts, self.documents = BatchFacts(weakref.ref(self)), cast("torch.Tensor | None", None)

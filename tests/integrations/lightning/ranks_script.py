@@ -1,4 +1,4 @@
-"""Save or load a run in a folder; with 2 ranks also train in fp16, and with compiled models."""
+"""Save or load a run in a folder; with 2 ranks also train in fp16, with compiled and with split models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+import zeroengine
 from tests.integrations.environments import report
 from tests.integrations.lightning.lightning_models import Net, Regression, config, loader, trainer
 from zeroengine.integrations.lightning import ZeroFabricStrategy, ZeroStrategy
@@ -20,7 +21,8 @@ def save(folder: Path) -> dict[str, Any]:
     run = trainer(ZeroStrategy(config(2)), max_epochs=1, devices=1, num_sanity_val_steps=0)
     run.fit(module, loader(), loader(4))
     run.save_checkpoint(folder / "saved")
-    return {"validation": float(run.callback_metrics["val_loss"]), "steps": run.global_step}
+    losses = {"losses": module.losses}
+    return {"validation": float(run.callback_metrics["val_loss"]), "steps": run.global_step, **losses}
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -56,6 +58,14 @@ def fit(strategy: Any, compiles: bool = False) -> list[float]:
     return module.losses
 
 
+def fit_split() -> list[float]:
+    module = Regression()
+    zeroengine.parallelize(module.net, {"blocks.*.linear": "colwise_gathered"}, size=2)
+    strategy = ZeroStrategy(config(2, tensor_parallel={"autotp_size": 2}))
+    trainer(strategy, max_epochs=1, num_sanity_val_steps=0).fit(module, loader())
+    return module.losses
+
+
 def main(folder: Path, ranks: int) -> None:
     if ranks == 1:
         report(save(folder))
@@ -68,6 +78,7 @@ def main(folder: Path, ranks: int) -> None:
             "fabric": [trained(ZeroFabricStrategy(config(3, **sections)), False) for sections in ({}, fp16)],
             "compiled trainer": fit(ZeroStrategy(config(3)), compiles=True),
             "compiled fabric": trained(ZeroFabricStrategy(config(3)), compiles=True),
+            "split": fit_split(),
         }
     )
 

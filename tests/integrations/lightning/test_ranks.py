@@ -1,4 +1,4 @@
-"""Checkpoints at another number of ranks, the scaled loss of fp16, and compiled models."""
+"""Checkpoints at another number of ranks, the scaled loss of fp16, and compiled and split models."""
 
 from __future__ import annotations
 
@@ -38,3 +38,10 @@ def test_fp16_trains_as_fp32_does_within_its_precision(runs: tuple[Any, list[Any
 def test_compiled_models_have_the_same_losses(runs: tuple[Any, list[Any]], loop: str) -> None:
     for rank in runs[1]:
         assert max(differences(rank[loop][0], rank[f"compiled {loop}"])) < CLOSE
+
+
+def test_ranks_that_hold_one_model_together_get_the_batches_of_one_rank(runs: tuple[Any, list[Any]]) -> None:
+    first, ranks = runs
+    for rank in ranks:
+        assert len(rank["split"]) == 14
+        assert max(differences(rank["split"], first["losses"])) < CLOSE

@@ -33,6 +33,7 @@ from zeroengine.integrations.lightning.configuration import (
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
+    sampler_arguments,
     with_accumulation_of_loop,
     with_precision,
 )
@@ -130,6 +131,11 @@ class ZeroFabricStrategy(DDPStrategy):
         super().__init__(**options)
         self._backward_sync_control = AccumulationControl(self._engine_group)
         check_no_arguments_of_ddp(self)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The arguments of the samplers that Lightning makes."""
+        return sampler_arguments(self._settings, self.global_rank, self.world_size)
 
     @property
     def precision(self) -> Precision:

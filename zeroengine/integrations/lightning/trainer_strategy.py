@@ -35,6 +35,7 @@ from zeroengine.integrations.lightning.configuration import (
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
+    sampler_arguments,
     with_accumulation_of_loop,
     with_precision,
 )
@@ -79,6 +80,11 @@ class ZeroStrategy(DDPStrategy):
         self._state_dict_of_engine: dict[str, Any] = {}
         super().__init__(**options)
         check_no_arguments_of_ddp(self)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The arguments of the samplers that Lightning makes."""
+        return sampler_arguments(self._settings, self.global_rank, self.world_size)
 
     @property
     def precision_plugin(self) -> Precision:

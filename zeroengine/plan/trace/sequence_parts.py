@@ -74,7 +74,7 @@ def connect_parts(model: nn.Module, transport: Any, undo: ExitStack) -> None:
     """
     comparison = RankComparison(transport, torch.device("cpu"), transport.world_size)
     # The replica has a group of its own at a size of 1, too. So it never takes that of an engine of this process.
-    group = SequenceGroup(model, transport, comparison, Timer(), undo)
+    group = SequenceGroup(model, transport, (transport.rank, transport.world_size), comparison, Timer(), undo)
     # The group lasts as long as the stack, and nothing else refers to it where it has one rank.
     undo.callback(lambda: group)
     if group.size > 1:
