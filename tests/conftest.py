@@ -90,7 +90,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Ranks of tests of models start with the models imported. And the garbage collector does not walk over every module
     and test again and again.
     """
-    if any(item.path.is_relative_to(ROOT / "tests/models") for item in session.items):
+    paths = {item.path for item in session.items}
+    if any(path.is_relative_to(ROOT / "tests/models") or path.match("slices/test_transformers.py") for path in paths):
         ranks.preload("tests.models.preloaded")
     gc.collect()
     gc.freeze()

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 import zeroengine
+from tests.checkpoint.test_adapters import AdaptedLinear
 from tests.distributed.models import WIDTH, TinyLM, build
 from tests.distributed.training import Task, adamw, ordinary_loop, settings
 
@@ -21,6 +22,15 @@ UNEVEN_PLAN = PLAN | {"blocks.*.up": ColwiseParallel(use_local_output=False)}
 # The vocabulary has 61 words, of which the ranks have 31 and 30.
 WHOLE_PLAN = PLAN | {"tok": "rowwise_whole_input", "head": "colwise_gathered"}
 Factory = Callable[[], nn.Module]
+
+
+# Of adapters only the half that meets what is split is split as well.
+ADAPTED_PLAN = {
+    "blocks.*.up.base_layer": "colwise",
+    "blocks.*.up.lora_B": "colwise",
+    "blocks.*.down.base_layer": "rowwise",
+    "blocks.*.down.lora_A": "rowwise",
+}
 
 
 class UnevenBlock(nn.Module):
@@ -53,13 +63,30 @@ def one_block_lm() -> nn.Module:
     return TinyLM(tied=False, blocks=1)
 
 
+def adapted_lm() -> nn.Module:
+    """Return a frozen model with adapters of low rank on layers that are to be split, and on one that is not."""
+    model = TinyLM(tied=False, blocks=2)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = AdaptedLinear(block.up), AdaptedLinear(block.down)
+    model.head = AdaptedLinear(model.head)
+    return model
+
+
 def uneven_lm() -> nn.Module:
     model = small_lm()
     model.blocks = nn.ModuleList(UnevenBlock() for _ in range(2))
     return model
 
 
-PLANS = {small_lm: PLAN, tied_lm: WHOLE_PLAN, untied_lm: WHOLE_PLAN, one_block_lm: WHOLE_PLAN, uneven_lm: UNEVEN_PLAN}
+PLANS = {
+    small_lm: PLAN,
+    tied_lm: WHOLE_PLAN,
+    untied_lm: WHOLE_PLAN,
+    one_block_lm: WHOLE_PLAN,
+    uneven_lm: UNEVEN_PLAN,
+    adapted_lm: ADAPTED_PLAN,
+}
 
 
 def split(factory: Factory, size: int) -> nn.Module:

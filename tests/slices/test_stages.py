@@ -32,6 +32,7 @@ from tests.distributed.training import (
 )
 from tests.emulated import cpu_alone
 from tests.slices.split_models import (
+    adapted_lm,
     by_sample_group,
     make_split_engine,
     small_lm,
@@ -145,6 +146,7 @@ CASES = {
     "accumulation": Case(Task(small_lm, steps=2, micro_steps=2), same_bits=False),
     "clipping": Case(Task(small_lm, steps=3, clip=0.1), stages=(3,)),
     "no clipping": Case(Task(small_lm, steps=3, clip=0.0), stages=(3,)),
+    "adapters": Case(Task(adapted_lm, steps=3)),
     "frozen parts": Case(Task(frozen_lm, steps=3)),
     "reentrant checkpoints": Case(Task(functools.partial(checkpointed_lm, True), steps=3), stages=(3,)),
     "checkpoints": Case(Task(functools.partial(checkpointed_lm, False), steps=3), stages=(3,)),

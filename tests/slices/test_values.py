@@ -123,6 +123,10 @@ def load_all(engine: zeroengine.Engine, folder: Path, values: Values) -> dict[st
     engine.load_weights({name: value + 1 for name, value in values.items()} if engine.rank == 0 else None)
     found["state dict"] = engine.full_state_dict()
     found["masters"] = {name: zeroengine.full_master(param) for name, param in params_of(engine).items()}
+    with zeroengine.gathered(engine.module):
+        engine.module.load_state_dict({name: value + 2 for name, value in values.items()})
+    found["by torch"] = engine.full_state_dict()
+    found["masters by torch"] = {name: zeroengine.full_master(param) for name, param in params_of(engine).items()}
     return found
 
 
@@ -269,3 +273,9 @@ def test_whole_weights_load_from_files_and_from_the_state_dict_of_rank_0(ranks: 
         assert_equal(rank["loaded"]["files"], plain.initial)
         assert_equal(rank["loaded"]["state dict"], {name: value + 1 for name, value in plain.initial.items()})
         assert_equal(rank["loaded"]["masters"], rank["loaded"]["state dict"])
+
+
+def test_whole_tensors_load_by_the_models_own_load_state_dict(ranks: list[Any], plain: Plain) -> None:
+    for rank in ranks:
+        assert_equal(rank["loaded"]["by torch"], {name: value + 2 for name, value in plain.initial.items()})
+        assert_equal(rank["loaded"]["masters by torch"], rank["loaded"]["by torch"])

@@ -45,13 +45,14 @@ class CommsLog:
     Args:
         section: What to log.
         world_size: The number of ranks.
+        what: What the collectives are of, for the title of the table; empty: all that the engine moves.
 
     Attributes:
         totals: By operation and unit, in the order of their first use.
     """
 
-    def __init__(self, section: CommsLogger, world_size: int) -> None:
-        self._section, self._world_size = section, world_size
+    def __init__(self, section: CommsLogger, world_size: int, what: str = "") -> None:
+        self._section, self._world_size, self._what = section, world_size, what
         self.totals: defaultdict[tuple[str, str], OperationTotals] = defaultdict(OperationTotals)
 
     def add(self, operation: str, unit: str, collective: OperationTotals) -> None:
@@ -74,7 +75,8 @@ class CommsLog:
                 for (other, unit), totals in self.totals.items()
                 if other == operation
             ]
-        lines = [f"collectives of rank 0 of {self._world_size}:", *aligned(rows)]
+        of_what = self._what and f", of {self._what}"
+        lines = [f"collectives of rank 0 of {self._world_size}{of_what}:", *aligned(rows)]
         total = OperationTotals()
         for operation_sum in by_operation.values():
             total.add(operation_sum)

@@ -27,15 +27,16 @@ from zeroengine.utils.process_finalizer import finalize
 from zeroengine.utils.work import Then, Work
 
 
-def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack) -> Transport:
+def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack, what: str = "") -> Transport:
     """Return a transport that logs what ``transport`` moves, and prints a table when the engine ends.
 
     Args:
         transport: The transport of rank 0. The other ranks log nothing.
         section: The section of the configuration.
         undo: Prints the table. A process that ends with the engine open prints it at its exit.
+        what: What its collectives are of, for the title of the table; empty: all that the engine moves.
     """
-    log = CommsLog(section, transport.world_size)
+    log = CommsLog(section, transport.world_size, what)
     recorder = _Recorder(log, on_device=transport.runs_on_streams, overlaps=transport.overlaps)
     logged = _LoggedTransport(transport, recorder)
     undo.callback(finalize(logged, recorder.print_table))

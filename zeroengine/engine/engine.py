@@ -124,6 +124,7 @@ class Engine:
                 if isinstance(error, DivergenceError):
                     messages.end_traceback_in_callers_code(error)
                 self._steps.forwards.end(error)
+                self._parts.ranks.explain(error)
             raise
 
     forward = __call__
@@ -159,7 +160,11 @@ class Engine:
         self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
-        self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
+        try:
+            self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
+        except RuntimeError as error:
+            self._parts.ranks.explain(error)
+            raise
         # A backward that raises is no part of the step, so this comes after it.
         self._steps.note_loss(loss)
 

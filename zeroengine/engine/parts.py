@@ -21,6 +21,7 @@ from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
+from zeroengine.errors import DivergenceError
 from zeroengine.memory.state_memory import StateMemory
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
@@ -169,6 +170,19 @@ class Ranks:
             return self.experts.layout.number
         return self.replica_layout.replica
 
+    def explain(self, error: BaseException) -> None:
+        """Raise an error that names ranks, if ``error`` is that of a collective of a split layer, which torch issues.
+
+        Raises:
+            DivergenceError: Another rank of the layer has ended.
+        """
+        is_split = self.replicas is not None or self.experts is not None
+        if is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
+            raise self.group.divergence.error(
+                f"rank {self.group.rank} could not finish a collective of a layer that is split over ranks ({error}): "
+                "another rank of the layer has ended."
+            ) from error
+
     @property
     def replica_group(self) -> Group:
         """The ranks that the states are partitioned over: those of this rank's replica."""
@@ -201,8 +215,16 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
     degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if not plan.expert_ranks))
     transport.open_groups(degrees, sharing, ranks_of_level(transport.rank, 1, config.sequence_parallel_size))
+    experts = setup.experts
+    if experts is not None:
+        of_experts = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if plan.expert_ranks))
+        experts.transport.open_groups(of_experts, experts.data_group)
     if config.comms_logger.enabled and group.rank == 0:
         transport = log_collectives(transport, config.comms_logger, setup.undo)
+        if experts is not None:
+            # Other ranks have the same experts, so these collectives have a table of their own.
+            logged = log_collectives(experts.transport, config.comms_logger, setup.undo, "experts")
+            experts = experts._replace(transport=logged)
     has_peers = transport.world_size > 1
     quantized_reduce = None
     if zero.gradient_bits is not None and has_peers:
@@ -213,14 +235,12 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         all_reduces = transport.reduces_by_levels or not is_gathered
         quantized_reduce = QuantizedReduce(transport, zero.gradient_bits, feedback, group.device, all_reduces)
         transport = ForwardingTransport(transport, quantized_reduce)
-    if setup.experts is not None:
-        of_experts = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if plan.expert_ranks))
-        setup.experts.transport.open_groups(of_experts, setup.experts.data_group)
-        transport = TransportWithExperts(transport, setup.experts.transport)
+    if experts is not None:
+        transport = TransportWithExperts(transport, experts.transport)
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
-    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, setup.experts)
+    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, experts)
 
 
 @dataclass(frozen=True)

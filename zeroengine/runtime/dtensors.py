@@ -66,6 +66,9 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
             that is no part of a parameter.
     """
     meshes: dict[bool, Any] = {}
+    for module in model.modules():
+        if any(hasattr(param, "placements") for param in module.parameters(recurse=False)):
+            undo.callback(module.register_load_state_dict_pre_hook(cut_whole_tensors).remove)
     group = dist.group.WORLD if process_group is None else process_group
     for name, param in dtensors_in(model):
         if param.device_mesh.ndim != 1:
@@ -98,6 +101,15 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
         return tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
     return SplitOver(ranks_of(meshes.get(False)), ranks_of(meshes.get(True)))
+
+
+def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cut whole tensors that ``load_state_dict`` is to copy into split parameters, which takes DTensors alone."""
+    for key, param in module.named_parameters(prefix.rstrip("."), recurse=False):
+        value, part = state.get(key), slice_of(param)
+        if isinstance(value, torch.Tensor) and part is not None and tuple(value.shape) == part.shape:
+            is_split = hasattr(value, "placements")
+            state[key] = value if is_split else wrap(part.cut(value).to(local_tensor(param).device), param)
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.storages import WRAPPER_ATTRIBUTE, storages_of
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensors import map_tensors, tensors_in
@@ -178,7 +179,7 @@ class _ObservedData:
 
 @functools.cache
 def _gathered_class(cls: type) -> type:
-    return type(cls.__name__, (_ObservedData, cls), {})
+    return type(cls.__name__, (_ObservedData, cls), _refusal_to_compile(cls))
 
 
 @functools.cache
@@ -187,7 +188,22 @@ def _released_class(cls: type) -> type:
     # So does its name, by which libraries tell the classes of quantized weights apart.
     if cls is nn.Parameter:
         return type(ReleasedParameter.__name__, (ReleasedParameter,), {})
-    return type(cls.__name__, (ReleasedParameter, cls), {n: _reading(cls, n) for n in _READERS if hasattr(cls, n)})
+    reading = {n: _reading(cls, n) for n in _READERS if hasattr(cls, n)}
+    return type(cls.__name__, (ReleasedParameter, cls), reading | _refusal_to_compile(cls))
+
+
+def _refusal_to_compile(cls: type) -> dict[str, Any]:
+    """Return the method by which a DTensor refuses to be traced: compiled code takes no class but that of a DTensor."""
+
+    def flatten(self: Any) -> Any:
+        if is_tracing():
+            raise ZeroEngineError(
+                "torch.compile works with layers that are split over ranks (DTensor) at stages 0 to 2, where "
+                "parameters stay: train at one of them, or compile other layers alone"
+            )
+        return cls.__tensor_flatten__(self)  # type: ignore[attr-defined]
+
+    return {"__tensor_flatten__": flatten} if hasattr(cls, "to_local") else {}
 
 
 def _reading(cls: type, name: str) -> Callable[..., Any]:

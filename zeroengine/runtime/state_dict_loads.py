@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import CheckpointError
+from zeroengine.runtime.dtensors import cut_whole_tensors
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import mark_gathered, mark_released
 from zeroengine.runtime.state_dict_reads import StandIns
@@ -28,7 +29,7 @@ _STORED = "_zeroengine_stored"
 def changes_loads(model: nn.Module) -> bool:
     """Return whether code of the model, such as a hook, takes part in ``load_state_dict()``."""
     return any(
-        module.__dict__.get(LOAD_PRE_HOOKS)
+        any(hook.hook is not cut_whole_tensors for hook in module.__dict__.get(LOAD_PRE_HOOKS, {}).values())
         or module.__dict__.get(LOAD_POST_HOOKS)
         # Modules of torch, such as BatchNorm, only fill in what older versions did not save.
         or not all(

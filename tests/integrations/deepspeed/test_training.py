@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import zeroengine
 import zeroengine.integrations.deepspeed as deepspeed
 from tests.distributed.ranks import run_ranks
 from tests.integrations.environments import ROOT, run_program
@@ -358,6 +359,26 @@ def sum_over_ranks(folder: str) -> None:
 
 def test_gradients_can_be_summed_over_ranks_and_tags_of_ranks_may_differ(tmp_path: Path) -> None:
     run_ranks(2, sum_over_ranks, str(tmp_path))
+
+
+def sum_over_data_ranks() -> None:
+    """The ranks that hold one model together add their gradients once."""
+    deepspeed.init_distributed()
+    norms = []
+    for operation in ("mean", "sum"):
+        config = settings(2, gradient_accumulation_steps=1, gradient_allreduce_op=operation)
+        model = zeroengine.parallelize(build(), {"0": "colwise", "2": "rowwise"}, size=2)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        generator = torch.Generator().manual_seed(dist.get_rank() // 2)
+        engine.backward(engine(torch.randn(4, WIDTH, generator=generator)).square().mean())
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
+
+
+def test_gradients_of_a_split_model_can_be_summed_over_the_ranks_with_the_same_slices() -> None:
+    run_ranks(4, sum_over_data_ranks)
 
 
 def local_values_of_few_elements() -> list[int]:
