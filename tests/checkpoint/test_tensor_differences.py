@@ -17,10 +17,11 @@ from tests.distributed.ranks import run_ranks
 from tests.view.generated_digests import UNITS, write_digests
 from tests.view.generated_runs import data_of
 from zeroengine.checkpoint.dcp_save import save_files
-from zeroengine.checkpoint.entries import StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.checkpoint.manifest import MANIFEST, read_manifest
 from zeroengine.checkpoint.tensor_differences import TensorDifference, compare_checkpoints
 from zeroengine.cli.zero_diff import main
+from zeroengine.partition.boxes import pieces_of_run
 from zeroengine.view.digest_table import KINDS
 
 NAME = "model.blocks.0.up.weight"

@@ -12,6 +12,8 @@ from torch import Tensor
 from zeroengine import ops
 from zeroengine.ops import _fallback
 
+digest_module = importlib.import_module("zeroengine.ops.digest")
+
 DTYPES = [
     torch.bool,
     torch.uint8,
@@ -45,6 +47,23 @@ def by_definition(values: Tensor, first: int = 0) -> int:
         x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
         total += x ^ x >> 31
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows_words", [1, 30, 1 << 20])
+def test_columns_and_rows_add_up_to_the_digest_of_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_words: int
+) -> None:
+    monkeypatch.setattr(digest_module, "_ROWS_WORDS", rows_words)
+    word = 8 // dtype.itemsize
+    matrix = random_bytes(7 * 12 * 8).view(dtype).view(7, 12 * word)
+    whole, first = int(ops.digest(matrix, 5 * word)), 5 * word
+    parts = [(0, 7, 0, 2), (0, 2, 2, 11), (2, 6, 2, 11), (6, 7, 2, 11), (0, 7, 11, 12)]  # rows, and words of each row
+    sums = [
+        int(ops.digest(matrix[top:end, left * word : right * word], first + (top * 12 + left) * word, 12 * word))
+        for top, end, left, right in parts
+    ]
+    assert (sum(sums) - whole) % (1 << 64) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +115,41 @@ def test_a_checkpoint_of_a_whole_model_loads_into_a_split_one(tmp_path: Path) ->
     saved = run_ranks(2, save_whole, tmp_path / "whole")[0]
     for found in run_ranks(4, load_and_save, 2, 3, one_block_lm, tmp_path / "whole", tmp_path / "copy"):
         assert_same(found, saved, "split")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, for those of the hosts."""
+    folder = Path(f"/dev/shm/zeroengine-slices-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def states_of_snapshots(memory: Path, size: int, steps: int, num_hosts: int) -> tuple[bool, States]:
+    """On one rank: whether it went on from a snapshot, and the states of the one that is taken after ``steps``."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["ZEROENGINE_HOST"] = host = f"node-{rank * num_hosts // num_ranks}"
+    os.environ["ZEROENGINE_SNAPSHOT_FOLDER"] = str(memory / host)
+    engine = make_split_engine(size, 3, one_block_lm, {"snapshots": {"every_seconds": 1e6}})
+    resumed = engine.resume()
+    take_steps(engine, range(steps), share=engine.sample_group)
+    states, snapshots = whole_states(engine), engine._parts.loop.snapshots
+    assert snapshots is not None
+    engine._checkpoints.take_snapshot(snapshots)
+    snapshots.find()
+    needs = engine._parts.setup.state_memory
+    assert 0 < snapshots.copy_bytes <= needs.requirement(needs.current()).states.snapshot
+    # This step is lost.
+    take_steps(engine, range(1), share=engine.sample_group)
+    engine.close()
+    return resumed, states
+
+
+def test_snapshots_hold_whole_states_and_go_on_without_a_host_at_any_number_of_slices(memory: Path) -> None:
+    (_, expected), *_ = run_ranks(4, states_of_snapshots, memory, 2, 2, 2)
+    for num_ranks, size, num_hosts in ((4, 2, 2), (2, 1, 1)):
+        shutil.rmtree(memory / "node-1", ignore_errors=True)
+        for resumed, states in run_ranks(num_ranks, states_of_snapshots, memory, size, 0, num_hosts):
+            assert resumed and states.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in states.items())

@@ -141,15 +141,13 @@ def of_features(square: Mesh) -> dict[str, str]:
     int8 = {"type": "AdamW", "params": {"lr": 1e-3}}
     found = {
         "Muon": refusal(optimizer=muon),
-        "digests": refusal(digests={"every": 1}),
-        "snapshots": refusal(snapshots={"every_seconds": 60}),
         "local_steps": refusal(local_steps={"steps": 2, "replica_ranks": 1}),
         "sequence_parallel_size": refusal(sequence_parallel_size=2),
         "Adafactor": message(with_adafactor),
         "int8": refusal(optimizer=int8, optimizer_state_dtype="int8"),
     }
     engine = make_split_engine(2, 3)
-    found["stream_weights"] = message(engine.stream_weights)
+    found["stream with merge"] = message(engine.stream_weights, merge="peft")
     found["full_tensor"] = message(lambda: engine.module.blocks[0].up.weight.full_tensor())
     found["to_local"] = message(lambda: engine.module.blocks[0].up.weight.to_local())
     found["merge"] = message(engine.full_state_dict, merge="peft")
@@ -194,12 +192,10 @@ MESSAGES = {
     "Muon": r"parameter blocks.0.\S+ is split over ranks, and Muon needs whole parameters: let AdamW update it",
     "Adafactor": r"parameter blocks.0.\S+ is split over ranks, and Adafactor needs whole parameters: let",
     "process_group": r"the model is split over the ranks \[., .\], and process_group has the ranks \[., .\], ",
-    "digests": rf"digests.every {REFUSED}",
-    "snapshots": rf"snapshots {REFUSED}",
     "local_steps": rf"local_steps {REFUSED}",
     "sequence_parallel_size": rf"sequence_parallel_size {REFUSED}",
     "int8": rf'optimizer_state_dtype "int8" {REFUSED}',
-    "stream_weights": rf"stream_weights\(\) {REFUSED}: call engine.full_state_dict\(\) or engine.save_weights",
+    "stream with merge": r"stream_weights\(\) cannot merge adapters into parameters that are split over ranks",
     "full_tensor": r"blocks.0.up.weight.*full_tensor.*gathered",
     "to_local": r"blocks.0.up.weight.*to_local.*gathered",
     "merge": r"full_state_dict\(\) cannot merge adapters into parameters that are split over ranks",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import zeroengine
@@ -17,6 +18,7 @@ from tests.distributed.models import config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
+from tests.weights.test_stream import same, taken
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -316,3 +318,30 @@ def test_features_work_with_split_experts_as_in_one_process(folder: Path) -> Non
     ranks = run_ranks(4, train_cases, FEATURES, folder, timeout=400)
     for index, case in enumerate(FEATURES):
         check(case, [rank[index] for rank in ranks], folder)
+
+
+def read_mixtures(folder: Path) -> list[dict[str, dict[str, str]]]:
+    """On one rank: digests of a whole mixture, and with split layers and experts, whose streams are compared."""
+    start()
+    sections: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "layers": {"tensor_parallel": {"autotp_size": 2}},
+        "experts": {"expert_parallel": {"enabled": True, "autoep_size": 4}},
+    }
+    found = []
+    for name, section in sections.items():
+        engine = zeroengine.initialize(make_model("mixtral"), config=config(3, **section))
+        found.append(engine.state_digests())
+        if section:
+            # In the layout of files each expert is by itself.
+            got = taken(engine.stream_weights(layout="files", bucket_bytes="16KiB"))
+            engine.save_weights(folder / name)
+            files = [load_file(path) for path in (folder / name).glob("*.safetensors")]
+            assert same(got, {key: value for file in files for key, value in file.items()}), name
+        engine.close()
+    return found
+
+
+def test_a_split_mixture_has_the_digests_of_the_whole_one_and_streams_the_tensors_of_its_files(tmp_path: Path) -> None:
+    for whole, layers, experts in run_ranks(4, read_mixtures, tmp_path):
+        assert layers == whole and experts == whole

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry
 from zeroengine.checkpoint.saved_names import SavedNames
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
@@ -22,11 +22,11 @@ from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import OuterStep
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.partition.boxes import Box
+from zeroengine.partition.boxes import Box, pieces_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.partition.slices import slice_of
+from zeroengine.partition.slices import pieces_of_slice
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
@@ -199,14 +199,12 @@ class EngineTensors:
         for shard in self.optimizer.shards:
             shard_state = self.optimizer.state_of(shard)
             for span in self._state_spans(shard, once):
-                slot = shard.unit.layout.slots[span.param_index]
+                slot, param = shard.unit.layout.slots[span.param_index], shard.unit.params[span.param_index]
                 state = shard_state.of(shard, span)
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
-                    entry = entries.setdefault(
-                        name, StateEntry(tuple(shard.unit.params[span.param_index].shape), value.dtype)
-                    )
-                    entry.pieces += _pieces(shard.unit, span, value[: span.numel])
+                    entry = entries.setdefault(name, StateEntry(tuple(param.shape), value.dtype))
+                    entry.pieces += pieces_of_slice(param, span.param_offset, value[: span.numel])
                 for key, value in state.scales.items():
                     shape = (-(-slot.numel // MOMENT_BLOCK),)
                     entry = entries.setdefault(f"{OPTIMIZER}{slot.name}.{key}{SCALES}", StateEntry(shape, value.dtype))
@@ -278,17 +276,8 @@ def _add_unit(entries: StateEntries, unit: Unit, values: torch.Tensor, spans: It
     for param, slot in zip(unit.params, unit.layout.slots, strict=True):
         entries[slot.name] = StateEntry(tuple(param.shape), values.dtype)
     for span in spans:
-        slot = unit.layout.slots[span.param_index]
-        entries[slot.name].pieces += _pieces(unit, span, values[span.shard_offset :][: span.numel])
-
-
-def _pieces(unit: Unit, span: ShardSpan, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of the whole parameter that a span is, each with its values, of ``values`` (1-D)."""
-    pieces = pieces_of_run(unit.layout.slots[span.param_index].shape, span.param_offset, values)
-    part = slice_of(unit.params[span.param_index])
-    if part is None:
-        return pieces
-    return [(box, piece[place]) for local, piece in pieces for box, place in part.boxes(local)]
+        name, param = unit.layout.slots[span.param_index].name, unit.params[span.param_index]
+        entries[name].pieces += pieces_of_slice(param, span.param_offset, values[span.shard_slice])
 
 
 @dataclass(frozen=True)

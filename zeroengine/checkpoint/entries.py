@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.partition.boxes import Box, boxes_of_run
 
 MODEL, OPTIMIZER, UNSAVED = "model.", "optimizer.state.", "zeroengine.parameters."
@@ -69,6 +70,14 @@ class StateEntry:
                 if all(size > 0 for size in sizes):
                     yield Box.within(self.shape, offsets, sizes), part_of_box(tensor, box.offsets, offsets, sizes)
 
+    def copy_run(self, values: torch.Tensor, start: int) -> None:
+        """Copy what this rank has of a run of the flattened tensor, which begins at ``start``, into ``values``, 1-D."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        for part, own_values in self.parts(start, start + values.numel()):
+            populate(own_values)
+            # Other elements lie between those of a slice.
+            values.as_strided(part.sizes, strides, values.storage_offset() + part.start - start).copy_(own_values)
+
     @property
     def lies_in_runs(self) -> bool:
         """Whether the elements of each box are contiguous in the flattened tensor."""
@@ -76,13 +85,6 @@ class StateEntry:
 
 
 StateEntries = dict[str, StateEntry]
-
-
-def pieces_of_run(shape: tuple[int, ...], first: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a run of a flattened tensor, each as a view of `values` (1-D), whose first element it has."""
-    # DCP stores boxes, and one run may need several.
-    boxes = boxes_of_run(shape, first, first + values.numel())
-    return [(box, values[box.start - first :][: box.numel].view(box.sizes)) for box in boxes]
 
 
 def part_of_box(

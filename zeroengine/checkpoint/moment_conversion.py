@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from zeroengine import ops
-from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import OPTIMIZER, SCALES, StateEntries, StateEntry
 from zeroengine.checkpoint.name_mapping import CheckpointNames, torch_dtype
 from zeroengine.ops import MOMENT_BLOCK
 from zeroengine.optim.backends.interface import ShardState, SpanState
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.boxes import pieces_of_run
 from zeroengine.partition.layout import ShardSpan
 
 

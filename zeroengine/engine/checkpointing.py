@@ -182,10 +182,7 @@ class EngineCheckpoints(Observer):
             # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
             check_same(call, all_arguments)
             if parts.setup.config.digests.every is not None:
-                content.about["digests"] = {
-                    "units": [unit.name for unit in parts.partition.units],
-                    **self.digests.now(),
-                }
+                content.about["digests"] = {"units": self.digests.names, **self.digests.now()}
             self._writer.write(content, path, tag)
 
     def step_ended(self, number: int) -> None:

@@ -13,6 +13,7 @@ import logging
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,20 +48,25 @@ class StateDigests(Observer):
         parts: The parts of the engine.
 
     Attributes:
+        names: The names of the units. Parts of a unit that are split, or not, have the name that the unit has in a
+            model of which nothing is split, and one digest.
         taken: The digests of whole states of the last step that has any, by kind, 16 hexadecimal digits for each unit;
             with the number of the step. None before the first one.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts, self._settings = parts, parts.setup.config.digests
-        self._group, units = parts.ranks.replica_group, parts.partition.units
-        self._names = [unit.name for unit in units]
-        optimizer_degrees = [unit.degrees.optimizer if unit.trainable else unit.degrees.parameters for unit in units]
-        by_kind = [*[optimizer_degrees] * 3, [unit.degrees.parameters for unit in units]]
-        # One entry for each state: by kind, and then by unit.
-        self._degrees = [
-            (unit.degrees, degree) for degrees in by_kind for unit, degree in zip(units, degrees, strict=True)
-        ]
+        ranks, units, self._plans = parts.ranks, parts.partition.units, parts.setup.plans
+        # Each rank of a split model has a part of its states. Replicas that train apart have states of their own.
+        self._group = ranks.group if parts.setup.is_split else ranks.replica_group
+        self.names = list(dict.fromkeys(plan.whole_name for plan in self._plans))
+        self._unit_names = np.array([self.names.index(plan.whole_name) for plan in self._plans])
+        self._num_holders = [(ranks.data_group(u) if u.is_split else self._group).world_size for u in units]
+        # For each rank, and each unit, its number among the ranks with the same slices, and that of its slices.
+        self._places = [[(rank, 0)] * len(units) for rank in range(self._group.world_size)]
+        if parts.setup.is_split:
+            places = [(unit.rank, ranks.slice_number(unit)) for unit in units]
+            self._places = self._group.all_gather_object(places, "of slices")
         self._weights: UnitDigests | None = None
         parts.setup.undo.callback(self.close)
         # What the micro-steps of the step in progress were given, where digests are due, in the order of ``GIVEN``.
@@ -74,10 +80,23 @@ class StateDigests(Observer):
         self._folder = None if monitor is None or every is None else monitor.folder
         if every is not None:
             self._hosts = self._group.all_gather_object(host_name() or platform.node(), "to name ranks that differ")
-            start = {"units": self._names, "world_size": self._group.world_size, "time": time.time()}
+            start = {"units": self.names, "world_size": self._group.world_size, "time": time.time()}
             self._write({"format": DIGEST_FORMAT, **start})
             if parts.ranks.group.rank == 0 and self._folder is None:
                 log.warning('digests: for zero-diff, name a run folder ("monitor": {"folder": "runs/a"}), too')
+
+    @cached_property
+    def _shards(self) -> np.ndarray:
+        """Which shard each rank has of each state: of shape (ranks, states), by kind and then by unit."""
+        units = self._parts.partition.units
+        shards = [
+            number * degree + unit.degrees.index(place, degree)
+            for places in self._places
+            for kind in KINDS
+            for unit, (place, number) in zip(units, places, strict=True)
+            for degree in [unit.degrees.optimizer if unit.trainable and kind != "weights" else unit.degrees.parameters]
+        ]
+        return np.array(shards).reshape(len(self._places), -1)
 
     @property
     def _is_due(self) -> bool:
@@ -101,7 +120,7 @@ class StateDigests(Observer):
         """Take the digests that come before the update of the step in progress. No unit is being gathered."""
         # Those of a step that raised are not of this one.
         is_due, units = self._is_due, self._parts.partition.units
-        self._weights = weights_digests(units, self._group.world_size) if is_due else None
+        self._weights = weights_digests(units, self._num_holders) if is_due else None
 
     def step_ended(self, number: int) -> None:
         """Take the other digests of the step that has ended, if it is due, and compare copies.
@@ -126,7 +145,7 @@ class StateDigests(Observer):
         """
         runner = self._parts.loop.step_runner
         runner.await_result()
-        numbers = _as_numbers(HostCopy(self._exchange([None] * len(self._names), None)))
+        numbers = _as_numbers(HostCopy(self._exchange([None] * len(self._plans), None)))
         self._compare(runner.num_updates + runner.num_skipped, numbers)
         digests = self._whole(numbers)
         return {kind: digests[kind] for kind in ("parameters", "moments")}
@@ -137,7 +156,7 @@ class StateDigests(Observer):
 
     def by_unit(self, digests: str) -> dict[str, str]:
         """Return the digests of one kind by the name of the unit."""
-        return {name: digests[16 * i : 16 * i + 16] for i, name in enumerate(self._names)}
+        return {name: digests[16 * i : 16 * i + 16] for i, name in enumerate(self.names)}
 
     def close(self) -> None:
         """Read the digests of the last step. Each rank may come here alone."""
@@ -180,8 +199,9 @@ class StateDigests(Observer):
 
     def _whole(self, numbers: np.ndarray) -> dict[str, str]:
         """Return the digests of whole states by kind."""
-        whole = whole_digests(numbers[:, : len(self._degrees)], [degree for _, degree in self._degrees])
-        by_kind = whole.astype(">u8").reshape(len(KINDS), -1)
+        by_unit = whole_digests(numbers[:, : self._shards.shape[1]], self._shards).reshape(len(KINDS), -1)
+        whole = [by_unit[:, self._unit_names == i].sum(axis=1) for i in range(len(self.names))]
+        by_kind = np.stack(whole, axis=1).astype(">u8")
         return {kind: digests.tobytes().hex() for kind, digests in zip(KINDS, by_kind, strict=True)}
 
     def _read(self) -> None:
@@ -192,7 +212,7 @@ class StateDigests(Observer):
         step, copy = pending
         numbers = _as_numbers(copy)
         digests = self._whole(numbers)
-        given = numbers[:, len(self._degrees) :].T.astype(">u8")
+        given = numbers[:, self._shards.shape[1] :].T.astype(">u8")
         digests |= {kind: of_ranks.tobytes().hex() for kind, of_ranks in zip(GIVEN, given, strict=True)}
         # The weights are compared only.
         del digests["weights"]
@@ -202,14 +222,14 @@ class StateDigests(Observer):
 
     def _compare(self, step: int, numbers: np.ndarray) -> None:
         """Report ranks whose copies of a state differ."""
-        found = differences(numbers[:, : len(self._degrees)], self._degrees)
+        found = differences(numbers[:, : self._shards.shape[1]], self._shards)
         if not found:
             return
         texts = []
         for state, ranks in found:
-            kind, unit = divmod(state, len(self._names))
+            kind, unit = divmod(state, len(self._plans))
             named = [f"rank {self._group.numbers[rank]} ({self._hosts[rank]})" for rank in ranks]
-            texts.append(f"the {KINDS[kind]} of unit {self._names[unit]} on {listed(named, MAX_RANKS_SHOWN)}")
+            texts.append(f"the {KINDS[kind]} of unit {self._plans[unit].name} on {listed(named, MAX_RANKS_SHOWN)}")
         text = (
             f"step {step}: ranks that hold copies of one state have different values, so memory, a link or a kernel "
             f"has changed some: {listed(texts, NUM_SHOWN)}. These ranks differ from most, or are all that have copies "

@@ -28,7 +28,9 @@ from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration import messages
 from zeroengine.migration.names import UNPACKED_ENGINE
+from zeroengine.optim.state_digests import check_words
 from zeroengine.optim.step_result import StepResult
+from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.runtime.unit import Unit
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.compiler_disable import disable_compile
@@ -557,8 +559,15 @@ class Engine:
 
         Returns:
             For "parameters" and "moments", by the name of the unit, 16 hexadecimal digits. 0: it has no such state.
+
+        Raises:
+            DivergenceError: On every rank: ranks that hold copies of a state have different values.
+            ZeroEngineError: On every rank: a parameter is split within 8 bytes. The message names it.
         """
         self._parts.loop.state_offloader.check_resident("state_digests()")
+        if self._parts.setup.is_split:
+            with self._parts.ranks.group.collective_errors("to take digests"):
+                check_words(self._parts.setup.plans)
         self._parts.states.master_weights.settle()
         return {
             kind: self._checkpoints.digests.by_unit(digests)
@@ -701,7 +710,10 @@ class Engine:
             planned = dataclasses.replace(arguments, plan=plan, in_pieces=in_pieces)
             return open_stream(self._parts, self._checkpoints.tensors, planned)
 
-        return VllmWeightSource(open_planned, self._parts.ranks.replica_layout, None if ranks == "all" else ranks)
+        own, receiver, is_split = self._parts.ranks, None if ranks == "all" else ranks, self._parts.setup.is_split
+        # All ranks of a split model have the same whole tensors, none of which has a part of one for itself.
+        replicas = ReplicaLayout(own.group.rank, 1, own.group.world_size) if is_split else own.replica_layout
+        return VllmWeightSource(open_planned, replicas, receiver, in_pieces=not is_split)
 
     # -- data -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.config import Config
 from zeroengine.engine.parallelize import parallelize
 from zeroengine.engine.parts import Ranks
@@ -16,9 +17,9 @@ from zeroengine.optim.backends.muon_update import MuonUpdate
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.choice import rules_of
 from zeroengine.optim.mixed_optimizer import members_of
-from zeroengine.partition.boxes import Box
+from zeroengine.optim.state_digests import check_words
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.slices import slice_of
+from zeroengine.partition.slices import pieces_of_slice
 from zeroengine.runtime.dtensors import dtensors_in, of_experts
 from zeroengine.runtime.unit import Unit
 
@@ -86,13 +87,13 @@ def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torc
     """
     if not any(plan.is_split for plan in plans):
         return
+    if config.digests.every is not None:
+        check_words(plans)
     zero = config.zero_optimization
     refused = {
-        "digests.every": config.digests.every is not None,
         'optimizer_state_dtype "int8"': config.optimizer_state_dtype == "int8",
         "local_steps": config.local_steps is not None,
         "sequence_parallel_size": config.sequence_parallel_size > 1,
-        "snapshots": config.snapshots.every_seconds is not None,
     }
     for key, is_set in refused.items():
         if is_set:
@@ -133,13 +134,12 @@ def assemble(ranks: Ranks, unit: Unit, index: int, values: torch.Tensor) -> torc
         index: The index of the parameter in it.
         values: Those of this rank's slice, or of the parameter if it is not split, which are returned then.
     """
-    part = slice_of(unit.params[index])
-    if part is None or part.is_whole:
+    if not unit.is_split:
         return values
-    result = torch.zeros(part.shape, dtype=values.dtype, device=values.device)
-    for box, place in part.boxes(Box.whole(part.local_shape)):
-        region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-        result[region] = values[place]
+    param = unit.params[index]
+    result = torch.zeros(param.shape, dtype=values.dtype, device=values.device)
+    pieces = pieces_of_slice(param, 0, values.reshape(-1))
+    StateEntry(tuple(param.shape), values.dtype, pieces).copy_run(result.view(-1), 0)
     # Each element comes from one rank, and its bits are those of 0 on the others.
     ranks.model_group(unit).all_reduce(result.view(-1).view(torch.uint8), "of slices")
     return result

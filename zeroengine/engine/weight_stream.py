@@ -15,10 +15,9 @@ from zeroengine.checkpoint.engine_state import EngineTensors
 from zeroengine.comm.group import check_same
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.public_call import ALL, Inside, PublicCall
-from zeroengine.engine.split_models import assemble
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
-from zeroengine.partition.slices import is_split
+from zeroengine.partition.slices import slice_of
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.runtime.quantized_parameters import map_wrapper
@@ -27,7 +26,7 @@ from zeroengine.utils.tensors import map_tensors
 from zeroengine.weights.changes import WeightsToken, digests_of
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.output_folder import parse_dtype
-from zeroengine.weights.selection import LocalValue, OutgoingTensor, SelectionOptions, Slot, StoredValue, select
+from zeroengine.weights.selection import LocalValue, Selection, SelectionOptions, Slot, StoredValue, select
 from zeroengine.weights.stream import BucketMemory, PlanBuckets, WeightStream, plan_buckets
 from zeroengine.weights.tensor_reads import TensorReads
 from zeroengine.weights.transfer import Sender
@@ -88,11 +87,7 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
     group, gatherer = parts.ranks.group, parts.passes.gatherer
     compared: dict[str, object] = {}
     with STREAM.on_all_ranks(parts, compared) as all_compared:
-        if parts.setup.is_split:
-            raise ZeroEngineError(
-                f"{call} does not work with parameters that are split over ranks (DTensor): call "
-                "engine.full_state_dict() or engine.save_weights(directory)"
-            )
+        _check_merge(parts, arguments.merge, call)
         options, nbytes, receiver, device = _checked(arguments, call, group.world_size, group.device)
         since = arguments.since
         if since is not None:
@@ -108,9 +103,10 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
         parts.states.master_weights.settle()
     with group.collective_errors("to stream weights"):
         selection = select(tensors, tensors.saved_names(), options, parameter_spec, call)
-    token, outgoing, replicas = None, selection.tensors, parts.ranks.replica_layout
+    token, outgoing = None, selection.tensors
     if since is not None:
-        digests = digests_of(outgoing, selection.stored, group, replicas.ranks_per_replica, parts.partition.placement)
+        ranks, placement = parts.ranks, parts.partition.placement
+        digests = digests_of(outgoing, selection.stored, group, ranks.data_group, ranks.slice_number, placement)
         outgoing = [tensor for tensor in outgoing if since.digests.get(tensor.name) != digests[tensor.name]]
         token = since.next(digests, gatherer)
     buckets = arguments.plan(outgoing, nbytes)
@@ -118,12 +114,7 @@ def open_stream(parts: EngineParts, tensors: EngineTensors, arguments: StreamArg
     if receives := receiver is None or receiver == group.rank:
         size = max((runs[-1].end for runs in buckets if runs), default=0)
         memory = BucketMemory(size, arguments.allocate or partial(_bucket, device, group.device))
-    elif receiver not in replicas.members:
-        # Another replica sends the values.
-        buckets = [[] for _ in buckets]
-    local_receiver = None if receiver is None else receiver % replicas.ranks_per_replica
-    flags = {"receives": receives, "in_pieces": arguments.in_pieces}
-    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, local_receiver, **flags)
+    reads = _reads(parts, selection, receiver, receives=receives, in_pieces=arguments.in_pieces)
     fill_stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     specs = {tensor.name: tensor.spec for tensor in outgoing}
     return WeightStream(group, gatherer, reads, specs, buckets, memory, fill_stream, token)
@@ -169,20 +160,18 @@ def collect_state_dict(
     rank0_only: bool,
 ) -> dict[str, Any]:
     """Return copies of the values of a state dict. A collective. See ``Engine.full_state_dict``."""
-    call, group, gatherer = STATE_DICT.name, parts.ranks.group, parts.passes.gatherer
+    call, group = STATE_DICT.name, parts.ranks.group
     compared: dict[str, object] = {"trainable_only": trainable_only, "merge": merge}
     with STATE_DICT.on_all_ranks(parts, compared) as all_compared:
         compared["names"] = patterns = sorted_patterns(names, call)
-        if parts.setup.is_split and merge is not None:
-            raise ZeroEngineError(f"{call} cannot merge adapters into parameters that are split over ranks: no merge=")
+        _check_merge(parts, merge, call)
         saved = tensors.saved_names()
         options = SelectionOptions(patterns, trainable_only, merge=merge)
         selection = select(tensors, saved, options, parameter_spec, call)
     # Ranks that ask for other names would gather other units.
     check_same(call, all_compared)
     returns_values = group.rank == 0 or not rank0_only
-    receives = returns_values or parts.setup.is_split
-    reads = TensorReads(gatherer, parts.ranks.transport, selection.stored, group.device, receives=receives)
+    reads = _reads(parts, selection, receives=returns_values)
     state: dict[str, Any] = {}
     try:
         for tensor in selection.tensors:
@@ -192,13 +181,9 @@ def collect_state_dict(
                     # In its own layout, such as a sparse one.
                     values = tensor.source.value.detach().to("cpu", copy=True)
             else:
-                slot = _split_slot(tensor)
-                # Every rank of a model group gives its slice.
-                if returns_values or slot is not None:
+                if returns_values:
                     values = torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="cpu")
                 reads.read(None if values is None else values.view(-1), tensor, 0, tensor.spec.numel)
-                if slot is not None and values is not None:
-                    values = assemble(parts.ranks, slot.unit, slot.param_index, values)
             state[tensor.name] = values
         with group.collective_errors(STATE_DICT.purpose):
             reads.raise_error()
@@ -221,16 +206,25 @@ def collect_state_dict(
     return saved.state.like(result)
 
 
-def _split_slot(tensor: OutgoingTensor) -> Slot | None:
-    """Return where the parameter is of which this rank has a slice alone, if ``tensor`` is one."""
-    slot = tensor.source
-    return slot if isinstance(slot, Slot) and is_split(slot.unit.params[slot.param_index]) else None
+def _check_merge(parts: EngineParts, merge: str | None, call: str) -> None:
+    if parts.setup.is_split and merge is not None:
+        raise ZeroEngineError(f"{call} cannot merge adapters into parameters that are split over ranks: no merge=")
+
+
+def _reads(parts: EngineParts, selection: Selection, receiver: int | None = None, **flags: bool) -> TensorReads:
+    ranks = parts.ranks
+    numbers, device = ranks.replica_group.numbers, ranks.group.device
+    return TensorReads(
+        parts.passes.gatherer, ranks.transport, numbers, ranks.model_group, selection.stored, device, receiver, **flags
+    )
 
 
 def parameter_spec(stored: StoredValue) -> TensorSpec:
     """Return the shape of a tensor, and the dtype that the model computes with."""
     if isinstance(stored, Slot):
-        return TensorSpec(stored.unit.layout.slots[stored.param_index].shape, stored.unit.dtype)
+        part = slice_of(stored.unit.params[stored.param_index])
+        shape = stored.unit.layout.slots[stored.param_index].shape if part is None else part.shape
+        return TensorSpec(shape, stored.unit.dtype)
     return TensorSpec(tuple(stored.value.shape), stored.value.dtype)
 
 

@@ -16,14 +16,15 @@ MAX_BOXES = 9
 
 
 def checkpoint_copy_bytes(
-    units: Sequence[UnitBytes], config: Config, num_ranks: int, states: Sequence[UnitState]
+    units: Sequence[UnitBytes], config: Config, world_size: int, num_replicas: int, states: Sequence[UnitState]
 ) -> int:
     """Return the most bytes of a rank's copy of masters, optimizer state, averages and frozen parameters, not buffers.
 
     Args:
         units: The units.
         config: The resolved configuration.
-        num_ranks: All ranks, those of other replicas of ``local_steps`` included. They share the work.
+        world_size: The ranks that the states are partitioned over.
+        num_replicas: How many such sets of ranks there are, which share the work, unless they have other slices.
         states: The optimizer's state of each unit.
     """
     nbytes = 0
@@ -33,6 +34,7 @@ def checkpoint_copy_bytes(
         sizes_of_element = [dtype.itemsize, *outer_element_sizes(unit, config)[:1]]
         if unit.optimizer_numel and config.ema is not None:
             sizes_of_element.append(average_bytes(config))
+        num_ranks = unit.plan.data_ranks(world_size) * (1 if unit.plan.is_split else num_replicas)
         numel, algorithm = -(-unit.layout.numel // num_ranks), unit.plan.algorithm
         boxes = len(sizes_of_element) + 1
         if state.is_whole:

@@ -235,7 +235,7 @@ def predict_states(
     # What packets hold is written to full buffers, which then show no memory of other ranks.
     maps_pages = placement.param_location is None and not zero.quantizes_gathers(trainable=False)
     on_disk = [path for path in placement.bytes_by_location if path]
-    copy_bytes = checkpoint_copy_bytes(units, config, topology.world_size * topology.num_replicas, update.states)
+    copy_bytes = checkpoint_copy_bytes(units, config, topology.world_size, topology.num_replicas, update.states)
     return StateBytes(
         device=device,
         cpu=host if on_gpu else {},

@@ -23,7 +23,7 @@ _SERIAL = 1 << 15
 # See second_random in csrc/update.h.
 _SECOND_KEY = 0x9E3779B9
 # kPlaceStride of csrc/digest.h.
-_PLACE_STRIDE = 0x9E3779B97F4A7C15
+PLACE_STRIDE = 0x9E3779B97F4A7C15
 # No vector of torch's CPU kernels is longer. Elements after a tensor's last whole vector are rounded differently.
 _VECTOR = 64
 
@@ -207,9 +207,9 @@ def _random_bits(seed: int, index: int, numel: int, device: torch.device, key: i
         return torch.cat([first_part, _random_bits(seed, index + same_half, numel - same_half, device, key)])
     first_key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
     # torch has no unsigned 32-bit arithmetic on some devices. int32 sums and products wrap to the same bits.
-    x = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(first + lower))
-    x.bitwise_xor_(_shift(x, 16)).mul_(_signed(0x7FEB352D)).bitwise_xor_(_signed(first_key ^ key))
-    x.bitwise_xor_(_shift(x, 15)).mul_(_signed(0x846CA68B))
+    x = torch.arange(numel, dtype=torch.int32, device=device).add_(signed(first + lower))
+    x.bitwise_xor_(_shift(x, 16)).mul_(signed(0x7FEB352D)).bitwise_xor_(signed(first_key ^ key))
+    x.bitwise_xor_(_shift(x, 15)).mul_(signed(0x846CA68B))
     return x.bitwise_xor_(_shift(x, 16))
 
 
@@ -221,7 +221,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _signed(x: int, bits: int = 32) -> int:
+def signed(x: int, bits: int = 32) -> int:
     """Return the lower `bits` bits of `x`, read as a signed integer."""
     return ((x & (1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1)
 
@@ -241,9 +241,9 @@ def digest(values: Tensor, first_word: int) -> Tensor:
         words = pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
         begin = first_word + index * size // 8 + 1
         # int64 sums and products wrap to the bits of unsigned ones.
-        x = torch.arange(begin, begin + words.numel(), device=words.device).mul_(_signed(_PLACE_STRIDE, 64)).add_(words)
-        x.bitwise_xor_(_shift(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9, 64))
-        x.bitwise_xor_(_shift(x, 27)).mul_(_signed(0x94D049BB133111EB, 64))
+        x = torch.arange(begin, begin + words.numel(), device=words.device).mul_(signed(PLACE_STRIDE, 64)).add_(words)
+        x.bitwise_xor_(_shift(x, 30)).mul_(signed(0xBF58476D1CE4E5B9, 64))
+        x.bitwise_xor_(_shift(x, 27)).mul_(signed(0x94D049BB133111EB, 64))
         total += x.bitwise_xor_(_shift(x, 31)).sum()
     return total
 

@@ -5,10 +5,14 @@ The digest of a unit is a sum modulo 2^64, over its parameters, of the digest of
 (``zeroengine.ops.digest``) times an odd number that the parameter's name gives. Both sums are linear. So the numbers of
 all ranks that hold a state once add up to the digest of the state, whatever the degree, and ranks that hold copies of a
 shard have equal numbers. A factor that is odd keeps differences: a change of one word always changes the digest.
+
+Of a split parameter each rank takes its elements at their places in the whole parameter, so the numbers of all slices
+add up to the digest of the whole. A digest has words of 8 bytes, so slices have to begin and end with words.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -20,10 +24,12 @@ import xxhash
 
 from zeroengine import ops
 from zeroengine.disk.mapped_memory import populate
+from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.layout import ShardSpan
+from zeroengine.partition.slices import pieces_of_slice, slice_of
 from zeroengine.runtime.unit import Unit
 
 # What is digested of each unit. "parameters" are the masters, or the parameters of a frozen unit. "weights" are what
@@ -31,23 +37,52 @@ from zeroengine.runtime.unit import Unit
 KINDS = ("parameters", "gradients", "moments", "weights")
 
 
-# Values of a state that lie one after another: the state's name, the values, and the index of the first one in the
-# whole state. Values of 8 bytes or more may begin anywhere, others at a multiple of 8 bytes.
-StateRun = tuple[str, torch.Tensor, int]
+# Values of a state: the state's name, the values, the index of the first one in the whole state, and 0; or rows (2-D)
+# that lie apart in the whole state, from the first value of a row to that of the next one so many values. Values of
+# 8 bytes or more may begin anywhere, others at a multiple of 8 bytes.
+StateRun = tuple[str, torch.Tensor, int, int]
 
 
-def weights_digests(units: Sequence[Unit], world_size: int) -> list[torch.Tensor | None]:
+def check_words(plans: Iterable[UnitPlan]) -> None:
+    """Check that slices of split parameters begin and end with words of digests.
+
+    Raises:
+        ZeroEngineError: Those of this rank do not.
+    """
+    for plan in plans:
+        itemsize = min(plan.dtype.itemsize, plan.algorithm.moments_dtype.itemsize)
+        for name, param in plan.params:
+            part = slice_of(param)
+            if part is None or part.dim is None:
+                continue
+            size, inner = part.shape[part.dim], math.prod(part.shape[part.dim + 1 :])
+            ends = {size, *(run.start for run in part.runs), *(run.start + run.size for run in part.runs)}
+            # Behind the last element nothing follows.
+            ends -= {size} if math.prod(part.shape[: part.dim]) == 1 else set()
+            if any(end * inner * itemsize % 8 for end in ends):
+                raise ZeroEngineError(
+                    f"parameter {name} of shape {part.shape} is split within 8 bytes, the words of digests: split "
+                    f"dimension {part.dim} into parts of multiples of {8 // itemsize}, or write "
+                    '"digests": {"every": null}'
+                )
+
+
+def weights_digests(units: Sequence[Unit], num_holders: Sequence[int]) -> list[torch.Tensor | None]:
     """Return this rank's digest of the weights of each unit; None: they are no copies, or are the masters.
 
     Call it where no unit is being gathered.
+
+    Args:
+        units: All units of the model.
+        num_holders: The number of ranks that hold each unit, partitioned or as copies.
     """
     return [
         _digest_of_weights(unit)
         if unit.trainable
-        and unit.degrees.parameters < world_size
+        and unit.degrees.parameters < number
         and (unit.has_master or unit.degrees.parameters < unit.degrees.optimizer)
         else None
-        for unit in units
+        for unit, number in zip(units, num_holders, strict=True)
     ]
 
 
@@ -89,7 +124,20 @@ def _digest_of_weights(unit: Unit) -> torch.Tensor | None:
 def _runs(unit: Unit, spans: Iterable[ShardSpan], values: torch.Tensor) -> Iterator[StateRun]:
     """Yield the part of each parameter in ``values``, which are elements of a shard."""
     for span in spans:
-        yield unit.layout.slots[span.param_index].name, values[span.shard_slice], span.param_offset
+        yield from _placed(unit, span, unit.layout.slots[span.param_index].name, values[span.shard_slice])
+
+
+def _placed(unit: Unit, span: ShardSpan, name: str, values: torch.Tensor) -> Iterator[StateRun]:
+    """Yield the values of a span with their places in the whole parameter."""
+    param = unit.params[span.param_index]
+    part = slice_of(param)
+    if part is None or part.dim is None:
+        yield name, values, span.param_offset, 0
+        return
+    populate(values)
+    for box, piece in pieces_of_slice(param, span.param_offset, values):
+        rows = piece.reshape(-1, math.prod(box.sizes[part.dim :]))
+        yield name, rows, box.start, math.prod(part.shape[part.dim :])
 
 
 def _moments(shard: OptimizerShard, optimizer: ShardedOptimizer) -> Iterator[StateRun]:
@@ -99,23 +147,23 @@ def _moments(shard: OptimizerShard, optimizer: ShardedOptimizer) -> Iterator[Sta
         name = shard.unit.layout.slots[span.param_index].name
         state = shard_state.of(shard, span)
         for key, values in state.elements.items():
-            yield f"{name}.{key}", values[: span.numel], span.param_offset
+            yield from _placed(shard.unit, span, f"{name}.{key}", values[: span.numel])
         for key, values in state.scales.items():
             # A shard may begin at any block. In 8 bytes each, the scales of two shards add up all the same.
-            yield f"{name}.{key}.scales", values.double(), span.param_offset // ops.MOMENT_BLOCK
+            yield f"{name}.{key}.scales", values.double(), span.param_offset // ops.MOMENT_BLOCK, 0
         # What belongs to a whole parameter is kept where the parameter is whole.
         for key, values in state.numbers.items():
             if values.numel() > 1:
-                yield f"{name}.{key}", values, 0
+                yield f"{name}.{key}", values, 0, 0
 
 
 def _digest(runs: Iterable[StateRun]) -> torch.Tensor | None:
     """Return the digest of all runs, 0-d int64, without waiting for a device. None: there are none."""
     digests, factors = [], []
-    for name, values, first in runs:
+    for name, values, first, stride in runs:
         # The values may be part of a mapped file, whose disk may fail.
         populate(values)
-        digests.append(ops.digest(values, first))
+        digests.append(ops.digest(values, first, stride))
         factors.append(_factor(name))
     if not digests:
         return None
@@ -133,20 +181,18 @@ def _factor(name: str) -> int:
 # -- the numbers of all ranks ---------------------------------------------------------------------
 
 
-def whole_digests(numbers: np.ndarray, degrees: Sequence[int]) -> np.ndarray:
+def whole_digests(numbers: np.ndarray, shards: np.ndarray) -> np.ndarray:
     """Return the digest of each whole state.
 
     Args:
         numbers: uint64, of shape (ranks, states): that of each rank's shard.
-        degrees: The number of ranks that hold each state once.
+        shards: Of the same shape: which shard of the state that is. Ranks with copies have the same number.
 
     Returns:
         uint64, of shape (states,).
     """
-    ranks = np.arange(len(numbers))[:, None]
-    counted = np.where(ranks < np.asarray(degrees)[None, :], numbers, np.uint64(0))
-    result: np.ndarray = counted.sum(axis=0, dtype=np.uint64)
-    return result
+    firsts = [np.unique(of_state, return_index=True)[1] for of_state in shards.T]
+    return np.array([numbers[ranks, i].sum(dtype=np.uint64) for i, ranks in enumerate(firsts)], np.uint64)
 
 
 class Difference(NamedTuple):
@@ -161,23 +207,22 @@ class Difference(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def differences(numbers: np.ndarray, degrees: Sequence[tuple[Degrees, int]]) -> list[Difference]:
+def differences(numbers: np.ndarray, shards: np.ndarray) -> list[Difference]:
     """Return where ranks that hold copies of one shard have different numbers.
 
     Args:
-        numbers: As for ``whole_digests``.
-        degrees: The degrees of each state's unit, and which of them is that of the state.
+        numbers, shards: As for ``whole_digests``.
     """
-    found = []
-    for degrees_of_unit, degree in dict.fromkeys(degrees):
-        columns = [i for i, of_state in enumerate(degrees) if of_state == (degrees_of_unit, degree)]
-        shards: dict[int, list[int]] = {}
-        for rank in range(len(numbers)):
-            shards.setdefault(degrees_of_unit.index(rank, degree), []).append(rank)
-        for ranks in shards.values():
+    found, columns_of = [], dict[bytes, list[int]]()
+    for column in range(shards.shape[1]):
+        columns_of.setdefault(shards[:, column].tobytes(), []).append(column)
+    for columns in columns_of.values():
+        of_ranks = shards[:, columns[0]]
+        for shard in np.unique(of_ranks):
+            ranks = np.flatnonzero(of_ranks == shard).tolist()
             copies = numbers[np.ix_(ranks, columns)]
-            for column in np.flatnonzero((copies != copies[0]).any(axis=0)):
-                found.append(_difference(columns[column], ranks, copies[:, column].tolist()))
+            for i in np.flatnonzero((copies != copies[0]).any(axis=0)):
+                found.append(_difference(columns[i], ranks, copies[:, i].tolist()))
     return sorted(found)
 
 

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Box:
@@ -73,6 +75,19 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
     if last * row < stop:
         yield from _in_row(shape, last, last * row, stop)
+
+
+def pieces_of_run(shape: tuple[int, ...], first: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a run of a flattened tensor, each with its values, views of those of the run (1-D).
+
+    Args:
+        shape: The shape of the tensor.
+        first: The first element of the run.
+        values: The values of the run.
+    """
+    # DCP stores boxes, and one run may need several.
+    boxes = boxes_of_run(shape, first, first + values.numel())
+    return [(box, values[box.start - first :][: box.numel].view(box.sizes)) for box in boxes]
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:

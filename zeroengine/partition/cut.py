@@ -78,6 +78,7 @@ class UnitPlan:
     fp32_masters: bool = True  # of parameters in bf16 and fp16 that are trainable
     is_split: bool = False  # whether each rank of a model group has another part of its parameters
     expert_ranks: int = 0  # of experts that are split: the ranks with the same ones, over which they are partitioned
+    whole_name: str = ""  # the name that the unit with its parameters has in the same model if none is split
 
     @property
     def numel(self) -> int:
@@ -324,32 +325,39 @@ def _split(
     for name, param in group.params:
         kinds.setdefault(kind_of(param), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
-    # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
-    main = next(iter(sorted(kinds, key=lambda kind: (not kind.trainable, not kind.is_split))))
-    algorithms = {kind.algorithm for kind in kinds if kind.trainable}
-    has_split = any(kind.is_split for kind in kinds)
-    has_names, has_dtypes = len({a.name for a in algorithms}) > 1, len({a.moments_dtype for a in algorithms}) > 1
+    whole_kinds = {kind: kind._replace(is_split=False, expert_ranks=0) for kind in kinds}
     for kind, params in sorted(kinds.items(), key=lambda item: not item[0].trainable):
         # A parameter of a block that is tied to a module outside of the block is also needed there.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]
-        algorithm, words = kind.algorithm, ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]]
-        words += [algorithm.name] * (has_names and kind.trainable)
-        words += [f"{str(algorithm.moments_dtype)[6:]} moments"] * (has_dtypes and kind.trainable)
-        words += ["whole"] * (has_split and not kind.is_split) + ["experts"] * bool(kind.expert_ranks)
-        name = group.name + ("" if kind == main else f" ({', '.join(words)})")
         yield UnitPlan(
-            name,
+            _name(group.name, kind, kinds),
             tuple(params),
             tuple(modules),
             kind.dtype,
             kind.trainable,
             group.root,
-            algorithm=algorithm,
+            algorithm=kind.algorithm,
             is_split=kind.is_split,
             expert_ranks=kind.expert_ranks,
+            whole_name=_name(group.name, whole_kinds[kind], whole_kinds.values()),
         )
+
+
+def _name(group_name: str, kind: _Kind, kinds: Collection[_Kind]) -> str:
+    """Return the name of the unit of a kind, of those that there are in a group."""
+    # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
+    if kind == min(kinds, key=lambda kind: (not kind.trainable, not kind.is_split)):
+        return group_name
+    algorithms = {kind.algorithm for kind in kinds if kind.trainable}
+    has_split = any(kind.is_split for kind in kinds)
+    has_names, has_dtypes = len({a.name for a in algorithms}) > 1, len({a.moments_dtype for a in algorithms}) > 1
+    algorithm, words = kind.algorithm, ["frozen"] * (not kind.trainable) + [str(kind.dtype)[6:]]
+    words += [algorithm.name] * (has_names and kind.trainable)
+    words += [f"{str(algorithm.moments_dtype)[6:]} moments"] * (has_dtypes and kind.trainable)
+    words += ["whole"] * (has_split and not kind.is_split) + ["experts"] * bool(kind.expert_ranks)
+    return f"{group_name} ({', '.join(words)})"
 
 
 def _with_holders(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.boxes import Box
+from zeroengine.partition.boxes import Box, pieces_of_run
 
 # The attribute of a parameter of an engine that holds its ``Slice``.
 SLICE_ATTRIBUTE = "_zeroengine_slice"
@@ -119,6 +119,20 @@ def local_shape(param: torch.Tensor) -> tuple[int, ...]:
 def local_numel(param: torch.Tensor) -> int:
     """Return the number of elements that this rank has of ``param``."""
     return math.prod(local_shape(param))
+
+
+def pieces_of_slice(param: torch.Tensor, start: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of the whole parameter that a run of the flattened slice is, each with its values.
+
+    Args:
+        param: The parameter, which may not be split.
+        start: The first element of the run in what this rank has of the parameter.
+        values: The values of the run, 1-D.
+    """
+    pieces, part = pieces_of_run(local_shape(param), start, values), slice_of(param)
+    if part is None:
+        return pieces
+    return [(box, piece[place]) for local, piece in pieces for box, place in part.boxes(local)]
 
 
 def make_slice(name: str, param: Any, number: int, expert_ranks: int = 0) -> Slice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.placement import Placement
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.unit import Unit
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue, values_of
 
 
@@ -52,7 +53,8 @@ def digests_of(
     tensors: Sequence[OutgoingTensor],
     stored: Mapping[str, StoredValue],
     group: Group,
-    ranks_per_replica: int,
+    data_group: Callable[[Unit], Group],
+    slice_number: Callable[[Unit], int],
     placement: Placement,
 ) -> dict[str, tuple[object, ...]]:
     """Return the dtype of each tensor, and the digests of what its values come from, by name. A collective.
@@ -64,19 +66,21 @@ def digests_of(
         tensors: The tensors.
         stored: What conversions take, by name.
         group: All ranks.
-        ranks_per_replica: The number of ranks that the parameters are partitioned over.
+        data_group: Returns the ranks that a unit is partitioned over.
+        slice_number: Returns the number of this rank's slices of a unit; 0 if it is not split.
         placement: The states that live in CPU memory or on a disk.
     """
     sources = {tensor.name: values_of(tensor.source, stored) for tensor in tensors}
     numbers = {source: i for i, source in enumerate({source: None for own in sources.values() for source in own})}
     sums = torch.zeros(len(numbers), dtype=torch.int64, device=group.device)
     for unit in dict.fromkeys(source.unit for source in numbers if isinstance(source, Slot)):
-        own_range = unit.layout.unreplicated_range(unit.rank, unit.degrees.parameters, ranks_per_replica)
+        own_range = unit.layout.unreplicated_range(unit.rank, unit.degrees.parameters, data_group(unit).world_size)
         for span in unit.layout.spans(unit.rank, unit.degrees.parameters, own_range):
             if (number := numbers.get(Slot(unit, span.param_index))) is not None:
                 values = unit.shard[span.shard_slice]
                 populate(values)
-                sums[number] = ops.digest(values, span.param_offset)
+                # The odd factor shows values that have moved from one slice to another.
+                sums[number] = ops.digest(values, span.param_offset) * (2 * slice_number(unit) + 1)
         placement.evict(unit.shard)
     for source, number in numbers.items():
         if not isinstance(source, Slot):

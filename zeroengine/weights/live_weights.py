@@ -182,15 +182,11 @@ def _gather_box(
     """
     is_receiver = tensors.group.rank == receiver
     gathered_values = torch.empty(box.numel if is_receiver else 0, dtype=entry.dtype, device="cpu")
-    strides = torch.empty(entry.shape, device="meta").stride()
     for first in range(box.start, box.start + box.numel, CHUNK):
         stop = min(first + CHUNK, box.start + box.numel)
         values = buffer[: (stop - first) * entry.dtype.itemsize].view(entry.dtype).zero_()
         with postponed(errors):
-            for part, own_values in entry.parts(first, stop):
-                populate(own_values)
-                # Other elements lie between those of a slice.
-                values.as_strided(part.sizes, strides, part.start - first).copy_(own_values)
+            entry.copy_run(values, first)
         # Each byte comes from one rank, and is 0 on the others.
         tensors.group.all_reduce(values.view(torch.uint8), "of weights")
         if is_receiver:

@@ -4,17 +4,25 @@
 Where every rank wants the values, a unit is gathered, and stays gathered until the next one is read. Where one rank
 wants them, each rank sends it the part of its own shard that lies in what is read, and receives nothing. Where each
 rank wants other rows of a tensor, all exchange parts of their shards in this way.
+
+[Note: Split parameters]
+A rank gathers its slice of a unit, whoever wants the values. The ranks of a model group then put slices together, some
+elements at a time: each fills in its own, and a sum gives all of them to all. So a rank needs the memory of its slice
+of a unit, and of these elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 
 import torch
 
+from zeroengine.checkpoint.entries import StateEntry
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.partition.boxes import boxes_of_run
+from zeroengine.partition.slices import pieces_of_slice
 from zeroengine.runtime.dtensors import local_tensor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
@@ -23,6 +31,9 @@ from zeroengine.weights.conversion import BoxValues, TensorConversion
 from zeroengine.weights.postponed_errors import postponed
 from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, StoredValue
 
+# So many elements of a split parameter are put together at a time.
+CHUNK = 1 << 22
+
 
 class TensorReads:
     """Reads tensors of one engine. Every method is a collective: all ranks read the same, or equally many rows each.
@@ -30,9 +41,11 @@ class TensorReads:
     Args:
         gatherer: Gathers units.
         transport: Moves bytes between the ranks that the parameters are partitioned over.
+        numbers: The engine's numbers of these ranks.
+        model_group: Returns the ranks that hold a unit together whose parameters are split.
         stored: What conversions take, by name.
         device: Where conversions compute.
-        receiver: The only one of these ranks that gets values. None: all may get them.
+        receiver: The engine's number of the only rank that gets values. None: all may get them.
         receives: Whether this rank gets values.
         in_pieces: Whether a read of some rows is that of the next piece of the tensor on the next rank.
 
@@ -44,6 +57,8 @@ class TensorReads:
         self,
         gatherer: Gatherer,
         transport: Transport,
+        numbers: Sequence[int],
+        model_group: Callable[[Unit], Group],
         stored: Mapping[str, StoredValue],
         device: torch.device,
         receiver: int | None = None,
@@ -52,7 +67,11 @@ class TensorReads:
         in_pieces: bool = False,
     ) -> None:
         self._gatherer, self._transport, self._stored, self._device = gatherer, transport, stored, device
-        self._receiver = receiver if transport.world_size > 1 else None
+        self._model_group, self._only_receiver = model_group, receiver
+        # Other ranks with the same parameters send them to a receiver that is not one of these.
+        self._sends = receiver is None or receiver in numbers
+        is_peer = receiver is not None and self._sends and transport.world_size > 1
+        self._receiver = numbers.index(receiver) if is_peer else None
         self._receives, self._in_pieces = receives, in_pieces
         self._pinned: Unit | None = None
         # The part of a conversion that was computed last, and its results.
@@ -140,6 +159,11 @@ class TensorReads:
                 target.copy_(source.value.detach().reshape(-1)[start:stop])
             return
         unit, slot = source.unit, source.unit.layout.slots[source.param_index]
+        if unit.is_split:
+            self._read_slices(target, source, start, stop)
+            return
+        if not self._sends:
+            return
         if is_piece:
             pieces = [(i, i + stop - start) for i in range(slot.offset, slot.end, stop - start)]
             self._exchange(target, unit, list(islice(cycle(pieces), self._transport.world_size)))
@@ -155,6 +179,24 @@ class TensorReads:
             # User code may have given the parameter other memory.
             values = local_tensor(unit.params[source.param_index]).detach().reshape(-1)[start:stop]
             target.copy_(values, non_blocking=True)
+
+    def _read_slices(self, target: torch.Tensor | None, source: Slot, start: int, stop: int) -> None:
+        """Put the elements [start, stop) of a split parameter together. See "Split parameters" above."""
+        unit, ranks = source.unit, self._model_group(source.unit)
+        self._pin(unit)
+        if self._only_receiver is not None and self._only_receiver not in ranks.numbers:
+            return
+        param = unit.params[source.param_index]
+        values = local_tensor(param).detach().reshape(-1)
+        entry = StateEntry(tuple(param.shape), unit.dtype, pieces_of_slice(param, 0, values))
+        for first in range(start, stop, CHUNK):
+            last = min(first + CHUNK, stop)
+            chunk = torch.zeros(last - first, dtype=unit.dtype, device=self._device)
+            entry.copy_run(chunk, first)
+            # Each element comes from one rank, and its bits are those of 0 on the others.
+            ranks.all_reduce(chunk.view(torch.uint8), "of slices")
+            if target is not None:
+                target[first - start : last - start].copy_(chunk, non_blocking=True)
 
     def _exchange(self, target: torch.Tensor | None, unit: Unit, ranges: Sequence[tuple[int, int]]) -> None:
         """Send each rank the elements [start, stop) of a unit's flat buffer that ``ranges`` has for it.

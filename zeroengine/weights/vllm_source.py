@@ -91,10 +91,14 @@ class VllmWeightSource:
         open_stream: See there.
         replicas: The ranks. Replicas that train apart have other weights, so those of the first one are sent.
         receiver: The only rank that gets whole tensors. None: all of them do.
+        in_pieces: Whether ``iter_local`` yields pieces where it can. False: whole tensors.
     """
 
-    def __init__(self, open_stream: OpenStream, replicas: ReplicaLayout, receiver: int | None) -> None:
+    def __init__(
+        self, open_stream: OpenStream, replicas: ReplicaLayout, receiver: int | None, *, in_pieces: bool
+    ) -> None:
         self._open_stream, self._replicas, self._receiver = open_stream, replicas, receiver
+        self._in_pieces = in_pieces and receiver is None
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -120,7 +124,7 @@ class VllmWeightSource:
         metadata = Metadata()
         for tensor in tensors:
             layout: dict[str, Any] = {"owners": some}
-            if self._receiver is None and (count := num_pieces(tensor)) > 1:
+            if self._in_pieces and (count := num_pieces(tensor)) > 1:
                 layout["owners"], layout["mesh_shape"] = tuple(range(world_size)), (world_size // count, count)
                 layout["placements"] = (replicate(), shard(0))
             metadata.append(meta(tensor.name, tensor.spec.dtype, tensor.spec.shape, **layout))
@@ -142,8 +146,8 @@ class VllmWeightSource:
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and this rank's pieces, which the metadata describe. See "Pieces of ranks" above."""
-        plan = partial(plan_packed_buffers, rank=self._replicas.local_rank if self._receiver is None else None)
-        yield from self._pairs(self._open_stream(plan, True))
+        plan = partial(plan_packed_buffers, rank=self._replicas.local_rank if self._in_pieces else None)
+        yield from self._pairs(self._open_stream(plan, self._in_pieces))
 
     # vLLM 0.28 to 0.32 iterate over the source itself.
     __iter__ = iter_full

@@ -20,7 +20,7 @@ from tests.launch.processes import wait_for
 
 SCRIPT = """
 from tests.launch.local.snapshot_run import start, take_step
-engine = start(every_seconds=0.05)
+engine = start(SIZE, every_seconds=0.05)
 print("resumed", engine.resume(), flush=True)
 folder = os.environ["ZEROENGINE_SNAPSHOT_FOLDER"]
 open("folder", "w").write(folder)
@@ -36,21 +36,23 @@ engine.close()
 """
 
 
-def undisturbed() -> list[str]:
-    engine = start_engine()
+def undisturbed(size: int) -> list[str]:
+    engine = start_engine(size)
     return [take_step(engine).hex() for _ in range(30)]
 
 
 @pytest.mark.slow  # recovery/test_snapshots goes on from memory, and test_death kills
 @pytest.mark.usefixtures("short_waits")
+@pytest.mark.parametrize(("num_ranks", "size"), [(2, 1), (4, 2)], ids=["whole", "split"])
 def test_a_killed_rank_costs_no_bits_and_nothing_stays_in_memory(
-    launch: Launch, script: Script, tmp_path: Path
+    launch: Launch, script: Script, tmp_path: Path, num_ranks: int, size: int
 ) -> None:
-    result = launch("--max-restarts", "1", script(SCRIPT))
+    body = SCRIPT.replace("SIZE", str(size))
+    result = launch("--max-restarts", "1", "--nproc", str(num_ranks), script(body))
     assert result.code == 0, result.err
     assert not Path((tmp_path / "folder").read_text()).exists()
-    assert "resumed from the snapshot of step" in result.err and result.out.count("resumed True") == 2
-    for rank, losses in enumerate(run_ranks(2, undisturbed)):
+    assert "resumed from the snapshot of step" in result.err and result.out.count("resumed True") == num_ranks
+    for rank, losses in enumerate(run_ranks(num_ranks, undisturbed, size)):
         found = set(re.findall(rf"\[rank {rank}\] loss (\d+) (.*)", result.out))
         assert found == {(str(step), loss) for step, loss in enumerate(losses)}
 

@@ -23,10 +23,11 @@ from zeroengine.checkpoint.deepspeed.optimizer_states import (
     states_of_parameter,
 )
 from zeroengine.checkpoint.deepspeed.pickled_files import load_pickled_file
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.partition.boxes import pieces_of_run
 from zeroengine.partition.cut import plain_name
 
 # DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
