@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zeroengine
+from tests.distributed.models import WIDTH
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from tests.emulated import cpu_alone
-from tests.slices.split_models import Factory, make_split_engine, one_block_lm, uneven_lm
+from tests.slices.split_models import Factory, make_split_engine, one_block_lm, small_lm, uneven_lm
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
@@ -117,6 +119,14 @@ def test_a_checkpoint_of_a_whole_model_loads_into_a_split_one(tmp_path: Path) ->
         assert_same(found, saved, "split")
 
 
+def wide_lm() -> nn.Module:
+    """Return a model whose split layers are larger than the margin of predictions."""
+    model = small_lm()
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH)
+    return model
+
+
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A folder in memory, for those of the hosts."""
@@ -131,7 +141,7 @@ def states_of_snapshots(memory: Path, size: int, steps: int, num_hosts: int) -> 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["ZEROENGINE_HOST"] = host = f"node-{rank * num_hosts // num_ranks}"
     os.environ["ZEROENGINE_SNAPSHOT_FOLDER"] = str(memory / host)
-    engine = make_split_engine(size, 3, one_block_lm, {"snapshots": {"every_seconds": 1e6}})
+    engine = make_split_engine(size, 3, wide_lm, {"snapshots": {"every_seconds": 1e6}})
     resumed = engine.resume()
     take_steps(engine, range(steps), share=engine.sample_group)
     states, snapshots = whole_states(engine), engine._parts.loop.snapshots

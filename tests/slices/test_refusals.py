@@ -169,7 +169,7 @@ def refusals() -> dict[str, str]:
     return of_plans(square) | of_models(square) | of_features(square)
 
 
-REFUSED = r"does not work with parameters that are split over ranks \(DTensor\)"
+REFUSED = r"does not work with parameters that are split over ranks"
 MESSAGES = {
     "size": r"parallelize\(size=3\): the number of ranks of this job, 4, is no multiple of it",
     "style": r"the style of 'blocks.\*.up' is 'columnwise'; write one of 'colwise', ",
@@ -181,7 +181,7 @@ MESSAGES = {
     "no values": r"parameter tok.weight has no values yet, .* build the model without meta_init",
     "kind": r"'blocks.\*.norm' matches blocks.0.norm, a LayerNorm, and 'colwise' splits a Linear or an Embedding",
     "one rank's mistake": r"missing.json",
-    "sizes of ranks": r"to split layers and experts over different numbers of ranks: 2 and 1, 4 and 1. Give each rank",
+    "sizes of ranks": r"over different numbers of ranks, or other layers: 2 and 1, 4 and 1. Give each rank",
     "ties": r"tok.weight and head.weight are one parameter, and the plan splits it as S\(0\) and as a whole: name both",
     "group with autotp_size": r"split over groups of all ranks, and initialize\(\) .* process_group",
     "two meshes": r"parameter blocks.1.up.weight is split over .* and others over .*: split the model over one mesh",

@@ -135,6 +135,13 @@ class Case:
         return split_task(self.task, size) if self.factory is None else Task(self.factory, steps=self.task.steps)
 
 
+# DeepSpeed's words for the layers of the plan, the embedding and the head.
+SPECS = [
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight$", r"tok\.weight$"], "partition_type": "row"},
+    {"patterns": [r"head\.weight$"], "partition_type": "column", "gather_output": True},
+]
+LAYER_SPECS = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = {
     "ordinary": Case(stages=ALL_STAGES),
@@ -142,6 +149,7 @@ CASES = {
     "ranks that are no neighbors": Case(factory=functools.partial(split_by_torch, "first"), stages=(3,)),
     "uneven slices": Case(Task(uneven_lm, steps=3)),
     "split embedding and head": Case(Task(untied_lm, steps=3)),
+    "layer_specs": Case(Task(untied_lm, steps=3), more=LAYER_SPECS, factory=untied_lm),
     "tied embedding and head": Case(Task(tied_lm, steps=3)),
     "accumulation": Case(Task(small_lm, steps=2, micro_steps=2), same_bits=False),
     "clipping": Case(Task(small_lm, steps=3, clip=0.1), stages=(3,)),
@@ -203,6 +211,12 @@ def test_model_groups_see_their_own_samples_and_the_ranks_of_one_the_same_losses
     first, second, third, fourth = (found["ordinary"][0].losses for found in trained)
     assert first == second and third == fourth
     assert first[0] != third[0]
+
+
+def test_layer_specs_and_a_plan_split_alike(trained: list[dict[str, list[Trained]]]) -> None:
+    for found in trained:
+        for by_specs, by_plan in zip(found["layer_specs"], found["split embedding and head"], strict=True):
+            assert_same_bits(by_specs, by_plan)
 
 
 def test_parallelize_and_torch_split_alike(trained: list[dict[str, list[Trained]]]) -> None:

@@ -26,7 +26,7 @@ from zeroengine.partition.boxes import Box, pieces_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.partition.slices import pieces_of_slice
+from zeroengine.partition.slices import pieces_of_slice, whole_shape
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.state_dict_loads import StateDictLoad, changes_loads
 from zeroengine.runtime.state_dict_reads import read_model_state
@@ -203,7 +203,7 @@ class EngineTensors:
                 state = shard_state.of(shard, span)
                 for key, value in state.elements.items():
                     name = f"{OPTIMIZER}{slot.name}.{key}"
-                    entry = entries.setdefault(name, StateEntry(tuple(param.shape), value.dtype))
+                    entry = entries.setdefault(name, StateEntry(whole_shape(param), value.dtype))
                     entry.pieces += pieces_of_slice(param, span.param_offset, value[: span.numel])
                 for key, value in state.scales.items():
                     shape = (-(-slot.numel // MOMENT_BLOCK),)
@@ -274,7 +274,7 @@ def _add_unit(entries: StateEntries, unit: Unit, values: torch.Tensor, spans: It
     """Add the parameters of a unit, of whose shard ``values`` are."""
     # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
     for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-        entries[slot.name] = StateEntry(tuple(param.shape), values.dtype)
+        entries[slot.name] = StateEntry(whole_shape(param), values.dtype)
     for span in spans:
         name, param = unit.layout.slots[span.param_index].name, unit.params[span.param_index]
         entries[name].pieces += pieces_of_slice(param, span.param_offset, values[span.shard_slice])

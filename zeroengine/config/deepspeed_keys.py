@@ -123,9 +123,9 @@ _ROWS = {
         _no_effect("tensor_parallel.tp_overlap_comm tensor_parallel.keep_module_on_host",
             "layers compute as the model's library splits them"),
         _no_effect("tensor_parallel.dtype", "bf16 and fp16 choose the dtype", off=(None,)),
-        _no_effect("tensor_parallel.preset_model", "the model's own plan is used", off=(None,)),
-        _refused("tensor_parallel.partition_config", 'split the model by zeroengine.parallelize(model, {"layers.*.up": '
-            '"colwise", "layers.*.down": "rowwise"}, size=2) before initialize()', off=({}, None), switch=""),
+        _no_effect("tensor_parallel.preset_model", "the model's own plan is used, or layer_specs", off=(None,)),
+        _no_effect("tensor_parallel.partition_config.use_default_specs tensor_parallel.partition_config.strict_mode",
+            "layer_specs alone say what is split, by autotp_size"),
         _no_effect("tensor_parallel.vocab_parallel_lm_head tensor_parallel.vocab_parallel_ce_backend",
             "the model's own plan says whether its head is split", off=(None, "torch")),
         _refused("tensor_parallel.tp tensor_parallel.tensor_parallel tensor_parallel.injection_policy_tuple",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Len, Lt, MinLen
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -150,6 +150,10 @@ _by_kind = Discriminator(lambda value: "list" if isinstance(value, (list, tuple)
 NonNegatives = Annotated[
     Annotated[NonNegative, Tag("number")] | Annotated[list[NonNegative], Strict(False), MinLen(1), Tag("list")],
     _by_kind,
+]
+# A number, or a pair of them.
+OneOrTwo = Annotated[
+    Annotated[int, Tag("number")] | Annotated[list[int], Strict(False), Len(2, 2), Tag("list")], _by_kind
 ]
 Decays = Annotated[
     Annotated[Decay, Tag("number")] | Annotated[list[Decay], Strict(False), MinLen(1), Tag("list")], _by_kind

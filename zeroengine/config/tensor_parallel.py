@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from annotated_types import MinLen
+from pydantic import Field, field_validator, model_validator
 
-from zeroengine.config.fields import AUTO, Count, Section
+from zeroengine.config.fields import AUTO, NULL, Count, OneOrTwo, Section
+from zeroengine.config.source import describe
+
+
+class LayerSpec(Section):
+    """Layers of which DeepSpeed's AutoTP says how they are split."""
+
+    patterns: Annotated[list[re.Pattern[str]], MinLen(1)]
+    """Regular expressions of the names of weights, such as `".*\\.o_proj\\.weight$"`."""
+    partition_type: Literal["column", "row", "skip"] = "column"
+    """"column": split by what the layer returns. "row": by what it takes. "skip": not split."""
+    gather_output: bool = False
+    """Whether every rank gets all of what a "column" layer returns."""
+    model_types: Annotated[list[str] | None, NULL] = None
+    """The models, by the `model_type` of their configuration, that this is for. null: all."""
+    partition_dim: Annotated[int | None, NULL] = None
+    """No effect: a column splits dimension 0 of a weight, and a row dimension 1."""
+    shape: None = None
+    """null: fused matrices are not split. Split such a model before, by its own plan or by PyTorch."""
+    grad_allreduce: Literal[False] = False
+    """false: the model sums parts of gradients, as by `param.register_post_accumulate_grad_hook`."""
+
+    @field_validator("shape", "grad_allreduce", mode="before")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
+        if value:
+            raise ValueError(f"found {describe(value)}, which is not honored; write a plan of zeroengine.parallelize")
+        return value
+
+
+class PartitionConfig(Section):
+    """Which layers are split, in the words of DeepSpeed's AutoTP."""
+
+    layer_specs: list[LayerSpec] = Field(default=[])
+    """Layers, and how they are split. The first entry that matches a weight decides; what none matches stays whole.
+    Without an entry the model's own plan counts."""
+    lm_head_patterns: list[str] = Field(default=["lm_head", "embed_out"])
+    """Names of output embeddings, which take whole inputs also as "row"."""
 
 
 class TensorParallel(Section):
@@ -16,6 +55,12 @@ class TensorParallel(Section):
     """Number of ranks that hold one model together, each of them a slice of every layer that the model's own plan
     splits (`base_model_tp_plan` of transformers). States are partitioned over the ranks with the same slices. 0 and 1:
     no layer is split here; a model that is split already needs no number."""
+    partition_config: Annotated[PartitionConfig, NULL] = PartitionConfig()
+    """The layers that `autotp_size` splits, for a model without a plan of its own, or instead of it."""
+    slices: Annotated[dict[str, OneOrTwo], NULL] = Field(default_factory=dict)
+    """With `initialize(mpu=...)`: the parameters that are slices, by patterns of their names (`fnmatch`), and the
+    dimension along which each is cut, such as `{"*.up.weight": 0, "*.down.weight": 1}`. The last pattern that matches
+    counts. `[0, 2]`: of a fused matrix, whose 2 parts are cut one by one. Marks of Megatron need no pattern."""
 
 
 class ExpertParallel(Section):

@@ -16,6 +16,7 @@ from zeroengine.config import Config
 from zeroengine.errors import DivergenceError
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.slices import whole_shape
 from zeroengine.utils.flat_items import flat_items
 
 # The number of differences of one rank that a message shows.
@@ -56,7 +57,7 @@ def _facts(
     group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     rows = [(plan, name, param) for plan in plans for name, param in plan.params]
     parameters = {
-        name: f"{_kind(param.shape, plan.dtype)}, number {i}, in unit {plan.name}, "
+        name: f"{_kind(whole_shape(param), plan.dtype)}, number {i}, in unit {plan.name}, "
         + (f"in param_groups[{group_of[param]}]" if plan.trainable else "frozen")
         for i, (plan, name, param) in enumerate(rows)
     }
@@ -80,7 +81,7 @@ def _facts(
     return {f"{section} {name}": fact for section, facts in sections.items() for name, fact in facts.items()}
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 

@@ -31,11 +31,12 @@ from zeroengine.engine.assembly import build_parts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
+from zeroengine.engine.model_parallel_unit import note_slices_of_unit
 from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import announce, describe_start
-from zeroengine.engine.split_models import check_split_model, sizes_to_split, split_model
+from zeroengine.engine.split_models import Split, check_split_model, split_model, split_of_config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import measure_free_memory
 from zeroengine.memory.state_bytes import RankTopology
@@ -67,6 +68,7 @@ def initialize(
     *,
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    mpu: Any = None,
 ) -> Engine:
     """Partition ``model`` and its optimizer over the data-parallel ranks, and return the engine that trains it.
 
@@ -89,11 +91,13 @@ def initialize(
         process_group: The ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
             ``mesh["dp"]``. A mesh of two, whose names end in "replicate" and "shard", is hybrid sharding (HSDP): the
             stage partitions over the ranks of the second. None: all ranks.
+        mpu: For models whose plain parameters are slices, as Megatron's: an object with the methods
+            ``get_{model,data}_parallel_{group,world_size,rank}``. See ``docs/tensor-parallelism.md``.
 
     Raises:
         ZeroEngineError: The input is wrong. Raised on every rank; the message says what to write instead.
     """
-    return make_engine(model, optimizer, config, lr_scheduler, process_group)
+    return make_engine(model, optimizer, config, lr_scheduler, process_group, mpu=mpu)
 
 
 def make_engine(
@@ -103,6 +107,7 @@ def make_engine(
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
+    mpu: Any = None,
     async_step: bool | None = None,
     copies: GPUCopies | None = None,
 ) -> Engine:
@@ -122,11 +127,13 @@ def make_engine(
         with group.collective_errors("to initialize", own) as asked:
             _check_model(model, optimizer)
             settings = config if isinstance(config, Config) else load(config)
-            own.sizes = sizes_to_split(model, settings, ranks)
+            own.split = split_of_config(model, settings, ranks, mpu)
         with group.collective_errors("to initialize", own) as facts:
             split_quantized_parameters(model, undo)
-            split_model(model, optimizer, [fact.sizes for fact in asked])
+            split_model(model, optimizer, [fact.split for fact in asked])
             own.split_over = note_slices(model, ranks, undo)
+            if mpu is not None:
+                own.split_over = note_slices_of_unit(model, mpu, settings.tensor_parallel.slices, ranks, undo)
             tile_model(model, settings.tiling, undo)
             # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
             # leaves out count as frozen, which affects the model's dtype and how it is cut.
@@ -230,12 +237,12 @@ class _OwnFacts:
 
     Attributes:
         engine_name: A random name, of which that of rank 0 counts.
-        sizes: Over how many ranks layers and experts are to be split.
+        split: How the model is to be split.
         split_over: The ranks that the model is split over.
     """
 
     engine_name: str
-    sizes: tuple[int, int] = (1, 1)
+    split: Split = (1, 1, ())
     split_over: SplitOver = field(default_factory=SplitOver)
 
 

@@ -75,7 +75,8 @@ def parallelize(
             )
     if plan is not None and expert_size > 1:
         raise ZeroEngineError(
-            "parallelize(expert_size=...) splits experts by the plan of a model of transformers: leave plan out. "
+            "parallelize(expert_size=...) splits experts by the plan of a model of transformers: leave plan out, and "
+            "the key tensor_parallel.partition_config. "
             'Experts of your own may be DTensors over a mesh whose dimension is named "experts".'
         )
     for name, param in dtensors_in(model):

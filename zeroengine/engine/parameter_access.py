@@ -21,7 +21,7 @@ from zeroengine.engine.split_models import assemble
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.partition.slices import slice_of
+from zeroengine.partition.slices import slice_of, whole_shape
 from zeroengine.runtime.dtensors import local_tensor
 
 
@@ -355,7 +355,7 @@ class LocatedParameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter, whose slice alone may be on this rank."""
-        return tuple(self.unit.params[self.index].shape)
+        return whole_shape(self.unit.params[self.index])
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the whole parameter, from this rank's slice. A collective of the model group."""

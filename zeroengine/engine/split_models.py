@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from torch import nn
 
 from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.config import Config
-from zeroengine.engine.parallelize import parallelize
+from zeroengine.config.tensor_parallel import PartitionConfig
+from zeroengine.engine.parallelize import NUM_SHOWN, parallelize
 from zeroengine.engine.parts import Ranks
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.backends.muon_update import MuonUpdate
@@ -18,26 +20,38 @@ from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.choice import rules_of
 from zeroengine.optim.mixed_optimizer import members_of
 from zeroengine.optim.state_digests import check_words
-from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.slices import pieces_of_slice
+from zeroengine.partition.cut import UnitPlan, plain_name
+from zeroengine.partition.slices import pieces_of_slice, whole_shape
 from zeroengine.runtime.dtensors import dtensors_in, of_experts
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.formats import listed
+
+# Over how many ranks layers and experts of a model are still to be split, and the layers with their styles; of none the
+# model's own plan counts.
+Split = tuple[int, int, tuple[tuple[str, str], ...]]
 
 
-def sizes_to_split(model: nn.Module, config: Config, process_group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return over how many ranks layers and experts of a model are still to be split; 1: they stay as they are.
+def split_of_config(model: nn.Module, config: Config, process_group: dist.ProcessGroup | None, mpu: object) -> Split:
+    """Return how a configuration says that a model is still to be split; sizes of 1: it stays as it is.
 
     Raises:
         ZeroEngineError: The model is split otherwise, or the engine is to train on some of the ranks.
     """
     size, expert_size = max(config.tensor_parallel.autotp_size, 1), config.expert_parallel.size
-    if size == expert_size == 1:
-        return 1, 1
     sizes = {of_experts(param.device_mesh): param.device_mesh.size() for _, param in dtensors_in(model)}
+    if mpu is not None and (sizes or max(size, expert_size) > 1):
+        raise ZeroEngineError(
+            "initialize(mpu=...) is for plain parameters, and the model has DTensors, or the keys autotp_size and "
+            "autoep_size split it: leave one of them out"
+        )
+    if mpu is None and config.tensor_parallel.slices:
+        raise ZeroEngineError("tensor_parallel.slices are those of an mpu: pass initialize(mpu=...), or leave it out")
+    if size == expert_size == 1:
+        return 1, 1, ()
     if sizes:
         # An earlier engine may have split it.
         if (sizes.get(False, 1), sizes.get(True, 1)) == (size, expert_size):
-            return 1, 1
+            return 1, 1, ()
         raise ZeroEngineError(
             f"this model is split already, over {sizes.get(False, 1)} ranks and its experts over {sizes.get(True, 1)}, "
             f"and tensor_parallel and expert_parallel ask for {size} and {expert_size}: leave the keys out, or pass "
@@ -48,30 +62,58 @@ def sizes_to_split(model: nn.Module, config: Config, process_group: dist.Process
             "tensor_parallel and expert_parallel split over groups of all ranks, and initialize() was passed "
             "process_group: split the model before, by torch's parallelize_module, or leave process_group out"
         )
-    return size, expert_size
+    partition = config.tensor_parallel.partition_config
+    return size, expert_size, _plan_of_specs(model, partition) if size > 1 and partition.layer_specs else ()
 
 
-def split_model(model: nn.Module, optimizer: object, sizes: Sequence[tuple[int, int]]) -> None:
+def _plan_of_specs(model: Any, partition: PartitionConfig) -> tuple[tuple[str, str], ...]:
+    """Return the styles of the layers that DeepSpeed's specs split, as ``parallelize`` takes them.
+
+    Raises:
+        ZeroEngineError: They split none.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None)).lower()
+    specs = [s for s in partition.layer_specs if not s.model_types or model_type in map(str.lower, s.model_types)]
+    plan = {}
+    for name, module in model.named_modules():
+        spec = next((s for s in specs if any(p.match(f"{plain_name(name)}.weight") for p in s.patterns)), None)
+        if spec is None or spec.partition_type == "skip" or not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        # What embeddings and heads take and return is whole.
+        is_outer = isinstance(module, nn.Embedding) or name.rpartition(".")[2] in partition.lm_head_patterns
+        if spec.partition_type == "row" or isinstance(module, nn.Embedding):
+            plan[plain_name(name)] = "rowwise_whole_input" if is_outer else "rowwise"
+        else:
+            plan[plain_name(name)] = "colwise_gathered" if is_outer or spec.gather_output else "colwise"
+    if not plan:
+        raise ZeroEngineError(
+            "tensor_parallel.partition_config: the layer_specs split no layer. Patterns are regular expressions of "
+            f"names from their beginning, such as: {listed([n for n, _ in model.named_parameters()], NUM_SHOWN)}"
+        )
+    return tuple(plan.items())
+
+
+def split_model(model: nn.Module, optimizer: object, splits: Sequence[Split]) -> None:
     """Split the layers and experts of a model by its own plan. A collective, unless no rank is to split it.
 
     Args:
         model: The model.
         optimizer: What the user passed. An optimizer gets the slices.
-        sizes: What ``sizes_to_split`` returns on each rank.
+        splits: What ``split_of_config`` returns on each rank.
 
     Raises:
-        ZeroEngineError: The ranks have different sizes, or there is no plan.
+        ZeroEngineError: The ranks have different ones, or there is no plan.
     """
-    if len(set(sizes)) > 1:
-        shown = ", ".join(f"{size} and {expert_size}" for size, expert_size in dict.fromkeys(sizes))
+    if len(set(splits)) > 1:
+        shown = ", ".join(f"{size} and {expert_size}" for size, expert_size in dict.fromkeys(s[:2] for s in splits))
         raise ZeroEngineError(
-            f"the ranks are to split layers and experts over different numbers of ranks: {shown}. Give each rank the "
-            "same tensor_parallel and expert_parallel, and the same model."
+            f"the ranks are to split layers and experts over different numbers of ranks, or other layers: {shown}. "
+            "Give each rank the same tensor_parallel and expert_parallel, and the same model."
         )
-    size, expert_size = sizes[0]
-    if max(sizes[0]) > 1:
+    size, expert_size, plan = splits[0]
+    if size > 1 or expert_size > 1:
         own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        parallelize(model, size=size, expert_size=expert_size, optimizer=own)
+        parallelize(model, dict(plan) or None, size=size, expert_size=expert_size, optimizer=own)
 
 
 def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer) -> None:
@@ -98,7 +140,7 @@ def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torc
     for key, is_set in refused.items():
         if is_set:
             raise ZeroEngineError(
-                f"{key} does not work with parameters that are split over ranks (DTensor): leave it out, or pass the "
+                f"{key} does not work with parameters that are split over ranks: leave it out, or pass the "
                 "model as it was before it was split"
             )
     with_experts = {
@@ -137,9 +179,10 @@ def assemble(ranks: Ranks, unit: Unit, index: int, values: torch.Tensor) -> torc
     if not unit.is_split:
         return values
     param = unit.params[index]
-    result = torch.zeros(param.shape, dtype=values.dtype, device=values.device)
+    shape = whole_shape(param)
+    result = torch.zeros(shape, dtype=values.dtype, device=values.device)
     pieces = pieces_of_slice(param, 0, values.reshape(-1))
-    StateEntry(tuple(param.shape), values.dtype, pieces).copy_run(result.view(-1), 0)
+    StateEntry(shape, values.dtype, pieces).copy_run(result.view(-1), 0)
     # Each element comes from one rank, and its bits are those of 0 on the others.
     ranks.model_group(unit).all_reduce(result.view(-1).view(torch.uint8), "of slices")
     return result

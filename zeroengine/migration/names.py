@@ -164,7 +164,6 @@ _ARGUMENTS = {
             "model_parameters": "`optimizer=torch.optim.AdamW(model_parameters, lr=1e-4)`; or leave it out",
             "training_data": "`engine.dataloader(training_data)`; after initialize()",
             "collate_fn": "`engine.dataloader(dataset, collate_fn=collate_fn)`; after initialize()",
-            "mpu": '`"sequence_parallel_size": 4` in the configuration; for tensor and pipeline parallelism nothing',
             "mesh_param": '`process_group=mesh["dp"]`; the data-parallel dimension of a DeviceMesh',
             "dist_init_required": _EAGER,
             "distributed_port": "Set MASTER_PORT, or start with zero-launch --port",

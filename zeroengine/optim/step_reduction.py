@@ -334,5 +334,5 @@ def _different_copies(names: Sequence[str]) -> str:
         "numbers, as of dropout, seed them alike: torch.manual_seed(seed + engine.sample_group). If each has computed "
         "a part of these gradients, as of a norm that sees its heads alone, let them sum the parts: "
         "param.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=group)), with group = "
-        "mesh.get_group()."
+        "mesh.get_group(). With an mpu they may be slices that no pattern of tensor_parallel.slices names."
     )

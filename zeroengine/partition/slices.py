@@ -1,9 +1,10 @@
 """Parameters of which each rank holds a slice, because the model's library has split them.
 
 Tensor parallelism splits a matrix over the ranks of a *model group*, which compute one sample together. Such a
-parameter is a ``DTensor`` over the group's mesh. The ranks that hold the same slice, one of each model group, are its
-*data group*: ZeRO partitions the slice over them, as it partitions a whole parameter over all ranks. With 4 ranks in
-model groups of 2:
+parameter is a ``DTensor`` over the group's mesh, or a plain tensor of the slice's shape whose module does its own
+collectives, where an ``mpu`` says which ranks they are. The ranks that hold the same slice, one of each model group,
+are its *data group*: ZeRO partitions the slice over them, as it partitions a whole parameter over all ranks. With 4
+ranks in model groups of 2:
 
     rank            0     1     2     3
     model group     0     0     1     1
@@ -93,7 +94,7 @@ class Slice(NamedTuple):
 
 
 def slice_of(param: torch.Tensor) -> Slice | None:
-    """Return the slice of ``param``, if it is a ``DTensor`` of a model that an engine owns; else None."""
+    """Return the slice of ``param``, if a model that an engine owns is split at it; else None."""
     part: Slice | None = param.__dict__.get(SLICE_ATTRIBUTE)
     return part
 
@@ -108,6 +109,12 @@ def expert_ranks(param: torch.Tensor) -> int:
     """Return ``Slice.expert_ranks`` of ``param``; 0 if it is not split."""
     part = slice_of(param)
     return 0 if part is None or part.is_whole else part.expert_ranks
+
+
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter, of which this rank may have a slice."""
+    part = slice_of(param)
+    return tuple(param.shape) if part is None else part.shape
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:
@@ -167,6 +174,33 @@ def make_slice(name: str, param: Any, number: int, expert_ranks: int = 0) -> Sli
     runs = _runs(shape[dim], param.device_mesh.size(), number, num_parts)
     sizes = (*shape[:dim], sum(run.size for run in runs), *shape[dim + 1 :])
     return Slice(shape, sizes, dim, runs, expert_ranks)
+
+
+def slice_of_plain_tensor(
+    name: str, shape: tuple[int, ...], dim: int, num_parts: int, number: int, num_ranks: int
+) -> Slice:
+    """Return what a plain tensor is of the parameter that the ranks of a model group have together.
+
+    Args:
+        name: The name of the parameter, for errors.
+        shape: That of the tensor. It is the same on all ranks.
+        dim: The dimension that is split; negative ones count from the last.
+        num_parts: The number of equal parts of this dimension, each of which is split over the ranks, as of a fused
+            matrix. 1: it is split as one.
+        number: The rank's number in its group.
+        num_ranks: The number of the group's ranks.
+
+    Raises:
+        ZeroEngineError: There is no such dimension, or it has no such parts.
+    """
+    if not -len(shape) <= dim < len(shape) or num_parts < 1 or shape[dim] % num_parts:
+        raise ZeroEngineError(
+            f"parameter {name} of shape {shape} is no slice along dimension {dim} of {num_parts} equal parts: write a "
+            f"dimension from 0 to {len(shape) - 1}, and a number of parts that divides it"
+        )
+    dim %= len(shape)
+    whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
+    return Slice(whole, shape, dim, _runs(whole[dim], num_ranks, number, num_parts))
 
 
 def _runs(size: int, num_ranks: int, number: int, num_parts: int) -> tuple[SliceRun, ...]:

@@ -7,7 +7,7 @@ stays the same object: what is gathered, released and updated is the tensor insi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -88,19 +88,24 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
         param.__dict__[SLICE_ATTRIBUTE] = make_slice(name, param, mesh.get_local_rank(), expert_ranks)
         undo.callback(param.__dict__.pop, SLICE_ATTRIBUTE, None)
 
-    def ranks_of(mesh: Any) -> tuple[int, ...] | None:
-        if mesh is None:
-            return None
-        assert group is not None
-        ranks, own = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
-        if not set(ranks) <= set(own):
-            raise ZeroEngineError(
-                f"the model is split over the ranks {ranks}, and process_group has the ranks {own}, which are not all "
-                "of them: leave process_group out. The ranks with the same slices are found by themselves."
-            )
-        return tuple(dist.get_group_rank(group, rank) for rank in ranks)
+    over = {key: ranks_in_group(mesh.mesh.tolist(), group) for key, mesh in meshes.items()}
+    return SplitOver(over.get(False), over.get(True))
 
-    return SplitOver(ranks_of(meshes.get(False)), ranks_of(meshes.get(True)))
+
+def ranks_in_group(ranks: Sequence[int], group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the numbers that global ranks have in ``group``, the ranks of the engine.
+
+    Raises:
+        ZeroEngineError: Some are not in it.
+    """
+    assert group is not None
+    own = dist.get_process_group_ranks(group)
+    if not set(ranks) <= set(own):
+        raise ZeroEngineError(
+            f"the model is split over the ranks {ranks}, and process_group has the ranks {own}, which are not all "
+            "of them: leave process_group out. The ranks with the same slices are found by themselves."
+        )
+    return tuple(dist.get_group_rank(group, rank) for rank in ranks)
 
 
 def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -113,9 +118,8 @@ def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that holds what this rank has of ``param``: ``param`` itself if it is not split."""
-    local: torch.Tensor = getattr(param, LOCAL_TENSOR) if SLICE_ATTRIBUTE in param.__dict__ else param
-    return local
+    """Return the tensor that holds what this rank has of ``param``: ``param`` itself if it is no ``DTensor``."""
+    return inside(param) if SLICE_ATTRIBUTE in param.__dict__ else param
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,5 +173,5 @@ def local_gradient(param: Any, gradient: Any) -> torch.Tensor:
 
 
 def is_dtensor(param: nn.Parameter) -> bool:
-    """Return whether ``param`` is a split parameter of an engine."""
-    return SLICE_ATTRIBUTE in param.__dict__
+    """Return whether ``param`` is a parameter of an engine that is a ``DTensor``."""
+    return SLICE_ATTRIBUTE in param.__dict__ and hasattr(param, LOCAL_TENSOR)

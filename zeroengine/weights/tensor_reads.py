@@ -22,7 +22,7 @@ from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.partition.boxes import boxes_of_run
-from zeroengine.partition.slices import pieces_of_slice
+from zeroengine.partition.slices import pieces_of_slice, whole_shape
 from zeroengine.runtime.dtensors import local_tensor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.unit import Unit
@@ -188,7 +188,7 @@ class TensorReads:
             return
         param = unit.params[source.param_index]
         values = local_tensor(param).detach().reshape(-1)
-        entry = StateEntry(tuple(param.shape), unit.dtype, pieces_of_slice(param, 0, values))
+        entry = StateEntry(whole_shape(param), unit.dtype, pieces_of_slice(param, 0, values))
         for first in range(start, stop, CHUNK):
             last = min(first + CHUNK, stop)
             chunk = torch.zeros(last - first, dtype=unit.dtype, device=self._device)

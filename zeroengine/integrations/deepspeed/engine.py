@@ -41,7 +41,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         skipped_steps: The number of steps that were skipped because the gradient was not finite.
         micro_steps: The number of calls of ``step``.
         global_samples: The samples of all steps.
-        mpu: The ranks that share each sample, or None.
+        mpu: What was passed, or the ranks that share each sample, or None.
 
     Args:
         engine: The engine.
@@ -74,7 +74,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
         self.device = engine.device
         self.global_rank, self.local_rank = engine.rank, engine.device.index or 0
         self.world_size, self.dp_world_size = engine.world_size, engine.num_sample_groups
-        self.mpu = UlyssesSPAttentionHF(size) if (size := engine.sequence_group.size) > 1 else None
+        self.mpu: Any = UlyssesSPAttentionHF(size) if (size := engine.sequence_group.size) > 1 else None
         self._data_iterator: Iterator[Any] | None = None
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         # Gradients are reduced dense.
@@ -108,7 +108,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self._apply_boundary()
-        is_whole = self.mpu is not None and self.mpu.disable_in_eval and not self.module.training
+        is_whole = getattr(self.mpu, "disable_in_eval", False) and not self.module.training
         with self.engine.sequence_group.whole_sequences() if is_whole else contextlib.nullcontext():
             return self.engine(*inputs, **kwargs)
 
@@ -323,7 +323,7 @@ class DeepSpeedEngine(EngineCheckpointMethods):
 
     def get_sequence_parallel_group(self) -> Any:
         """Return torch's process group of the ranks that share each sample, or None."""
-        return None if self.mpu is None else self.mpu.get_sequence_parallel_group()
+        return getattr(self.mpu, "get_sequence_parallel_group", lambda: None)()
 
     def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's ``state_dict()``; at stage 3 write ``_zero3_consolidated_16bit_state_dict()``."""

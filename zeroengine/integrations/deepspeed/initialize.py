@@ -78,7 +78,8 @@ def initialize(
         training_data: A data set, whose loader is the third result.
         lr_scheduler: A schedule over the optimizer, or a callable that takes it; None for the configuration's.
         distributed_port: The port of rank 0, where the launcher set none.
-        mpu: What ``UlyssesSPAttentionHF.register_with_transformers`` returns: the ranks that share each sample.
+        mpu: The ranks that hold one model together, as of ``zeroengine.initialize``; or those that share each sample,
+            which ``UlyssesSPAttentionHF.register_with_transformers`` returns.
         dist_init_required: As of ``init_distributed``.
         collate_fn: As of ``torch.utils.data.DataLoader``, for ``training_data``.
         config: A dict, or the name of a JSON file.
@@ -95,14 +96,15 @@ def initialize(
     if model is None:
         # DeepSpeed asserts this, and scripts catch its class of error.
         raise AssertionError("deepspeed.initialize() needs the model: write initialize(model=model, config=...)")
-    if mesh_param is not None or not isinstance(mpu, UlyssesSPAttentionHF | None):
-        raise ZeroEngineError("initialize(mpu=...) takes what register_with_transformers() returns, and no mesh_param")
+    if mesh_param is not None:
+        raise ZeroEngineError('initialize() takes no mesh_param: write "sequence_parallel_size" in the configuration')
+    ulysses, unit = (mpu, None) if isinstance(mpu, UlyssesSPAttentionHF) else (None, mpu)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     # Frameworks and their tests look for this line to see that DeepSpeed runs.
     log_dist("DeepSpeed info: zeroengine runs this model under DeepSpeed's names", ranks=[0])
     settings = _find_settings(args, config, config_params)
-    settings = settings if mpu is None else read_settings(settings) | {"sequence_parallel_size": mpu.size}
-    facts = DeepSpeedConfig(settings)
+    settings = settings if ulysses is None else read_settings(settings) | {"sequence_parallel_size": ulysses.size}
+    facts = DeepSpeedConfig(settings, unit)
     loaded = load_settings(settings, warns=True)
     _check_unmanaged(facts)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -126,13 +128,13 @@ def initialize(
     undo = contextlib.ExitStack()
     trains, made = _optimizer_of(model, optimizer, model_parameters, loaded, undo)
     try:
-        engine = initialize_engine(model, made, loaded, lr_scheduler=schedule)
+        engine = initialize_engine(model, made, loaded, lr_scheduler=schedule, mpu=unit)
     except BaseException:
         undo.close()
         raise
     engine.call_at_end(undo.pop_all().close)
     # A script that registers the model takes the mean over the parts of a sample itself.
-    engine.sequence_group.averages_losses = mpu is None
+    engine.sequence_group.averages_losses = ulysses is None
     try:
         # The ranks end the engine together, for that exchanges values.
         with engine.group.collective_errors("to initialize"):

@@ -152,7 +152,7 @@ class DeepSpeedConfig:
 
     Args:
         config: A dict or the name of a file.
-        mpu: Not used.
+        mpu: The ranks that hold one model together, each group of which counts as one rank. None: as configured.
         mesh_device: Not used.
 
     Attributes:
@@ -162,11 +162,14 @@ class DeepSpeedConfig:
         DeepSpeedConfigError: The batch sizes contradict one another.
     """
 
-    def __init__(self, config: Any, mpu: object = None, mesh_device: object = None) -> None:
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: object = None) -> None:
         self._param_dict = read_settings(config)
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.config = load_settings(config).resolve(world_size=self.world_size)
-        settings = self.config
+        settings, num_ranks = load_settings(config), dist.get_world_size() if dist.is_initialized() else 1
+        ranks_per_model = max(settings.tensor_parallel.autotp_size, 1)
+        if mpu is not None:
+            ranks_per_model = num_ranks // mpu.get_data_parallel_world_size()
+        self.world_size = num_ranks // ranks_per_model
+        self.config = settings = settings.resolve(world_size=num_ranks, ranks_per_model=ranks_per_model)
         # null is the default, as a missing key is.
         self.managed_gradient_accumulation = self._param_dict.get("managed_gradient_accumulation") is not False
         self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op") or "mean").lower()
