@@ -132,6 +132,22 @@ def test_the_busiest_owner_has_little_more_work_and_state_than_an_equal_share(
     assert all(len(of_round) >= ranks for of_round in costs[:-1])
 
 
+def test_owners_of_slices_have_equal_work_and_a_matrix_in_one_slice_stays_there() -> None:
+    ranks, slices, blocks = 4, 8, 8
+    costs = [[7, 5, 5, 3, 2, 2] for _ in range(blocks)]
+    holders = [[(), (), (), (), (number % slices,), ((number + 1) % slices,)] for number in range(blocks)]
+    owned = assign_owners(costs, ranks, holders, slices)
+    loads = [0] * (ranks * slices)
+    for of_round, of_matrix, numbers in zip(costs, holders, owned, strict=True):
+        for cost, places, number in zip(of_round, of_matrix, numbers, strict=True):
+            loads[number] += cost
+            assert not places or number // ranks in places
+    assert max(loads) - sum(loads) / len(loads) < 7
+    # Whole experts, of which each slice has one of each kind: all ranks with it have work.
+    experts = assign_owners([[1] * 2 * slices], 2, [[(index % slices,) for index in range(2 * slices)]], slices)[0]
+    assert sorted(experts) == list(range(2 * slices))
+
+
 def test_the_matrices_of_a_parameter_are_blocks_of_its_rows() -> None:
     assert matrix_shape((6, 4)) == (6, 4)
     assert matrix_shape((6, 4), 3) == (2, 4)

@@ -19,7 +19,11 @@ from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from zeroengine.config import load
 from zeroengine.engine.initialize import _data_ranks_per_node
+from zeroengine.optim.backends.owner_exchange import places_in_slices
 from zeroengine.partition.boxes import Box
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.owners import matrices_of
 from zeroengine.partition.slices import ModelLayout, Slice, make_slice
 
 
@@ -102,6 +106,32 @@ def test_boxes_of_a_slice_hold_its_values_at_their_place_in_the_parameter(case: 
             assert not box.numel or values.flatten()[0] == box.start
             found += values.flatten().tolist()
         assert sorted(found) == sorted(own.flatten().tolist())
+
+
+@given(cases(), st.data())
+def test_the_parts_of_each_matrix_are_put_together_and_cut_again(case: Case, data: st.DataObject) -> None:
+    pieces, whole = case.slices(), case.whole.flatten()
+    rows = math.prod(case.shape[:-1]) if len(case.shape) > 1 else 1
+    count = data.draw(st.sampled_from([number for number in range(1, rows + 1) if rows % number == 0]))
+    layouts = [FlatLayout.build("unit", [("weight", piece.local_shape)], Degrees(1, 1, 1), 1) for piece in pieces]
+    of_ranks = [matrices_of(layout, 0, [count], [(tuple(pieces), place)]) for place, layout in enumerate(layouts)]
+    # All ranks list the same matrices, each with what its own slice has of them.
+    for same in zip(*of_ranks, strict=True):
+        start, stop = same[0].param_offset, same[0].param_offset + same[0].numel
+        parts = []
+        for place, (matrix, piece) in enumerate(zip(same, pieces, strict=True)):
+            assert matrix.runs == same[0].runs and matrix.param_offset == start
+            first, last = matrix.runs[place]
+            assert matrix.start == first
+            parts.append(piece.cut(case.whole).flatten()[first:last])
+        joined, result = torch.cat(parts), torch.full((stop - start,), -1)
+        for in_whole, in_parts in places_in_slices(same[0], result, joined):
+            in_whole.copy_(in_parts)
+        assert torch.equal(result, whole[start:stop])
+        again = torch.full_like(joined, -1)
+        for in_whole, in_parts in places_in_slices(same[0], result, again):
+            in_parts.copy_(in_whole)
+        assert torch.equal(again, joined)
 
 
 def test_a_replicated_parameter_is_whole_on_every_rank() -> None:

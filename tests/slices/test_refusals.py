@@ -65,6 +65,12 @@ def split_on_some_ranks(meshes: Mesh) -> nn.Module:
     return blocks_over(meshes["tp"], meshes["tp"]) if dist.get_rank() < 2 else small_lm()
 
 
+def in_another_order() -> nn.Module:
+    """Return a model of which ranks 0 and 2 have the first slices, and ranks 3 and 1 the second ones."""
+    mesh = Mesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("dp", "tp"))["tp"]
+    return blocks_over(mesh, mesh)
+
+
 def without_values() -> nn.Module:
     with zeroengine.meta_init():
         return small_lm()
@@ -120,6 +126,7 @@ def of_models(square: Mesh) -> dict[str, str]:
         "two dimensions": message(initialize, over_both_dimensions(square)),
         "Partial": message(initialize, with_terms_of_a_sum(square["tp"])),
         "some ranks": message(initialize, split_on_some_ranks(square)),
+        "another order": message(initialize, in_another_order()),
         "buffer": message(initialize, buffered),
         "process_group": message(
             zeroengine.initialize,
@@ -137,10 +144,8 @@ def of_features(square: Mesh) -> dict[str, str]:
     def refusal(**more: Any) -> str:
         return message(initialize, zeroengine.parallelize(small_lm(), PLAN, size=2), **more)
 
-    muon = {"type": "Muon", "params": {"lr": 0.02}}
     int8 = {"type": "AdamW", "params": {"lr": 1e-3}}
     found = {
-        "Muon": refusal(optimizer=muon),
         "local_steps": refusal(local_steps={"steps": 2, "replica_ranks": 1}),
         "sequence_parallel_size": refusal(sequence_parallel_size=2),
         "Adafactor": message(with_adafactor),
@@ -189,8 +194,8 @@ MESSAGES = {
     "Partial": r"blocks.0.up.weight is a DTensor with the placement P\S*: only Shard and Replicate are parts",
     "some ranks": r"the ranks were started differently; .* rank 2: .* blocks.0.down.weight",
     "buffer": r"buffer table is a DTensor",
-    "Muon": r"parameter blocks.0.\S+ is split over ranks, and Muon needs whole parameters: let AdamW update it",
-    "Adafactor": r"parameter blocks.0.\S+ is split over ranks, and Adafactor needs whole parameters: let",
+    "Adafactor": r"blocks.0.\S+ is split over ranks, and Adafactor needs whole parameters: let AdamW or zeroengine.M",
+    "another order": r"split over ranks \[0, 3\], \[1, 2\], .* as the others, in one order, and be in one such group",
     "process_group": r"the model is split over the ranks \[., .\], and process_group has the ranks \[., .\], ",
     "local_steps": rf"local_steps {REFUSED}",
     "sequence_parallel_size": rf"sequence_parallel_size {REFUSED}",

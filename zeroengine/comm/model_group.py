@@ -26,15 +26,17 @@ def check_model_groups(groups: Sequence[tuple[int, ...] | None]) -> list[tuple[i
         groups: For each rank the ranks of its mesh; None: its model is not split.
 
     Raises:
-        ZeroEngineError: The groups do not divide the ranks into equal parts.
+        ZeroEngineError: The groups do not divide the ranks into equal parts, or have them in different orders, so that
+            the ranks of a group would have different places among those with the same slices.
     """
     distinct = sorted({group for group in groups if group is not None})
     members = sorted(rank for group in distinct for rank in group)
-    if members != list(range(len(groups))) or len({len(group) for group in distinct}) > 1:
+    are_equal = members == list(range(len(groups))) and len({len(group) for group in distinct}) <= 1
+    if not are_equal or any(list(ranks) != sorted(ranks) for ranks in zip(*distinct, strict=True)):
         shown = ", ".join("none" if group is None else str(list(group)) for group in dict.fromkeys(groups))
         raise ZeroEngineError(
             f"the model is split over ranks {shown}, and the ranks of initialize() are 0 to {len(groups) - 1}: each "
-            "rank must split its model over as many ranks as the others, and be in one such group. Write "
+            "rank must split its model over as many ranks as the others, in one order, and be in one such group. Write "
             'mesh = init_device_mesh(device, (data, model), mesh_dim_names=("dp", "tp")) and split over mesh["tp"].'
         )
     return distinct

@@ -457,6 +457,7 @@ def build_states(
                 passes.gatherer.publish_update,
                 placement.pipeline,
                 timer,
+                None if split_over is None else split_over.between,
             )
         )
         optimizer = ShardedOptimizer(

@@ -15,7 +15,6 @@ from zeroengine.config.tensor_parallel import PartitionConfig
 from zeroengine.engine.parallelize import NUM_SHOWN, parallelize
 from zeroengine.engine.parts import Ranks
 from zeroengine.errors import ZeroEngineError
-from zeroengine.optim.backends.muon_update import MuonUpdate
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.choice import rules_of
 from zeroengine.optim.mixed_optimizer import members_of
@@ -158,12 +157,12 @@ def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torc
             )
     # Which rule updates slices is asked as of shards, which are parts of parameters too.
     rules = zip(members_of(optimizer), rules_of(optimizer, plans, degree=2), strict=True)
-    need_whole = {type(member).__name__ for member, rule in rules if rule in (MuonUpdate, WholeUpdate)}
+    need_whole = {type(member).__name__ for member, rule in rules if rule is WholeUpdate}
     for plan in plans:
         if plan.is_split and plan.trainable and plan.algorithm.name in need_whole:
             raise ZeroEngineError(
                 f"parameter {plan.params[0][0]} is split over ranks, and {plan.algorithm.name} needs whole parameters: "
-                "let AdamW update it, or pass the model as it was before it was split"
+                "let AdamW or zeroengine.Muon update it, or pass the model as it was before it was split"
             )
 
 

@@ -60,7 +60,8 @@ def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, keep
     Args:
         units: The units.
         probe: What is known of the optimizer.
-        keeps_memory: Whether the transport keeps the memory that operations send from.
+        keeps_memory: Whether a transport, also one between the ranks of a model group, keeps the memory that operations
+            send from.
     """
     states, exchange, transient = [UnitState()] * len(units), 0, 0
     # All degrees above 1 have the same rules.
@@ -108,8 +109,8 @@ def _exchange(
     exchanged = []
     for index, unit in units.items():
         assert unit.gradients is not None
-        of_params = [groups[param] for _, param in unit.plan.params]
-        exchanged.append(rule.exchanged(index, unit.layout, of_params, unit.gradients.dtype, unit.master_dtype))
-    rounds = plan_rounds(exchanged, rule.cost, 0)
+        of_params = {param: groups[param] for _, param in unit.plan.params}
+        exchanged.append(rule.exchanged(index, 0, unit.layout, of_params, unit.gradients.dtype, unit.master_dtype))
+    rounds = plan_rounds(exchanged, rule.cost)
     sizes = rule.memory_sizes(rounds)
-    return rounds, sum(sum(numels) * dtype.itemsize for (_, dtype), numels in sizes.items())
+    return rounds, sum(sum(numels) * dtype.itemsize for (*_, dtype), numels in sizes.items())

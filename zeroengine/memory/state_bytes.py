@@ -185,7 +185,8 @@ def predict_states(
     units, placement = planned_units(plans, config, topology)
     ledger: _Ledger = Counter()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config, plans)
-    update = predict_optimizer(units, probe, keeps_memory=traits.keeps_memory)
+    keeps_memory = traits.keeps_memory or TRANSPORTS[topology.replica_transport].keeps_memory
+    update = predict_optimizer(units, probe, keeps_memory=keeps_memory)
     for unit, state in zip(units, update.states, strict=True):
         ledger[placement.param_location if unit.shard_offloaded else None, "parameters"] += unit.shard_bytes
         ledger[None, "parameters"] += unit.secondary_bytes

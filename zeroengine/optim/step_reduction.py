@@ -145,10 +145,11 @@ class StepReduction:
                 names_of_copies, suspects = [], self._writes.suspects(sums[first_digest:])
             else:
                 writes = to_device(self._writes.facts_of_data_group(sums[first_digest:]), self.device)
-                facts = torch.cat([summed[:2], copies, copies * copies, writes])
+                # Where one slice of a parameter has a gradient, the others have one of zeros, as the whole one would.
+                facts = torch.cat([summed[:first_digest], copies, copies * copies, writes])
                 of_model = self._between.all_reduce_scalars(facts, label)
-                sums[:2] = of_model[:2].tolist()
-                _, of_copies, of_writes = of_model.split([2, 2 * len(copies), len(writes)])
+                sums[:first_digest] = of_model[:first_digest].tolist()
+                _, of_copies, of_writes = of_model.split([first_digest, 2 * len(copies), len(writes)])
                 names_of_copies = self._names_that_differ(of_copies)
                 suspects = self._writes.suspects_of_all(of_writes.tolist(), self._num_copies)
             # Ranks that ran different collectives are reported here, before anything is updated.
@@ -214,7 +215,8 @@ class StepReduction:
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
                 if self._between is not None:
-                    sums = torch.cat([self._between.all_reduce_scalars(sums[:1], label), sums[1:]])
+                    norm_and_flags = self._between.all_reduce_scalars(sums[: 1 + self._num_params], label)
+                    sums = torch.cat([norm_and_flags, sums[1 + self._num_params :]])
             self.move_writes()
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
 

@@ -76,6 +76,18 @@ class Slice(NamedTuple):
             return whole
         return torch.cat([whole.narrow(self.dim, run.start, run.size) for run in self.runs], self.dim)
 
+    def numel_before(self, offset: int) -> int:
+        """Return how many elements of the slice lie before an element of the flattened whole parameter.
+
+        They have one order in both, so elements next to each other in the whole parameter are a run of the slice.
+        """
+        if self.dim is None:
+            return offset
+        inner = math.prod(self.shape[self.dim + 1 :])
+        outer, rest = divmod(offset, self.shape[self.dim] * inner)
+        before = sum(min(max(rest - run.start * inner, 0), run.size * inner) for run in self.runs)
+        return outer * self.local_shape[self.dim] * inner + before
+
     def boxes(self, box: Box) -> Iterator[tuple[Box, tuple[slice, ...]]]:
         """Yield the boxes of the whole parameter that a box of the slice is, each with its place in that box."""
         if self.dim is None:
@@ -201,6 +213,23 @@ def slice_of_plain_tensor(
     dim %= len(shape)
     whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
     return Slice(whole, shape, dim, _runs(whole[dim], num_ranks, number, num_parts))
+
+
+def slices_of_ranks(param: Any) -> tuple[tuple[Slice, ...], int]:
+    """Return what each of the ranks that hold ``param`` together has of it, ascending, and this rank's place there."""
+    part = slice_of(param)
+    if part is None or part.is_whole:
+        return (Slice(tuple(param.shape), tuple(param.shape)),), 0
+    if part.dim is not None and not hasattr(param, "device_mesh"):
+        # Plain tensors are slices of equal sizes, in the order of the ranks.
+        size, own = part.shape[part.dim], part.runs[0]
+        num_ranks = size // part.local_shape[part.dim]
+        every = [_runs(size, num_ranks, number, len(part.runs)) for number in range(num_ranks)]
+        return tuple(part._replace(runs=runs) for runs in every), own.start // own.size
+    ranks, number = param.device_mesh.mesh.tolist(), param.device_mesh.get_local_rank()
+    # A mesh may have its ranks, and so the slices, in another order.
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return tuple(make_slice("", param, other, part.expert_ranks) for other in order), order.index(number)
 
 
 def _runs(size: int, num_ranks: int, number: int, num_parts: int) -> tuple[SliceRun, ...]:

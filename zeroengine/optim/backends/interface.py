@@ -145,6 +145,7 @@ class BackendParts:
         publish_update: Called with a unit right after the update of its shard.
         pipeline: Brings offloaded states to the update. None: no state needs it.
         timer: Times the updates.
+        between: Moves bytes between the ranks of this rank's model group; None: no parameter is split over them.
     """
 
     base_optimizer: torch.optim.Optimizer
@@ -155,6 +156,7 @@ class BackendParts:
     publish_update: Callable[[Unit], None]
     pipeline: Pipeline | None
     timer: Timer
+    between: Transport | None = None
 
     @cached_property
     def group_of_param(self) -> Mapping[torch.Tensor, int]:

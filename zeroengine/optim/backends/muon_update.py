@@ -7,12 +7,13 @@
 
 Momentum stays partitioned as any state of an element, so it is balanced to the byte, and checkpoints load at any stage
 and number of ranks. Only directions travel. While a round of matrices is made orthogonal, the next one travels. Where
-states are offloaded, the pipeline brings them to both halves on shards, in chunks.
+states are offloaded, the pipeline brings them to both halves on shards, in chunks. Parameters may be split over a model
+group: see "Matrices in slices" in ``partition/owners.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -88,20 +89,19 @@ class MuonUpdate:
             values.copy_(direction(momentum[place], scaled, self._group(shard, matrix.param_index)))
 
     def _orthogonal(
-        self, matrices: Sequence[tuple[Matrix, torch.Tensor]], has_grad: Sequence[Sequence[bool]]
-    ) -> list[torch.Tensor]:
+        self, matrices: Mapping[Matrix, torch.Tensor], has_grad: Sequence[Sequence[bool]]
+    ) -> dict[Matrix, torch.Tensor]:
         """Return the orthogonal directions. Matrices of one shape and one group are computed in one batch."""
-        results = [values for _, values in matrices]
-        batches: dict[tuple[int, int, int], list[int]] = {}
-        for index, (matrix, _) in enumerate(matrices):
+        results = dict(matrices)
+        batches: dict[tuple[int, int, int], list[Matrix]] = {}
+        for matrix in matrices:
             if has_grad[matrix.unit][matrix.param_index]:
                 group = self._parts.group_of_param[self._shards[matrix.unit].unit.params[matrix.param_index]]
-                batches.setdefault((group, matrix.rows, matrix.columns), []).append(index)
-        for (group, rows, columns), indices in batches.items():
-            batch = torch.stack([results[index].view(rows, columns) for index in indices])
+                batches.setdefault((group, matrix.rows, matrix.columns), []).append(matrix)
+        for (group, rows, columns), of_batch in batches.items():
+            batch = torch.stack([results[matrix].view(rows, columns) for matrix in of_batch])
             orthogonal = orthogonalize(batch, self._parts.base_optimizer.param_groups[group])
-            for index, result in zip(indices, orthogonal, strict=True):
-                results[index] = result
+            results |= zip(of_batch, orthogonal, strict=True)
         return results
 
     def _apply(self, trip: RoundTrip, has_grad: Sequence[Sequence[bool]]) -> None:

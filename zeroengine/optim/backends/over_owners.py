@@ -96,12 +96,12 @@ class OptimizerOverOwners:
             for shard, part, values in trip.parts():
                 values.copy_(values_of(shard)[part.shard_slice])
             trip.send()
-            yield from trip.matrices()
+            yield from trip.matrices().items()
 
     def _return_to_shards(self) -> None:
         for exchange_round in self.exchange.rounds:
             trip = self.exchange.begin(exchange_round, exchange_round.shards[0].master.dtype)
-            trip.send_back([self._param(matrix).detach() for matrix, _ in exchange_round.owned])
+            trip.send_back({matrix: self._param(matrix).detach() for matrix, _ in exchange_round.owned})
             trip.wait()
             for shard, part, values in trip.parts():
                 shard.master[part.shard_slice].copy_(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +15,17 @@ from zeroengine.comm.buffer_pool import REUSE_TIMEOUT_S
 from zeroengine.comm.interfaces import Slices, Transport
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.partition.owners import ExchangedUnit, ExchangePlan, Matrix, Part, PlannedRound, plan_rounds
+from zeroengine.partition.owners import ExchangedUnit, Matrix, Part, PlannedRound, plan_rounds
+from zeroengine.partition.slices import slices_of_ranks
 from zeroengine.utils.work import Completed, Work
 
 # While one round is at its owners, the parts of the next one travel.
 NUM_SLOTS = 2
+# What names the memory of round trips: ``PlannedRound.among``, the slot, and the dtype of the values.
+Memory = tuple[str, int, torch.dtype]
+GroupOfParam = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -28,19 +34,24 @@ class Round:
 
     Attributes:
         shards: This rank's shards of the units.
-        plan: What this rank sends and receives.
-        ranks: The ranks that exchange.
+        planned: The ranks that exchange, and what this rank sends and receives.
     """
 
     shards: Sequence[OptimizerShard]
-    plan: ExchangePlan
-    ranks: tuple[int, ...]
+    planned: PlannedRound
+
+    @cached_property
+    def of_slices(self) -> Round | None:
+        """What follows within the model group, if anything does."""
+        return None if self.planned.of_slices is None else Round(self.shards, self.planned.of_slices)
 
     @cached_property
     def owned(self) -> list[tuple[Matrix, list[slice]]]:
-        """The matrices that this rank owns, with the places at which their parts arrive, in order."""
+        """The matrices whose parts arrive at this rank, with the places at which they arrive, in order."""
         # With hybrid degrees the shards are not in the order of the ranks, from which parts arrive.
-        in_order = sorted(_places(self.plan.received), key=lambda arrived: (arrived[0].number, arrived[0].offset))
+        in_order = sorted(
+            _places(self.planned.plan.received), key=lambda arrived: (arrived[0].number, arrived[0].offset)
+        )
         by_matrix = groupby(in_order, lambda arrived: arrived[0].matrix)
         return [(matrix, [place for _, place in arrived]) for matrix, arrived in by_matrix]
 
@@ -51,6 +62,7 @@ class RoundTrip:
     Args:
         transport: Moves the parts.
         exchange_round: The round.
+        of_slices: The way of what arrives, within the model group; None: it ends here.
         shard_values: Memory for the parts in this rank's shards. At degree 1 it is also that of the owner.
         owner_values: Memory for the parts that arrive.
     """
@@ -59,46 +71,64 @@ class RoundTrip:
         self,
         transport: Transport,
         exchange_round: Round,
+        of_slices: RoundTrip | None,
         shard_values: torch.Tensor,
         owner_values: torch.Tensor | None = None,
     ) -> None:
-        self.round, self._transport = exchange_round, transport
-        self._shard_values = shard_values[: exchange_round.plan.num_sent]
-        self._owner_values = (
-            self._shard_values if owner_values is None else owner_values[: exchange_round.plan.num_received]
-        )
+        self.round, self._transport, self._of_slices = exchange_round, transport, of_slices
+        self._plan = exchange_round.planned.plan
+        self._shard_values = shard_values[: self._plan.num_sent]
+        self._owner_values = self._shard_values if owner_values is None else owner_values[: self._plan.num_received]
         self._moves = owner_values is not None
         self._work: Work = Completed()
 
     def parts(self) -> Iterator[tuple[OptimizerShard, Part, torch.Tensor]]:
         """Yield this rank's parts of the round, each with its shard and its values."""
         shards = {shard.index: shard for shard in self.round.shards}
-        for part, place in _places(self.round.plan.sent):
+        for part, place in _places(self._plan.sent):
             yield shards[part.matrix.unit], part, self._shard_values[place]
 
     def send(self) -> None:
         """Begin to bring the values of ``parts`` to the owners."""
-        self._move(self._owner_values, self._shard_values, self.round.plan.sizes)
+        self._move(self._owner_values, self._shard_values, self._plan.sizes)
 
-    def matrices(self) -> list[tuple[Matrix, torch.Tensor]]:
-        """Wait for the parts, and return the matrices that this rank owns, each with its values, 1-D."""
+    def matrices(self) -> dict[Matrix, torch.Tensor]:
+        """Wait for the parts, and return the matrices that this rank updates, each with its values, 1-D."""
         self._work.wait_stream()
         values = self._owner_values
-        return [
-            (matrix, values[places[0]] if len(places) == 1 else torch.cat([values[place] for place in places]))
+        found = {
+            matrix: values[places[0]] if len(places) == 1 else torch.cat([values[place] for place in places])
             for matrix, places in self.round.owned
-        ]
+        }
+        if self._of_slices is not None:
+            for _, part, sent in self._of_slices.parts():
+                sent.copy_(found.pop(part.matrix))
+            self._of_slices.send()
+            for matrix, parts in self._of_slices.matrices().items():
+                found[matrix] = torch.empty_like(parts)
+                for in_whole, in_part in places_in_slices(matrix, found[matrix], parts):
+                    in_whole.copy_(in_part)
+        return found
 
-    def send_back(self, results: Sequence[torch.Tensor]) -> None:
+    def send_back(self, results: Mapping[Matrix, torch.Tensor]) -> None:
         """Begin to bring results to the shards, where they become the values of ``parts``.
 
         Args:
             results: For each matrix of ``matrices`` a tensor of as many elements.
         """
-        for (_, places), result in zip(self.round.owned, results, strict=True):
-            for place, run in zip(places, result.reshape(-1).split([p.stop - p.start for p in places]), strict=True):
+        if self._of_slices is not None:
+            in_parts = {matrix: results[matrix].new_empty(matrix.numel) for matrix, _ in self._of_slices.round.owned}
+            for matrix, parts in in_parts.items():
+                for in_whole, in_part in places_in_slices(matrix, results[matrix].reshape(-1), parts):
+                    in_part.copy_(in_whole)
+            self._of_slices.send_back(in_parts)
+            self._of_slices.wait()
+            results = {**results, **{part.matrix: values for _, part, values in self._of_slices.parts()}}
+        for matrix, places in self.round.owned:
+            runs = results[matrix].reshape(-1).split([place.stop - place.start for place in places])
+            for place, run in zip(places, runs, strict=True):
                 self._owner_values[place].copy_(run)
-        self._move(self._shard_values, self._owner_values, tuple(zip(*self.round.plan.sizes, strict=True)))
+        self._move(self._shard_values, self._owner_values, tuple(zip(*self._plan.sizes, strict=True)))
 
     def wait(self) -> None:
         """Wait for the results."""
@@ -114,7 +144,7 @@ class RoundTrip:
     def _move(self, received: torch.Tensor, sent: torch.Tensor, sizes: tuple[tuple[int, ...], ...]) -> None:
         if self._moves:
             names = [shard.unit.name for shard in self.round.shards]
-            label, ranks = f"the matrices of {names[0]} to {names[-1]}", self.round.ranks
+            label, ranks = f"the matrices of {names[0]} to {names[-1]}", self.round.planned.ranks
             among = ranks if len(ranks) < self._transport.world_size else None
             self._work = self._transport.gather.all_to_all(received, sent, label, Slices(among, sizes=sizes))
 
@@ -136,32 +166,36 @@ class ExchangeRule:
     num_slots: int
 
     def exchanged(
-        self, index: int, layout: FlatLayout, groups: Sequence[Mapping[str, Any]], *dtypes: torch.dtype
+        self, index: int, rank: int, layout: FlatLayout, groups: GroupOfParam, *dtypes: torch.dtype
     ) -> ExchangedUnit:
         """Return what is exchanged of a unit.
 
         Args:
             index: The index of the unit.
+            rank: This rank's number among those that the unit is partitioned over.
             layout: Its layout.
-            groups: The group of each of its parameters.
+            groups: Its parameters, in order, each with its group.
             dtypes: Of its gradient and its master.
         """
-        counts = [self.num_matrices(group) for group in groups]
-        return ExchangedUnit(index, layout, counts, self.dtypes(groups[0], *dtypes))
+        counts, slices = map(self.num_matrices, groups.values()), map(slices_of_ranks, groups)
+        return ExchangedUnit(
+            index, layout, list(counts), self.dtypes(next(iter(groups.values())), *dtypes), rank, list(slices)
+        )
 
-    def memory_sizes(self, rounds: Sequence[PlannedRound]) -> dict[tuple[int, torch.dtype], list[int]]:
-        """Return the elements of the memory of each slot and dtype, equal on all ranks, which rounds use in turn.
+    def memory_sizes(self, rounds: Sequence[PlannedRound]) -> dict[Memory, list[int]]:
+        """Return the elements of each memory, equal on all ranks that exchange, which rounds use in turn.
 
         That is memory for the parts in shards and, unless each rank owns all of its matrices, for those at owners.
         """
-        sizes: dict[tuple[int, torch.dtype], list[int]] = {}
-        for dtype in dict.fromkeys(chain(*(planned.dtypes for planned in rounds))):
-            tables = [planned.plan.sizes for planned in rounds if dtype in planned.dtypes]
+        sizes: dict[Memory, list[int]] = {}
+        every = [*rounds, *(planned.of_slices for planned in rounds if planned.of_slices is not None)]
+        for among, dtype in dict.fromkeys((planned.among, dtype) for planned in every for dtype in planned.dtypes):
+            tables = [planned.plan.sizes for planned in every if planned.among == among and dtype in planned.dtypes]
             numels_at_owners = [
                 sum(column) for table in tables if len(table) > 1 for column in zip(*table, strict=True)
             ]
             numels = [max(map(sum, chain(*tables))), *([max(numels_at_owners)] if numels_at_owners else [])]
-            sizes |= {(slot, dtype): numels for slot in range(min(self.num_slots, len(rounds)))}
+            sizes |= {(among, slot, dtype): numels for slot in range(min(self.num_slots, len(rounds)))}
         return sizes
 
 
@@ -181,18 +215,22 @@ class OwnerExchange:
     """
 
     def __init__(self, parts: BackendParts, rule: ExchangeRule) -> None:
-        self._transport, self._memory = parts.transport, dict[tuple[int, torch.dtype], list[torch.Tensor]]()
-        # The last trip of each slot and dtype.
-        self._trips: dict[tuple[int, torch.dtype], RoundTrip] = {}
+        self._memory: dict[Memory, list[torch.Tensor]] = {}
+        # The last trip in each memory.
+        self._trips: dict[Memory, RoundTrip] = {}
+        self._transports = {} if parts.between is None else {"model": parts.between}
         shards, units = {shard.index: shard for shard in parts.shards}, []
         for index, shard in shards.items():
-            groups = [parts.base_optimizer.param_groups[parts.group_of_param[param]] for param in shard.unit.params]
-            units.append(rule.exchanged(index, shard.unit.layout, groups, shard.gradient.dtype, shard.master.dtype))
-        rounds = plan_rounds(units, rule.cost, parts.shards[0].unit.rank) if units else []
-        self.rounds = [Round([shards[i] for i in planned.units], planned.plan, planned.ranks) for planned in rounds]
+            unit, dtypes = shard.unit, (shard.gradient.dtype, shard.master.dtype)
+            self._transports["experts" if unit.expert_ranks else "data"] = shard.unit_grads.transport
+            groups = {param: parts.base_optimizer.param_groups[parts.group_of_param[param]] for param in unit.params}
+            units.append(rule.exchanged(index, unit.rank, unit.layout, groups, *dtypes))
+        rounds = plan_rounds(units, rule.cost)
+        self.rounds = [Round([shards[i] for i in planned.units], planned) for planned in rounds]
         self._sizes = rule.memory_sizes(rounds)
-        for key in self._sizes if self._transport.keeps_memory else ():
-            self._take(*key)
+        for key in self._sizes:
+            if self._transports[key[0]].keeps_memory:
+                self._take(key)
         self.kept_bytes = sum(tensor.nbytes for tensor in chain(*self._memory.values()))
 
     def begin(self, exchange_round: Round, dtype: torch.dtype, slot: int = 0) -> RoundTrip:
@@ -203,26 +241,46 @@ class OwnerExchange:
             dtype: Of the values that travel.
             slot: Below the number of slots.
         """
-        if (last := self._trips.get((slot, dtype))) is not None:
+        planned, of_slices = exchange_round.planned, exchange_round.of_slices
+        key = planned.among, slot, dtype
+        if (last := self._trips.get(key)) is not None:
             last.wait_for_readers()
         # A rank that owns all of its matrices needs no other memory for them.
-        memory = self._take(slot, dtype)[: len(exchange_round.plan.sizes)]
-        self._trips[slot, dtype] = RoundTrip(self._transport, exchange_round, *memory)
-        return self._trips[slot, dtype]
+        memory = self._take(key)[: len(planned.plan.sizes)]
+        then = None if of_slices is None else self.begin(of_slices, dtype, slot)
+        self._trips[key] = RoundTrip(self._transports[planned.among], exchange_round, then, *memory)
+        return self._trips[key]
 
-    def _take(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        key = slot, dtype
+    def _take(self, key: Memory) -> list[torch.Tensor]:
         if key not in self._memory:
-            self._memory[key] = [self._transport.empty(numel, dtype) for numel in self._sizes[key]]
+            among, _, dtype = key
+            self._memory[key] = [self._transports[among].empty(numel, dtype) for numel in self._sizes[key]]
         return self._memory[key]
 
     def end(self) -> None:
         """Free the memory of round trips, where the transport can."""
-        if not self._transport.keeps_memory:
-            for trip in self._trips.values():
-                trip.wait_for_readers()
-            self._trips.clear()
-            self._memory.clear()
+        for key in [key for key in self._memory if not self._transports[key[0]].keeps_memory]:
+            self._trips.pop(key).wait_for_readers()
+            del self._memory[key]
+
+
+def places_in_slices(
+    matrix: Matrix, whole: torch.Tensor, parts: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the places of a matrix, each with the place of the same elements in its parts, of slice after slice.
+
+    Args:
+        matrix: The matrix.
+        whole: Its values, 1-D.
+        parts: The values of its parts, 1-D.
+    """
+    for part, (start, stop) in zip(matrix.slices, matrix.runs, strict=True):
+        strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+        for local in boxes_of_run(part.local_shape, start, stop):
+            values = parts[local.start - start :][: local.numel].view(local.sizes)
+            for box, place in part.boxes(local):
+                yield whole[box.start - matrix.param_offset :].as_strided(box.sizes, strides), values[place]
+        parts = parts[stop - start :]
 
 
 def _places(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
