@@ -76,6 +76,19 @@ def without_values() -> nn.Module:
         return small_lm()
 
 
+def gather_slices_without_values() -> None:
+    with zeroengine.gathered(zeroengine.parallelize(without_values(), PLAN, size=2)):
+        pass
+
+
+def blocks_without_values(mesh: Mesh) -> nn.Module:
+    """Return a model of ``meta_init`` that torch has split."""
+    model = without_values()
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
 def initialize(model: nn.Module, **more: Any) -> None:
     zeroengine.initialize(
         model, adamw(model) if "optimizer" not in more else None, config(3, **({"optimizer": None} | more))
@@ -92,7 +105,10 @@ def of_plans(square: Mesh) -> dict[str, str]:
         "kind": message(zeroengine.parallelize, small_lm(), {"blocks.*.norm": "colwise"}, size=2),
         "split already": message(zeroengine.parallelize, split, PLAN, size=2),
         "ties": message(zeroengine.parallelize, small_lm(), {"tok": "rowwise_whole_input"}, size=2),
-        "no values": message(zeroengine.parallelize, without_values(), PLAN, size=2),
+        "values of some ranks": message(
+            zeroengine.parallelize, without_values() if dist.get_rank() else small_lm(), PLAN, size=2
+        ),
+        "gathered without values": message(gather_slices_without_values),
         "no plan": message(zeroengine.parallelize, small_lm(), size=2),
         "no plan for autotp_size": message(initialize, small_lm(), tensor_parallel={"autotp_size": 2}),
         "another autotp_size": message(
@@ -122,6 +138,7 @@ def of_models(square: Mesh) -> dict[str, str]:
     buffered = small_lm()
     buffered.register_buffer("table", distribute_tensor(torch.ones(4), square["tp"], [Shard(0)]))
     return {
+        "without values": message(initialize, blocks_without_values(square["tp"])),
         "two meshes": message(initialize, blocks_over(square["tp"], square["dp"])),
         "two dimensions": message(initialize, over_both_dimensions(square)),
         "Partial": message(initialize, with_terms_of_a_sum(square["tp"])),
@@ -183,7 +200,9 @@ MESSAGES = {
     "no plan": r"TinyLM has no plan of tensor parallelism \(base_model_tp_plan\). Write one: zeroengine.parallelize\(",
     "no plan for autotp_size": r"TinyLM has no plan of tensor parallelism \(base_model_tp_plan\). Write one: ",
     "another autotp_size": r"this model is split already, over 2 ranks .* ask for 4 and 1: leave the keys out",
-    "no values": r"parameter tok.weight has no values yet, .* build the model without meta_init",
+    "values of some ranks": r"no values yet \(meta_init\) on some ranks, and has some on others: build it in the same",
+    "gathered without values": r"of shape \(72, 24\) is split over ranks and has no values .* before parallelize\(\)",
+    "without values": r"blocks.0.up.weight was split on the meta device, .*: split the model by zeroengine.para",
     "kind": r"'blocks.\*.norm' matches blocks.0.norm, a LayerNorm, and 'colwise' splits a Linear or an Embedding",
     "one rank's mistake": r"missing.json",
     "sizes of ranks": r"over different numbers of ranks, or other layers: 2 and 1, 4 and 1. Give each rank",

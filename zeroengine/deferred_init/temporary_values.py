@@ -23,7 +23,8 @@ def temporary_values(params: Iterable[nn.Parameter]) -> Iterator[None]:
     that are written in place to a parameter of ``meta_init(values=False)`` count as written.
 
     Raises:
-        ZeroEngineError: A parameter has no trace of its values, or autograd has a graph of one that has no values.
+        ZeroEngineError: A parameter has no trace of its values or is split over ranks, or autograd has a graph of one
+            that has no values.
     """
     deferred: list[tuple[nn.Parameter, torch.Tensor, Trace, object]] = []
     try:
@@ -57,6 +58,11 @@ def _compute_values(param: nn.Parameter) -> Trace:
         raise ZeroEngineError(
             f"gathered(): a parameter of shape {tuple(param.shape)} is on the meta device and has no values. Build the "
             "model inside `with zeroengine.meta_init():` instead of torch.device('meta')."
+        )
+    if hasattr(param, "device_mesh"):
+        raise ZeroEngineError(
+            f"gathered(): a parameter of shape {tuple(param.shape)} is split over ranks and has no values before "
+            "initialize(). Write values before parallelize(), or after initialize()."
         )
     if has_graph(param):
         raise ZeroEngineError(

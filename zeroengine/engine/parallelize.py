@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroengine.comm.group import device_of_model, start_torch_distributed
+from zeroengine.comm.group import Group, device_of_model, start_torch_distributed
 from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.deferred_init import meta_init
+from zeroengine.deferred_init.parameter import attach_trace, trace_of
 from zeroengine.engine.optional_packages import split_by_own_plan
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
@@ -40,7 +42,8 @@ def parallelize(
     ranks with the same slices.
 
     Args:
-        model: A module whose parameters all ranks have whole. Those of the first rank of each group count.
+        model: A module whose parameters all ranks have whole, or have no values yet (``meta_init``); then no rank ever
+            has all of them. Those of the first rank of each group count.
         plan: By pattern of module names (``fnmatch``, such as ``"blocks.*.up"``) how to split a ``Linear`` or
             ``Embedding``: ``"colwise"`` splits what it returns, which the next layer takes as ``"rowwise"``;
             ``"colwise_gathered"`` returns the whole; ``"rowwise_whole_input"`` takes the whole, as an embedding does;
@@ -54,17 +57,11 @@ def parallelize(
         ``model``.
 
     Raises:
-        ZeroEngineError: A size does not divide the ranks, a pattern matches no module, a style is not known, or there
-            is no plan.
+        ZeroEngineError: A size does not divide the ranks, a pattern matches no module, a style is not known, there is
+            no plan, or only some ranks have values.
     """
     join_launched_ranks()
     device = device_of_model(model, None)
-    for name, param in model.named_parameters():
-        if param.is_meta:
-            raise ZeroEngineError(
-                f"parallelize(): parameter {name} has no values yet, and what is split are values: build the model "
-                "without meta_init"
-            )
     start_torch_distributed(device)
     num_ranks = dist.get_world_size()
     for name, number in (("size", size), ("expert_size", expert_size)):
@@ -89,15 +86,36 @@ def parallelize(
         dist.device_mesh.init_device_mesh(device.type, (num_ranks // number, number), mesh_dim_names=names)[names[1]]
         for number, names in ((size, ("data", "model")), (expert_size, ("expert_data", "experts")))
     ]
+    _defer(model, Group(None, device))
     before = {id(param): name for name, param in model.named_parameters()}
+    traces = [(name, trace) for name, param in model.named_parameters() if (trace := trace_of(param)) is not None]
     if plan is None:
         split_by_own_plan(model, *meshes)
     else:
         _split(model, plan, meshes[0])
     after = dict(model.named_parameters(remove_duplicate=False))
+    for name, trace in traces:
+        # Of a slice that has no memory either. ``initialize`` computes the whole parameter and cuts it.
+        attach_trace(after[name], trace)
     for group in optimizer.param_groups if optimizer is not None else ():
         group["params"] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
     return model
+
+
+def _defer(model: nn.Module, group: Group) -> None:
+    """Let parameters that have no values get them in ``initialize``. A collective.
+
+    Raises:
+        ZeroEngineError: Some ranks have the values and others do not.
+    """
+    without = [name for name, param in model.named_parameters() if param.is_meta]
+    # Torch sends slices of values, and of no others.
+    if any(other != without for other in group.all_gather_object(without, "of parameters without values")):
+        raise ZeroEngineError(
+            "parallelize(): the model has no values yet (meta_init) on some ranks, and has some on others: build it in "
+            "the same way on every rank"
+        )
+    meta_init.initialize_meta_parameters(model)
 
 
 def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:

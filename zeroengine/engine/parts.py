@@ -304,16 +304,17 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
             plan,
             ranks.rules.of_unit(plan),
             ranks.transport_of(plan),
-            partial(ranks.holders(plan).broadcast, purpose=f"of unit {plan.name}"),
+            ranks.holders(plan),
+            ranks.group,
             stored,
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             next(master_stores) if plan.trainable else None,
             ranks.quantized_gather if setup.config.zero_optimization.quantizes_gathers(plan.trainable) else None,
             setup.config.check_parameter_writes,
         )
-        # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
-        # rounded.
-        count_freed(unit.full_buffer.tensor.nbytes + (4 * plan.numel if unit.has_master else 0))
+        # This frees the old values of the parameters, whole ones where slices were cut, and the fp32 values from which
+        # a unit of lower precision was rounded.
+        count_freed(sum(param.nbytes for param in unit.params) + (4 * plan.numel if unit.has_master else 0))
         yield unit
 
 

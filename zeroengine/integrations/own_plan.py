@@ -77,6 +77,9 @@ def _take_values_of_rank_0(model: nn.Module, device: torch.device) -> None:
         device: That of the ranks' collectives.
     """
     for param in model.parameters():
+        # What has no values yet has those of rank 0 later.
+        if param.is_meta:
+            continue
         values = param.detach().to(device).contiguous()
         dist.broadcast(values.view(-1).view(torch.uint8), src=0)
         param.detach().copy_(values)

@@ -43,6 +43,11 @@ class Box:
         """Elements of the box."""
         return math.prod(self.sizes)
 
+    def stop(self, shape: Sequence[int]) -> int:
+        """Return the offset behind its last element within the flattened tensor, which has ``shape``."""
+        last = tuple(offset + size - 1 for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return Box.within(shape, last, self.sizes).start + 1
+
     def is_run(self, shape: Sequence[int]) -> bool:
         """Return whether its elements are contiguous in the flattened tensor, which has ``shape``."""
         # Behind the first dimension with several elements, it has all of them.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroengine.deferred_init.parameter import swap_data, trace_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.slices import SLICE_ATTRIBUTE, make_slice, slice_of
 from zeroengine.utils.torch_internals import DTENSOR_SPEC, LOCAL_TENSOR
@@ -63,7 +64,7 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
 
     Raises:
         ZeroEngineError: Parameters are split over several meshes, or over one of several dimensions, or by a placement
-            that is no part of a parameter.
+            that is no part of a parameter, or have no values and no way to them.
     """
     meshes: dict[bool, Any] = {}
     for module in model.modules():
@@ -76,6 +77,12 @@ def note_slices(model: nn.Module, process_group: dist.ProcessGroup | None, undo:
                 f"parameter {name} is a DTensor over {param.device_mesh}, of several dimensions. Leave the one over "
                 "which states are sharded (fully_shard, fsdp_size) to zeroengine, and split the model over one "
                 'dimension, such as mesh["tp"].'
+            )
+        if param.is_meta and trace_of(param) is None:
+            raise ZeroEngineError(
+                f"parameter {name} was split on the meta device, and how its values are computed is lost: split the "
+                "model by zeroengine.parallelize(), which keeps it, or give each rank memory by "
+                "model.to_empty(device=...), and values, before initialize()."
             )
         has_experts = of_experts(param.device_mesh)
         mesh = meshes.setdefault(has_experts, param.device_mesh)
@@ -135,10 +142,13 @@ def without_values(tensor: Any) -> torch.Tensor:
 
 def set_local_tensor(param: Any, values: torch.Tensor) -> None:
     """Let ``values``, in the shape of the slice, be what this rank has of a split parameter. It takes their dtype."""
-    if param.dtype is not values.dtype:
+    if param.dtype is not values.dtype or param.is_meta:
         # The shape and the dtype of the whole parameter are not those of the tensor inside.
         other = wrap(values, param)
-        param.data = other
+        if param.is_meta:
+            swap_data(param, other)
+        else:
+            param.data = other
         setattr(param, DTENSOR_SPEC, getattr(other, DTENSOR_SPEC))
     setattr(param, LOCAL_TENSOR, values)
 

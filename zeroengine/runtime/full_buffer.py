@@ -114,12 +114,12 @@ class FullBuffer:
     def adopt(self, index: int) -> None:
         """Make a parameter a view of the buffer for the first time."""
         param, view = self._params[index], self.views[index]
-        # A parameter on the meta device refuses ``data`` of another device.
-        if param.is_meta:
-            swap_data(param, view)
-        elif is_dtensor(param):
+        if is_dtensor(param):
             set_local_tensor(param, view.detach())
             self.targets[index] = local_tensor(param)
+        # A parameter on the meta device refuses ``data`` of another device.
+        elif param.is_meta:
+            swap_data(param, view)
         else:
             param.data = view
 

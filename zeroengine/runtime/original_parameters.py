@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from zeroengine.comm.group import Group
 from zeroengine.deferred_init.parameter import take_trace
+from zeroengine.deferred_init.trace import Trace
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.slices import slice_of
 from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
 from zeroengine.runtime.full_buffer import FullBuffer, param_views
 from zeroengine.runtime.released_parameter import mark_gathered
@@ -42,19 +45,16 @@ class OriginalParameters:
         self.changed: list[str] = []
 
     def move_to(
-        self,
-        full_buffer: FullBuffer,
-        values: torch.Tensor,
-        rank: int,
-        broadcast: Callable[[torch.Tensor], None],
+        self, full_buffer: FullBuffer, values: torch.Tensor, unit_name: str, holders: Group, all_ranks: Group
     ) -> None:
         """Move the model's values into a unit's memory, and free the model's own memory on the way.
 
         Args:
             full_buffer: What the parameters become views of.
             values: Takes the values of rank 0, in the flat layout: the full buffer, or a wider one.
-            rank: This rank.
-            broadcast: Overwrites a tensor with rank 0's values, on all ranks.
+            unit_name: The name of the unit.
+            holders: The ranks that have the same values of it. Those of the first one count.
+            all_ranks: The ranks of the engine, of which the first one computes values that are not there yet.
         """
         with torch.no_grad(), contextlib.ExitStack() as original_data:
             targets = param_views(self._layout, values)
@@ -70,13 +70,11 @@ class OriginalParameters:
                     assert trace is not None
                     if trace.is_unset:
                         self.unset.add(self._layout.slots[index].name)
-                    # The other ranks receive rank 0's values below.
-                    if rank == 0:
-                        source = trace.write(target)
+                    source = _compute(trace, param, target, all_ranks)
                 if not param.requires_grad and _is_changed(source, target):
                     self.changed.append(self._layout.slots[index].name)
                 full_buffer.adopt(index)
-            broadcast(values)
+            holders.broadcast(values, f"of unit {unit_name}")
             original_data.pop_all()
 
     @property
@@ -101,6 +99,22 @@ class OriginalParameters:
             if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
                 local_tensor(param).data.fill_(float("nan"))
+
+
+def _compute(trace: Trace, param: nn.Parameter, target: torch.Tensor, all_ranks: Group) -> torch.Tensor:
+    """Compute what ``target`` takes of a parameter, and return it as it was before a cast. A collective if it is split.
+
+    The ranks that hold a parameter that is not split receive its values with those of the unit.
+    """
+    part, is_first = slice_of(param), all_ranks.rank == 0
+    if part is None or part.is_whole or trace.is_unset:
+        return trace.write(target) if is_first else target
+    # One parameter at a time is whole, so that its values are those of the model that is not split.
+    whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
+    source = trace.write(whole) if is_first else whole
+    all_ranks.broadcast(whole, "of a parameter to split")
+    target.copy_(part.cut(whole))
+    return part.cut(source)
 
 
 def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:

@@ -17,12 +17,13 @@ stride 0 to the parameter's shape. Its class is also swapped, so that a use of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from zeroengine import ops
+from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather, rounded
@@ -50,7 +51,8 @@ class Unit:
     releasable, its full buffer has no memory afterwards, and the caller must call ``mark_released`` next.
 
     Args:
-        broadcast: Overwrites a tensor with rank 0's values, on all ranks.
+        holders: The ranks that have the same values of the parameters. Those of the first one count.
+        all_ranks: The ranks of the engine.
         offloaded_shards: The store of the shard. None: it is on the device.
         master_store: The store of ``initial_master``. None: it is on the device.
         quantized: Gathers the parameters for use, inexactly. None, or a dtype that cannot be quantized: the transport
@@ -78,7 +80,8 @@ class Unit:
         plan: UnitPlan,
         degrees: Degrees,
         transport: Transport,
-        broadcast: Callable[[torch.Tensor], None],
+        holders: Group,
+        all_ranks: Group,
         offloaded_shards: OffloadedShards | None = None,
         master_store: OffloadStore | None = None,
         quantized: QuantizedGather | None = None,
@@ -126,7 +129,7 @@ class Unit:
             copied=offloaded_shards is not None or self.is_quantized,
         )
         self.originals = OriginalParameters(self.params, self.layout)
-        self.initial_master = self._load(broadcast, master_store)
+        self.initial_master = self._load(holders, all_ranks, master_store)
         self.shard = self.full_buffer.tensor if shard is None else shard
         self.copy_full_to_shard()
         names = [slot.name for slot in self.layout.slots]
@@ -136,17 +139,15 @@ class Unit:
             self.full_buffer.free()
             self.state = GatherState.RELEASED
 
-    def _load(
-        self, broadcast: Callable[[torch.Tensor], None], master_store: OffloadStore | None
-    ) -> torch.Tensor | None:
+    def _load(self, holders: Group, all_ranks: Group, master_store: OffloadStore | None) -> torch.Tensor | None:
         """Move the model's values into the full buffer. If that rounds them, return this rank's fp32 master."""
         full = self.full_buffer.tensor
         # Wider values pass through an fp32 buffer, from which the master is copied before they are rounded.
         if not self.restores_from_master:
-            self.originals.move_to(self.full_buffer, full, self.rank, broadcast)
+            self.originals.move_to(self.full_buffer, full, self.name, holders, all_ranks)
             return None
         initial = torch.zeros_like(full, dtype=torch.float32)
-        self.originals.move_to(self.full_buffer, initial, self.rank, broadcast)
+        self.originals.move_to(self.full_buffer, initial, self.name, holders, all_ranks)
         full.copy_(initial)
         start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
         if master_store is None:

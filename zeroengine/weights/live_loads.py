@@ -180,11 +180,15 @@ def _read_entry(entry: StateEntry, source: WeightSource, name: str, from_rank_0:
     numel = math.prod(entry.shape)
     for first in range(0, numel, CHUNK):
         stop = min(first + CHUNK, numel)
+        boxes = [box for box, _ in entry.parts(first, stop)]
         # A collective read takes the same boxes on all ranks, and each rank keeps its part of them.
-        own_boxes = (box for box, _ in entry.parts(first, stop))
-        # Only contiguous elements can be read, so other ones are read with what lies between them.
-        reads_all = from_rank_0 or not entry.lies_in_runs
-        for box in boxes_of_run(entry.shape, first, stop) if reads_all else own_boxes:
+        if from_rank_0:
+            boxes = list(boxes_of_run(entry.shape, first, stop))
+        # Only contiguous elements can be read, so those of other boxes are read with what lies between them.
+        elif boxes and not entry.lies_in_runs:
+            start, stop = min(box.start for box in boxes), max(box.stop(entry.shape) for box in boxes)
+            boxes = list(boxes_of_run(entry.shape, start, stop))
+        for box in boxes:
             values = source.read(name, box)
             for part, target in entry.parts(box.start, box.start + box.numel):
                 # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises

@@ -1,6 +1,7 @@
 """Trains a small model under DeepSpeed, saves its checkpoint, and sets aside what DeepSpeed holds and computes next.
 
 python -m tests.checkpoint.deepspeed.deepspeed_runs       writes data/deepspeed.tar.xz and data/deepspeed.json anew
+python -m tests.checkpoint.deepspeed.deepspeed_runs split     the same of data/split: runs of 2 x 2 ranks with AutoTP
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "fused": {"zero_optimization": {"stage": 2}, **BF16, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}},
 }
 KEPT = tuple(RUNS)  # in data
+# Runs of a Llama that DeepSpeed's AutoTP splits over two ranks, each on two ranks with the same slices.
+SPLIT_RUNS: dict[str, dict[str, Any]] = {
+    "split-1": {"zero_optimization": {"stage": 1}, **BF16},
+    "split-2": {"zero_optimization": {"stage": 2}},
+    "split-3": {"zero_optimization": {**STAGE_3}},
+    "tied-2": {"zero_optimization": {"stage": 2}},
+}
 
 
 class Small(nn.Module):
@@ -124,6 +132,64 @@ def run(root: Path, names: Sequence[str]) -> None:
         engine.destroy()
 
 
+def llama(name: str) -> Any:
+    """Return the model of a run in ``SPLIT_RUNS``."""
+    import transformers
+
+    sizes = {"vocab_size": VOCAB + 1, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=name.startswith("tied"))
+    return transformers.LlamaForCausalLM(config)
+
+
+def split_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
+
+
+def train_split(engine: Any, step: int, sample_group: int) -> float:
+    """Train on the samples of the ranks that hold one model together."""
+    ids = torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(10 * step + sample_group))
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def run_split(root: Path, names: Sequence[str]) -> None:
+    """As ``run``, of ``SPLIT_RUNS`` on four ranks."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1", "LOCAL_RANK": os.environ["RANK"]}
+    start()
+    import deepspeed
+
+    rank = torch.distributed.get_rank()
+    for name in names:
+        model = llama(name)
+        shapes = {key: param.shape for key, param in model.named_parameters()}
+        more = {"tensor_parallel": {"autotp_size": 2}, "zero_allow_untested_optimizer": True}
+        config = {key: value for key, value in SHARED.items() if key != "scheduler"} | SPLIT_RUNS[name] | more
+        config["zero_force_ds_cpu_optimizer"] = False
+        engine, *_ = deepspeed.initialize(model=model, optimizer=split_adamw(model), config=config)
+        for step in range(3):
+            train_split(engine, step, rank // 2)
+        engine.save_checkpoint(str(root / name), client_state={"epoch": 1})
+        state = {key: whole(key, value, shapes) for key, value in held_values(engine).items()}
+        losses = torch.tensor([train_split(engine, step, rank // 2) for step in range(3, 6)]) / 4
+        torch.distributed.all_reduce(losses)
+        if rank == 0:
+            torch.save({"state": state, "losses": losses.tolist()}, root / f"{name}.pt")
+        engine.destroy()
+
+
+def whole(key: str, value: torch.Tensor, shapes: dict[str, torch.Size]) -> torch.Tensor:
+    """Return what ranks 0 and 1 have of a parameter or a moment together."""
+    shape = shapes[key.partition(" ")[0]]
+    parts = [torch.empty_like(value) for _ in range(4)]
+    torch.distributed.all_gather(parts, value.contiguous())
+    dim = next((dim for dim, size in enumerate(shape) if size != value.shape[dim]), None)
+    return value if dim is None else torch.cat(parts[:2], dim)
+
+
 def train(engine: Any, step: int) -> float:
     loss = engine(*batch(step))
     engine.backward(loss)
@@ -132,13 +198,24 @@ def train(engine: Any, step: int) -> float:
 
 
 def held(engine: Any) -> dict[str, Any]:
+    return {
+        "state": {"buffer seen": engine.module.seen.clone()} | held_values(engine),
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+        "scale": float(engine.optimizer.loss_scale) if hasattr(engine.optimizer, "loss_scale") else 1.0,
+    }
+
+
+def held_values(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters and moments that the ranks with the same slices have."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # done too early for every group but the first
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    state: dict[str, torch.Tensor] = {"buffer seen": engine.module.seen.clone()}
+    state: dict[str, torch.Tensor] = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             state[name] = safe_get_full_fp32_param(param).clone()
@@ -147,13 +224,7 @@ def held(engine: Any) -> dict[str, Any]:
         else:
             with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
                 state[name] = param.detach().clone()
-    return {
-        "state": state,
-        "steps": engine.global_steps,
-        "skipped": engine.skipped_steps,
-        "rates": [group["lr"] for group in engine.optimizer.param_groups],
-        "scale": float(engine.optimizer.loss_scale) if hasattr(engine.optimizer, "loss_scale") else 1.0,
-    }
+    return state
 
 
 def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -162,17 +233,22 @@ def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def main() -> None:
+    is_split = sys.argv[1:] == ["split"]
+    names, stem = list(SPLIT_RUNS if is_split else RUNS), "split" if is_split else "deepspeed"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        run_ranks(2, run, root, list(RUNS), timeout=900)
-        found = {name: torch.load(root / f"{name}.pt") for name in RUNS}
+        if is_split:
+            run_ranks(4, run_split, root, names, timeout=900)
+        else:
+            run_ranks(2, run, root, names, timeout=900)
+        found = {name: torch.load(root / f"{name}.pt") for name in names}
         for values in found.values():
             values["state"] = digests(values["state"])
-        (DATA / "deepspeed.json").write_text(json.dumps(found, indent=1) + "\n")
+        (DATA / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
         for script in root.glob("*/zero_to_*.py"):
             script.unlink()
-        with tarfile.open(DATA / "deepspeed.tar.xz", "w:xz", preset=9) as archive:
-            for name in RUNS:
+        with tarfile.open(DATA / f"{stem}.tar.xz", "w:xz", preset=9) as archive:
+            for name in names:
                 archive.add(root / name, name, filter=without_owner)
 
 

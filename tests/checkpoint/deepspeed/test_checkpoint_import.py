@@ -332,7 +332,7 @@ DAMAGE: dict[str, tuple[int, Callable[[Path], Any], str]] = {
     "tensor parallel": (
         1,
         lambda p: shutil.copy(p / STATES, p / "mp_rank_01_model_states.pt"),
-        "a tensor- or pipeline-parallel model, which zero-import does not read: it holds mp_rank_01_model_states.pt",
+        "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt: copy all files into it",
     ),
     "pipeline": (1, lambda p: (p / "layer_00-model_states.pt").touch(), "a pipeline-parallel model"),
     "experts": (1, lambda p: (p / f"layer_0_expert_1_{STATES}").touch(), "a mixture of experts"),

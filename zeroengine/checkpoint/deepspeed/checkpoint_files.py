@@ -7,6 +7,8 @@ runs/a/
     zero_pp_rank_0_mp_rank_00_model_states.pt        stage 3: the same of each rank, weights partitioned
     bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   each rank's fp32 weights and optimizer state; no bf16_
                                                      before it except where training is in bf16
+
+With tensor parallelism (AutoTP) each of its ranks has such files, whose names have its number after `mp_rank_`.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 UNSUPPORTED = (
     (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"), "a mixture of experts (MoE)"),
     (re.compile(r"layer_\d+-.*"), "a pipeline-parallel model"),
-    (re.compile(r".*mp_rank_(?!0+_)\d+_.*"), "a tensor- or pipeline-parallel model"),
     (re.compile(r"offloaded_tensors"), "a run whose optimizer state was on NVMe"),
 )
 
 
 @dataclass(frozen=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint, by rank; `model` has rank 0 alone at stages 1 and 2."""
+    """The files of one tensor-parallel rank, by data-parallel rank; `model` has rank 0 alone at stages 1 and 2."""
 
     path: Path
     model: dict[int, Path]
@@ -99,21 +100,21 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "zero").is_dir() or any(path.glob("*_states.pt"))
 
 
-def files_of(path: Path) -> DeepSpeedFiles:
-    """Return the files of the checkpoint in `path`.
+def files_of(path: Path) -> list[DeepSpeedFiles]:
+    """Return the files of the checkpoint in `path`: those of each tensor-parallel rank.
 
     Raises:
         CheckpointError: It is none, or of a kind that cannot be imported.
     """
-    model: dict[int, Path] = {}
-    optimizer: dict[int, Path] = {}
+    files_of_ranks: dict[int, DeepSpeedFiles] = {}
     for entry in sorted(path.iterdir()):
         # An unsupported checkpoint is refused by its file names, before gigabytes are read.
         for pattern, kind in UNSUPPORTED:
             if pattern.fullmatch(entry.name):
                 raise CheckpointError(f"{path} is of {kind}, which zero-import does not read: it holds {entry.name}")
-        for pattern, files in ((MODEL, model), (OPTIMIZER, optimizer)):
+        for kind, pattern in (("model", MODEL), ("optimizer", OPTIMIZER)):
             if (match := pattern.fullmatch(entry.name)) is not None:
+                files = getattr(files_of_ranks.setdefault(int(match[2]), DeepSpeedFiles(path, {}, {})), kind)
                 # At stages 1 and 2 the model's file carries no data-parallel rank.
                 rank = int(match[1] or 0)
                 # Runs in different precisions name their files differently, so two runs in one folder give one rank
@@ -121,6 +122,7 @@ def files_of(path: Path) -> DeepSpeedFiles:
                 if rank in files:
                     raise CheckpointError(f"{path} has {files[rank].name} and {entry.name}, of two runs: remove one")
                 files[rank] = entry
+    model, optimizer = (any(getattr(f, kind) for f in files_of_ranks.values()) for kind in ("model", "optimizer"))
     # A universal checkpoint is a derived form with other files, and the original has everything.
     if not optimizer and (path / "zero").is_dir():
         raise CheckpointError(f"{path} is a universal checkpoint: import the ZeRO checkpoint that it was made from")
@@ -131,9 +133,17 @@ def files_of(path: Path) -> DeepSpeedFiles:
             f"{path} has no *_optim_states.pt files: it was saved at ZeRO stage 0, or they were not copied with it. "
             "engine.load_weights takes weights alone."
         )
-    if 0 not in model:
-        raise CheckpointError(f"{path} lacks the model's states, mp_rank_00_model_states.pt at stages 1 and 2")
-    return DeepSpeedFiles(path, model, optimizer)
+    ranks = [files_of_ranks.get(rank, DeepSpeedFiles(path, {}, {})) for rank in range(len(files_of_ranks))]
+    for rank, own in enumerate(ranks):
+        if 0 not in own.model:
+            raise CheckpointError(
+                f"{path} lacks the model's states, mp_rank_{rank:02}_model_states.pt at stages 1 and 2"
+            )
+        if not own.optimizer:
+            raise CheckpointError(
+                f"{path} lacks zero_pp_rank_0_mp_rank_{rank:02}_optim_states.pt: copy all files into it"
+            )
+    return ranks
 
 
 def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> Path:

@@ -14,6 +14,7 @@ from zeroengine.checkpoint.content import CheckpointContent
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.deepspeed.checkpoint_files import check_out, files_of, find_checkpoint
 from zeroengine.checkpoint.deepspeed.converted_state import ConvertedState
+from zeroengine.checkpoint.deepspeed.merged_slices import NOT_SPLIT, merge_slices
 from zeroengine.checkpoint.deepspeed.optimizer_states import NOT_DEEPSPEED
 from zeroengine.checkpoint.directory import TAG, CheckpointFolder
 from zeroengine.checkpoint.entries import MODEL
@@ -64,12 +65,17 @@ def import_checkpoint(
     # The output is checked before the files are read, which may take minutes.
     out = check_out(out, directory, force=force)
     with as_checkpoint_errors(f"{source} {NOT_DEEPSPEED}"):
-        state = ConvertedState(files)
-        content = CheckpointContent(state.tensors, state.objects(), state.aliases, state.about())
+        states = [ConvertedState(own, len(files)) for own in files]
+        tensors, state = states[0].tensors, states[0]
+        if len(states) > 1:
+            with as_checkpoint_errors(f"{source} {NOT_SPLIT}", prefix=f"{source} "):
+                tensors = merge_slices([own.tensors for own in states], state.split_info)
+        about = state.about() | {"world_size": len(states) * state.about()["world_size"]}
+        content = CheckpointContent(tensors, state.objects(), state.aliases, about)
     # DeepSpeed allows any text as a tag, and zeroengine only names of folders that are safe.
     tag = source.name if TAG.fullmatch(source.name) else f"step-{content.about['step']}"
     manifest = _write(content, out, tag)
-    num_tensors = sum(name.startswith(MODEL) for name in state.tensors)
+    num_tensors = sum(name.startswith(MODEL) for name in tensors)
     return ImportResult(out / tag, source, manifest, num_tensors, len(content.aliases), state.notes)
 
 

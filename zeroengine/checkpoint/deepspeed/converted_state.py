@@ -80,15 +80,20 @@ def _entry_of_tensor(value: torch.Tensor) -> StateEntry:
 
 
 class ConvertedState:
-    """The state of a DeepSpeed checkpoint as one of zeroengine's holds it.
+    """The state of one tensor-parallel rank of a DeepSpeed checkpoint, as one of zeroengine's holds it.
+
+    Args:
+        files: The files of the rank.
+        num_ranks: The number of tensor-parallel ranks that have files.
 
     Attributes:
+        split_info: How parameters are split over these ranks, as DeepSpeed writes it.
         tensors: Every tensor, tied ones once, by the name of its entry.
         aliases: Further names of tied parameters and shared buffers, and the entry of each.
         notes: What is not converted.
     """
 
-    def __init__(self, files: DeepSpeedFiles) -> None:
+    def __init__(self, files: DeepSpeedFiles, num_ranks: int) -> None:
         self._path = files.path
         self._models: list[Mapping[str, Any]] = [load_pickled_file(files.model[0])]
         self._model = model = self._models[0]
@@ -96,13 +101,18 @@ class ConvertedState:
         # These kinds are partitioned in ways that are not known here. Importing them would mix up weights without an
         # error.
         for is_kind, kind in (
-            (model.get("mp_world_size", 1) != 1, "of a tensor-parallel model"),
             (any(model.get(key) for key in EXPERTS), "of a mixture of experts (MoE)"),
             (self._config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0, "partitioned by MiCS"),
             (not model.get("param_shapes"), "of ZeRO stage 0, or without optimizer state"),
         ):
             if is_kind:
                 raise CheckpointError(f"{files.path} is {kind}, which zero-import does not read")
+        if (expected := model.get("mp_world_size", 1)) != num_ranks:
+            raise CheckpointError(
+                f"{files.path} is of {expected} tensor-parallel ranks, and has files of {num_ranks}: copy the files of "
+                f"mp_rank_00 to mp_rank_{expected - 1:02} into it, and no others"
+            )
+        self.split_info: Mapping[str, Any] = model.get("universal_checkpoint_info") or {}
         self._states = read_states(files)
         # At stage 3 each rank's file of the model holds its own part of frozen parameters and further facts.
         if self._states[0].stage == 3:
