@@ -64,6 +64,8 @@ def test_options_fix_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *NUMBERS, "--machine", "a100-40gb", *options, "--json")
     keys = ("stage", "offload_optimizer", "micro_batch", "checkpointing")
     assert {tuple(c[key] for key in keys) for c in json.loads(out)["candidates"]} == {(3, "nvme", 2, True)}
+    _, out, _ = run(capsys, *FEW, *GPUS, "--stage", "1", "--tensor-parallel", "1", "2", "--json")
+    assert {c["tensor_parallel"] for c in json.loads(out)["candidates"]} == {1, 2}
 
 
 def test_a_slow_network_favors_degrees_within_a_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +124,8 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
         (["no_such_module:build"], "cannot import it"),
         ([*NUMBERS, "--layers", "2.5"], "no whole number"),
         ([*NUMBERS, *GPUS, "--batch", "100"], "Change train_batch_size to 96 or 112"),
+        ([*FEW, *GPUS, "--tensor-parallel", "4"], "2 heads of keys and values, which cannot be split over 4 ranks"),
+        ([*FEW, *GPUS, "--expert-parallel", "2"], "has no plan of expert parallelism (base_model_ep_plan)"),
         ([*FEW, *GPUS, "--choose", "0"], "argument --choose: 0 is no whole number of at least 1"),
         ([*FEW, *GPUS, "--choose", "9999"], "--choose 9999: write a number of the table"),
         ([*NUMBERS, *GPUS, "--set", "zero_optimization.stgae=1"], "stage"),

@@ -24,6 +24,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.seconds.host_traffic import HostTraffic
 from zeroengine.plan.seconds.step_collectives import StepCollectives
 from zeroengine.plan.trace.model_facts import from_module
+from zeroengine.plan.trace.split_layers import split_facts
 from zeroengine.runtime.mixed_precision import units_of_model
 
 Inputs = tuple[Any, ...]
@@ -119,10 +120,13 @@ class Outcome:
 
 def predict(model: nn.Module, config: Mapping[str, Any], topology: RankTopology) -> StateBytes:
     """``predict_states`` for a model on the meta device, and the optimizer of the configuration."""
-    resolved = resolve(config, model, topology.world_size * topology.num_replicas)
-    optimizer = mixed(model) if resolved.optimizer is None else from_module(model).optimizer(resolved)
+    num_ranks, keys = topology.world_size * topology.num_replicas, load(config)
+    size = max(keys.tensor_parallel.autotp_size, 1)
+    resolved = resolve(config, model, num_ranks // size)
+    facts = split_facts(from_module(model), size, keys.expert_parallel.size, num_ranks, None)
+    optimizer = mixed(model) if resolved.optimizer is None else facts.optimizer(resolved)
     assert optimizer is not None
-    plans = units_of_model(model, resolved, algorithms_of(optimizer, model, resolved))
+    plans = units_of_model(facts.model, resolved, algorithms_of(optimizer, facts.model, resolved))
     return predict_states(plans, resolved, topology, optimizer)
 
 
@@ -154,7 +158,8 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     factory, data = family(case.model)
     # Where it can, "auto" takes shared memory.
     config = case.config(disk) | {"comm": {"transport": "gloo" if transport == "gloo" else "auto"}}
-    replica_ranks = config.get("local_steps", {}).get("replica_ranks", world_size)
+    num_slices = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    replica_ranks = config.get("local_steps", {}).get("replica_ranks", world_size // num_slices)
     own_transport = transport if replica_ranks > 1 else "single"
     topology = RankTopology(replica_ranks, "cpu", own_transport, 1, world_size // replica_ranks, transport)
     with torch.device("meta"):
@@ -177,12 +182,13 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(look) if param.requires_grad else None
     for micro_step in range(2 * case.micro_steps):
-        inputs = data(micro_step, dist.get_rank())
+        inputs = data(micro_step, engine.sample_group)
         result = engine(**inputs[0]) if isinstance(inputs[0], dict) else engine(*inputs)
         engine.backward(result if isinstance(result, torch.Tensor) else result.loss)
         engine.step()
     memory = engine.memory()
-    if transport == "shm" and not case.zero and "local_steps" not in case.more:
+    is_split = "tensor_parallel" in case.more or "expert_parallel" in case.more
+    if transport == "shm" and not case.zero and "local_steps" not in case.more and not is_split:
         assert memory.staging == predicted.device["staging"], "memory of an exchange is kept, and equal on all ranks"
     engine.close()
     return Outcome(case, memory, most, predicted)

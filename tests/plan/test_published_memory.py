@@ -109,7 +109,7 @@ def test_memory_of_llama_3_8b_is_near_that_of_torchtitan() -> None:
     llama.model.blocks = nn.ModuleList(SelectiveBlock(block) for block in llama.model.blocks)  # type: ignore[union-attr]
     model = from_module(llama.model, "Llama 3.1 8B", llama.make_batch)
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    config["zero_optimization"] |= {"offload_optimizer": None, "offload_param": None}  # type: ignore[operator]
+    config["zero_optimization"] |= {"offload_optimizer": None, "offload_param": None, "degrees": None}  # type: ignore[operator]
     predicted = {}
     for ranks in TORCHTITAN:
         machine = machine_with(load_machine("h100-80gb"), nodes=ranks // 8, device_bytes=96 * 10**9)

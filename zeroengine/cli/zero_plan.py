@@ -115,6 +115,8 @@ def _parser() -> CommandParser:
     add("--micro-batch", **count, help="samples of a micro-step of a rank")
     add("--accumulation", **count, help="micro-steps of a step")
     add("--sequence-parallel", **count, nargs="+", default=[], help="numbers of ranks that share a sample, to compare")
+    add("--tensor-parallel", **count, nargs="+", default=[], help="numbers of ranks that layers are split over")
+    add("--expert-parallel", **count, nargs="+", default=[], help="numbers of ranks that experts are split over")
     add("--checkpointing", choices=("on", "off"), help="recompute activations in backward")
     add = parser.add_argument_group("the result").add_argument
     add("--all", action="store_true", help="show every candidate")
@@ -161,6 +163,8 @@ def _plan(
         batch=options.batch,
         checkpointing={"on": True, "off": False}.get(options.checkpointing or ""),
         sequence_parallel=options.sequence_parallel,
+        tensor_parallel=options.tensor_parallel,
+        expert_parallel=options.expert_parallel,
         overrides=overrides,
         progress=progress,
     )

@@ -49,7 +49,9 @@ def open_snapshots(setup: EngineSetup, group: Group) -> SnapshotStore | None:
     return snapshots
 
 
-def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:
+def split_by_own_plan(
+    model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, num_ranks: int, **options: bool
+) -> dict[str, str]:
     """Split the layers and the experts of a model by the plan of its library. See ``integrations.own_plan``.
 
     Raises:
@@ -58,7 +60,7 @@ def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMes
     remedy = "Pass a plan: zeroengine.parallelize(model, {...}, size=2)."
     with _asked_for("tensor_parallel.autotp_size", "zeroengine.integrations", remedy):
         from zeroengine.integrations import own_plan
-    own_plan.split_by_own_plan(model, mesh, expert_mesh)
+    return own_plan.split_by_own_plan(model, mesh, expert_mesh, num_ranks, **options)
 
 
 @contextmanager

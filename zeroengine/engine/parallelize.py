@@ -19,6 +19,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.runtime.dtensors import dtensors_in
 from zeroengine.utils.formats import listed
+from zeroengine.utils.torch_internals import mesh_without_processes
 
 # The names of the styles that a plan may have, besides styles of ``torch.distributed.tensor.parallel``.
 STYLES = ("colwise", "colwise_gathered", "rowwise", "rowwise_whole_input")
@@ -64,18 +65,7 @@ def parallelize(
     device = device_of_model(model, None)
     start_torch_distributed(device)
     num_ranks = dist.get_world_size()
-    for name, number in (("size", size), ("expert_size", expert_size)):
-        if number < 1 or num_ranks % number:
-            raise ZeroEngineError(
-                f"parallelize({name}={number}): the number of ranks of this job, {num_ranks}, is no multiple of it. "
-                "Start as many with zero-launch --nproc, or give another size (the keys autotp_size and autoep_size)."
-            )
-    if plan is not None and expert_size > 1:
-        raise ZeroEngineError(
-            "parallelize(expert_size=...) splits experts by the plan of a model of transformers: leave plan out, and "
-            "the key tensor_parallel.partition_config. "
-            'Experts of your own may be DTensors over a mesh whose dimension is named "experts".'
-        )
+    _check_sizes(plan, size, expert_size, num_ranks)
     for name, param in dtensors_in(model):
         raise ZeroEngineError(
             f"parallelize(): parameter {name} is split already, over {param.device_mesh}: split it once"
@@ -90,7 +80,7 @@ def parallelize(
     before = {id(param): name for name, param in model.named_parameters()}
     traces = [(name, trace) for name, param in model.named_parameters() if (trace := trace_of(param)) is not None]
     if plan is None:
-        split_by_own_plan(model, *meshes)
+        split_by_own_plan(model, meshes[0], meshes[1], num_ranks)
     else:
         _split(model, plan, meshes[0])
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -118,7 +108,48 @@ def _defer(model: nn.Module, group: Group) -> None:
     meta_init.initialize_meta_parameters(model)
 
 
-def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+def split_on_meta(
+    model: nn.Module, plan: Mapping[str, Any] | None, size: int, expert_size: int, num_ranks: int
+) -> Mapping[str, Any]:
+    """Split a model on the meta device as ``parallelize`` does, in the view of rank 0, without any other rank.
+
+    Args:
+        model: The model. Its parameters become ``DTensor``s, and it cannot compute.
+        plan: See ``parallelize``.
+        size: See ``parallelize``.
+        expert_size: See ``parallelize``.
+        num_ranks: The ranks of the job.
+
+    Returns:
+        The style of each layer by its name, and those of a plan of transformers also of parameters.
+
+    Raises:
+        ZeroEngineError: See ``parallelize``.
+    """
+    _check_sizes(plan, size, expert_size, num_ranks)
+    meshes = mesh_without_processes(size, "model"), mesh_without_processes(expert_size, "experts")
+    if plan is None:
+        return split_by_own_plan(model, *meshes, num_ranks, parameters_alone=True)
+    return _split(model, plan, meshes[0])
+
+
+def _check_sizes(plan: Mapping[str, Any] | None, size: int, expert_size: int, num_ranks: int) -> None:
+    for name, number in (("size", size), ("expert_size", expert_size)):
+        if number < 1 or num_ranks % number:
+            raise ZeroEngineError(
+                f"parallelize({name}={number}): the number of ranks of this job, {num_ranks}, is no multiple of it. "
+                "Start as many with zero-launch --nproc, or give another size (the keys autotp_size and autoep_size)."
+            )
+    if plan is not None and expert_size > 1:
+        raise ZeroEngineError(
+            "parallelize(expert_size=...) splits experts by the plan of a model of transformers: leave plan out, and "
+            "the key tensor_parallel.partition_config. "
+            'Experts of your own may be DTensors over a mesh whose dimension is named "experts".'
+        )
+
+
+def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> Mapping[str, Any]:
+    """Split what a plan names. Return the style of each layer as the plan has it, by the layer's name."""
     from torch.distributed.tensor import parallel
     from torch.distributed.tensor.placement_types import Replicate
 
@@ -149,11 +180,13 @@ def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
                     f"parallelize(): {pattern!r} matches {name}, a {type(modules[name]).__name__}, and {style!r} "
                     "splits a Linear or an Embedding: write a pattern that matches those alone"
                 )
-            chosen[name] = style if isinstance(style, parallel.ParallelStyle) else styles[style]()
+            chosen[name] = style
     # Nothing is split before all of the plan is known to be right.
-    for name, way in chosen.items():
+    for name, style in chosen.items():
+        way = style if isinstance(style, parallel.ParallelStyle) else styles[style]()
         parallel.parallelize_module(modules[name], mesh, way)
     _tie_again(tied)
+    return chosen
 
 
 def _tied(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:

@@ -15,7 +15,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from zeroengine.errors import ZeroEngineError
 
 
-def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh) -> None:
+def split_by_own_plan(
+    model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, num_ranks: int, *, parameters_alone: bool = False
+) -> dict[str, str]:
     """Split layers and experts of ``model`` as ``from_pretrained(distributed_config=...)`` does, in place.
 
     That call would leave no ranks for the data, unless they shard the parameters by FSDP2 as well.
@@ -24,6 +26,12 @@ def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMes
         model: The model, whole.
         mesh: The ranks that layers are split over. One rank: they are not split.
         expert_mesh: The ranks that experts are split over. One rank: they are not split.
+        num_ranks: The ranks of the job.
+        parameters_alone: Whether the model stays as it is but for its parameters, so that it cannot compute. On the meta
+            device no process group is needed then.
+
+    Returns:
+        The styles of modules and parameters, by name.
 
     Raises:
         ZeroEngineError: ``model`` has no plan, or transformers refuses it.
@@ -41,12 +49,15 @@ def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMes
     split: Any = model
     _check_heads(split.config.get_text_config(), kind, size)
     try:
-        num_data_ranks = dist.get_world_size() // size
-        config = DistributedConfig(tp_size=size, ep_size=expert_size, fsdp_size=num_data_ranks)
+        config = DistributedConfig(tp_size=size, ep_size=expert_size, fsdp_size=num_ranks // size)
         plan, expert_plan, _ = split._resolve_parallel_plans(config)
+        styles: dict[str, str] = plan | expert_plan
         # transformers takes the slices from each rank's own values.
         _take_values_of_rank_0(model, torch.device(mesh.device_type))
         _untie(model)
+        if parameters_alone:
+            names = dict(model.named_parameters())
+            plan, expert_plan = ({name: own[name] for name in own if name in names} for own in (plan, expert_plan))
         if size > 1:
             apply_tensor_parallelism(model, mesh, plan)
         if expert_size > 1:
@@ -58,6 +69,7 @@ def split_by_own_plan(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMes
             f"{kind} cannot be split over {over} by its own plan: {type(error).__name__}: {error}"
         ) from error
     split.tie_weights()
+    return styles
 
 
 def _check_heads(config: Any, kind: str, size: int) -> None:

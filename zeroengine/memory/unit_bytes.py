@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.config import Config
 from zeroengine.offload.placement_plan import PlacementPlan
 from zeroengine.partition.cut import UnitPlan
@@ -122,7 +123,9 @@ def units_of_plans(
     states_offloaded = iter(placement.optimizer_offloaded)
     for plan, shard_offloaded in zip(plans, placement.params_offloaded, strict=True):
         unit_degrees = rules.of_unit(plan)
-        layout = layout_of_unit(plan, unit_degrees, world_size, shard_align_bytes)
+        # Experts that one rank alone has are sent to no other one.
+        align = SingleProcessTransport.shard_align_bytes if plan.expert_ranks == 1 else shard_align_bytes
+        layout = layout_of_unit(plan, unit_degrees, world_size, align)
         gradients, has_store = None, False
         if plan.trainable:
             has_store = next(states_offloaded)

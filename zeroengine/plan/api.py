@@ -7,12 +7,14 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from zeroengine.config import Config, load
+from zeroengine.engine.split_models import check_split_model
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.choice import can_offload
 from zeroengine.optim.mixed_optimizer import describe_algorithms
@@ -21,22 +23,27 @@ from zeroengine.plan.search.candidates import (
     Choices,
     Estimate,
     PlanCandidate,
+    ZeroSetting,
     choices_of,
     rank_estimates,
     shown_estimates,
 )
-from zeroengine.plan.search.degree_choices import degree_choices
+from zeroengine.plan.search.degree_choices import DEFAULT, degree_choices
 from zeroengine.plan.search.estimator import Estimator
 from zeroengine.plan.search.scaling import merged
 from zeroengine.plan.seconds.known_machines import load_machine
 from zeroengine.plan.seconds.machine import Machine
+from zeroengine.plan.seconds.step_time import machine_of_slice
 from zeroengine.plan.trace.meta_copy import batches_like, copy_to_meta
 from zeroengine.plan.trace.model_facts import ModelFacts, from_function, from_huggingface, from_module
+from zeroengine.plan.trace.split_layers import split_facts
+from zeroengine.runtime.dtensors import dtensors_in
 from zeroengine.utils.formats import format_byte_size
 
 DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
 # The errors of torch where a computation depends on values, which a trace does not have.
 NEEDS_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"}
+Tree = dict[str, Any]  # the keys of a configuration
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
@@ -49,6 +56,9 @@ def plan(
     example: Any = None,
     checkpointing: bool | None = None,
     sequence_parallel: Sequence[int] = (),
+    tensor_parallel: Sequence[int] = (),
+    expert_parallel: Sequence[int] = (),
+    split_plan: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -73,11 +83,16 @@ def plan(
         checkpointing: Whether activations are checkpointed. None: both are compared.
         sequence_parallel: Numbers of ranks that share a sample, to compare, each with the longest sequence that fits.
             Empty: as configured.
+        tensor_parallel: Numbers of ranks that layers are split over, to compare. Empty: as configured.
+        expert_parallel: Numbers of ranks that hold all experts together, to compare. Those above 1 count beside the
+            numbers of ``tensor_parallel`` that divide them. Empty: as configured.
+        split_plan: How layers are split: the argument ``plan`` of ``zeroengine.parallelize``. None: by the model's own
+            plan.
         overrides: Values to set in the configuration, as in ``"zero_optimization.stage=3"``.
         progress: Called with what is being done.
 
     Raises:
-        ZeroEngineError: The model or the machine cannot be loaded.
+        ZeroEngineError: The model or the machine cannot be loaded, or the model cannot be split.
         ConfigError: The configuration is wrong, or the ranks cannot share the batch.
     """
     progress("building the model")
@@ -87,13 +102,66 @@ def plan(
     tree, notes = _base_tree(config, overrides, target)
     if batch is not None:
         tree[TRAIN] = batch
-    # This checks the sizes, and finds the one that the others determine.
-    open_sizes = tree.get(STEPS) is None and tree.get(MICRO) is None
     written = tree.pop("sequence_parallel_size", 1)
     sharings = tuple(sequence_parallel) or (written if isinstance(written, int) else 1,)
+    searches = []
+    for split in _take_splits(tree, tensor_parallel, expert_parallel):
+        progress("splitting the model")
+        own = split_facts(facts, *split, target.world_size, split_plan)
+        searches.append(_open_search(own, {**tree, **_sections(*split)}, target, sharings, checkpointing, notes))
+    estimator, choices = searches[0]
+    asks = estimator.model.make_batch and facts.tokens_per_sample and (sequence_parallel or written != 1)
+    progress("searching the longest sequence")
+    longest = {sharing: estimator.longest_sequence(choices, sharing) for sharing in choices.sequence_parallel if asks}
+    notes += [f"The longest sequence with sequence_parallel_size {n}: {size:,} tokens." for n, size in longest.items()]
+    return replace(search(searches, [*dict.fromkeys(notes)], progress), longest_sequence=longest)
+
+
+def _take_splits(tree: Tree, tensor_parallel: Sequence[int], expert_parallel: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the numbers of ranks that layers and experts are split over, and take the keys for them out of ``tree``.
+
+    If there are several, those that do not fit together are left out.
+    """
+    config = load(tree)
+    sizes = tensor_parallel or (max(config.tensor_parallel.autotp_size, 1),)
+    splits = sorted(set(product(sizes, expert_parallel or (config.expert_parallel.size,))))
+    for key in ("tensor_parallel", "expert_parallel"):
+        tree.pop(key, None)
+    return [(size, experts) for size, experts in splits if experts == 1 or experts % size == 0] or splits
+
+
+def _sections(size: int, expert_size: int) -> dict[str, Any]:
+    """Return the sections of a configuration that split layers and experts over so many ranks."""
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": expert_size}} if expert_size > 1 else {}
+    return experts | ({"tensor_parallel": {"autotp_size": size}} if size > 1 else {})
+
+
+def _open_search(
+    facts: ModelFacts,
+    tree: Tree,
+    target: Machine,
+    sharings: Sequence[int],
+    checkpointing: bool | None,
+    notes: list[str],
+) -> tuple[Estimator, Choices]:
+    """Return what estimates the candidates of a model, which may be split, and what they leave open.
+
+    Args:
+        facts: The model.
+        tree: The keys of the configuration.
+        target: The machine.
+        sharings: Numbers of ranks that share a sample.
+        checkpointing: See ``plan``.
+        notes: Gets sentences that the user should read.
+    """
+    data, split = machine_of_slice(target, facts.split.size), facts.split[:2]
+    # Ranks that share samples are not compared with split models.
+    sharings = (1,) if max(split) > 1 and 1 in sharings else tuple(sharings)
+    # This checks the sizes, and finds the one that the others determine.
+    open_sizes = tree.get(STEPS) is None and tree.get(MICRO) is None
     for sharing in sharings:
         sizes = load({**tree, "sequence_parallel_size": sharing} | ({MICRO: 1} if open_sizes else {})).resolve(
-            world_size=target.world_size, ranks_per_node=target.ranks_per_node
+            world_size=target.world_size, ranks_per_node=data.ranks_per_node, ranks_per_model=facts.split.size
         )
     if sizes.local_steps is not None:
         tree["local_steps"] = sizes.local_steps.model_dump()
@@ -105,6 +173,7 @@ def plan(
     assert optimizer is not None, "the tree has one"
     if algorithms := describe_algorithms(optimizer):
         notes.append(f"{algorithms}.")
+    check_split_model(sizes, facts.plans(sizes), optimizer)
     has_degrees = "degrees" in (tree.get("zero_optimization") or {})
     choices = choices_of(
         tree,
@@ -112,7 +181,9 @@ def plan(
         can_offload=can_offload(optimizer),
         degrees=degree_choices(has_degrees, target, sizes),
     )
-    choices = replace(choices, sequence_parallel=sharings)
+    choices = replace(choices, sequence_parallel=sharings, split=split)
+    if facts.split.expert_size > 1:
+        choices = replace(choices, offload_optimizer=("none",), offload_param=("none",), degrees=(DEFAULT,))
     if checkpointing is not None:
         choices = replace(choices, checkpointing=(checkpointing,))
     estimator = Estimator(facts, tree, target)
@@ -126,11 +197,7 @@ def plan(
         estimator = Estimator(replace(facts, make_batch=None), tree, target)
         choices = replace(choices, checkpointing=(False,), micro_batch=choices.micro_batch or 1)
         notes.append(f"{problem}. Activations, micro-batches and times are left out.")
-    asks = problem is None and facts.tokens_per_sample and (sequence_parallel or written != 1)
-    progress("searching the longest sequence")
-    longest = {sharing: estimator.longest_sequence(choices, sharing) for sharing in sharings if asks}
-    notes += [f"The longest sequence with sequence_parallel_size {n}: {size:,} tokens." for n, size in longest.items()]
-    return replace(search(estimator, choices, notes, progress), longest_sequence=longest)
+    return estimator, choices
 
 
 def _why_untraceable(estimator: Estimator, sharing: int) -> str | None:
@@ -144,7 +211,7 @@ def _why_untraceable(estimator: Estimator, sharing: int) -> str | None:
     level = torch_log.level
     torch_log.setLevel(logging.CRITICAL + 1)
     try:
-        estimator.micro_step(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False, sequence_parallel=sharing))
+        estimator.micro_step(replace(estimator.base, sequence_parallel=sharing))
     except ZeroEngineError as error:
         if type(error.__cause__).__name__ not in NEEDS_VALUES:
             raise
@@ -154,16 +221,25 @@ def _why_untraceable(estimator: Estimator, sharing: int) -> str | None:
     return None
 
 
-def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progress: Callable[[str], None]) -> Plan:
+def search(
+    searches: Sequence[tuple[Estimator, Choices]], notes: Sequence[str], progress: Callable[[str], None]
+) -> Plan:
     """Estimate all candidates, put them in order, and return the plan.
 
     Args:
-        estimator: Estimates candidates of one model on one machine.
-        choices: What is left open.
+        searches: What estimates candidates of one model on one machine, and what is left open: for each way to split
+            the model.
         notes: Sentences that the user should read.
         progress: Called with what is being done.
     """
-    estimates, largest_micro_batch = estimator.estimates(choices, progress)
+    estimates: list[Estimate] = []
+    largest_micro_batch: dict[ZeroSetting, int] = {}
+    configurations: dict[PlanCandidate, dict[str, Any]] = {}
+    for estimator, choices in searches:
+        own_estimates, own_largest = estimator.estimates(choices, progress)
+        estimates += own_estimates
+        largest_micro_batch |= own_largest
+        configurations |= {e.candidate: estimator.tree(e.candidate) for e in own_estimates}
     ranked = rank_estimates(estimates)
     shown = shown_estimates(ranked)
     in_order: list[Estimate] = [*shown, *(e for e in ranked if not any(e is other for other in shown))]
@@ -176,7 +252,7 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
             f"Build the model under zeroengine.meta_init(): otherwise its values take "
             f"{format_byte_size(values)} on each node, which has {format_byte_size(machine.host_bytes)} of CPU memory.",
         ]
-    config = estimator.config(in_order[0].candidate)
+    config = estimator.config(estimator.base)
     return Plan(
         model_name=estimator.model.name,
         num_parameters=estimator.model.num_parameters,
@@ -188,7 +264,7 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
         estimates=in_order,
         num_shown=len(shown),
         largest_micro_batch=largest_micro_batch,
-        configurations=[estimator.tree(estimate.candidate) for estimate in in_order],
+        configurations=[configurations[estimate.candidate] for estimate in in_order],
         notes=tuple(notes),
     )
 
@@ -209,6 +285,10 @@ def model_facts(
     if isinstance(model, ModelFacts):
         return model
     if isinstance(model, nn.Module):
+        for name, _ in dtensors_in(model):
+            raise ZeroEngineError(
+                f"plan(): parameter {name} is split already: pass the model as it was before, and tensor_parallel=(2,)"
+            )
         return from_module(copy_to_meta(model), make_batch=None if example is None else batches_like(example))
     if not isinstance(model, (str, Path)):
         raise ZeroEngineError(

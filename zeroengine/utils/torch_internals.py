@@ -351,6 +351,15 @@ def number_of_groups() -> int:
 # The attributes of a DTensor that hold its tensor on this rank, and its layout.
 LOCAL_TENSOR, DTENSOR_SPEC = "_local_tensor", "_spec"
 flatten_mesh: Callable[[Any], Any] = methodcaller(_attribute("_flatten", dist.DeviceMesh))
+
+
+def mesh_without_processes(size: int, name: str) -> dist.DeviceMesh:
+    """Return a mesh of one dimension in the view of its first rank. It has no process group, so nothing can be sent."""
+    # DTensor caches by meshes, which are equal if their devices are: no ranks have a mesh of meta devices.
+    ranks = torch.arange(size, device="cpu")
+    return dist.DeviceMesh("meta", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=0)
+
+
 # The namespace of collectives as operations.
 COLLECTIVES = "_c10d_functional"
 # Storages of pickles by name, and the function that makes a tensor of one.

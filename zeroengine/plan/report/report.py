@@ -28,6 +28,8 @@ STATE_COLUMNS = {
     "activ": ("activations",),
     "other": ("temporaries", "overhead"),
 }
+# By the key of a candidate that counts ranks which share something, its name in the table.
+SHARING = {"sequence_parallel": "SP", "tensor_parallel": "TP", "expert_parallel": "EP"}
 EXPOSED = ("gather", "reduce", "update", "offload")
 Json = Mapping[str, Any]
 
@@ -59,9 +61,9 @@ def _offload_text(candidate: Json) -> str:
 
 
 def _stage_text(candidate: Json) -> str:
-    """Return a candidate's stage, with other degrees than those of the stage and sequence parallelism: `3 hpZ SP 2`."""
+    """Return a candidate's stage, with other degrees than those of the stage and ranks that share: `3 hpZ TP 2`."""
     degrees = "" if candidate["degrees"] == DEFAULT else f" {candidate['degrees']}"
-    sharing = f" SP {size}" if (size := candidate["sequence_parallel"]) > 1 else ""
+    sharing = "".join(f" {name} {candidate[key]}" for key, name in SHARING.items() if candidate[key] > 1)
     return f"{candidate['stage']}{degrees}{sharing}"
 
 
@@ -139,7 +141,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     on_host = any(candidate["host_total"] and sum(candidate["cpu"].values()) for candidate in candidates)
     on_disk = any(candidate["disk_total"] for candidate in candidates)
     candidates_offload = any(_offload_text(candidate) != "-" for candidate in candidates)
-    exposed = (*EXPOSED, *["exchange"] * any(candidate["sequence_parallel"] > 1 for candidate in candidates))
+    exposed = (*EXPOSED, *["exchange"] * any(candidate[key] > 1 for candidate in candidates for key in SHARING))
     numbers = [memory, *(STATE_COLUMNS if wide else ()), "free"]
     numbers += ["node CPU"] * (wide and on_host) + ["disk"] * (wide and on_disk)
     numbers += [

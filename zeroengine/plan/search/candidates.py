@@ -37,6 +37,13 @@ class ZeroSetting(NamedTuple):
     checkpointing: bool
     degrees: str = DEFAULT  # a name of ``degree_choices``
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that compute each sample together."""
+        return self.sequence_parallel * self.tensor_parallel
 
     @property
     def title(self) -> str:
@@ -46,6 +53,8 @@ class ZeroSetting(NamedTuple):
         parts = [f"{state} {names[place]}" for state, place in moved.items() if place != "none"]
         degrees = [] if self.degrees == DEFAULT else [f"degrees {self.degrees}"]
         degrees += [f"{self.sequence_parallel} ranks a sample"] * (self.sequence_parallel > 1)
+        degrees += [f"layers over {self.tensor_parallel} ranks"] * (self.tensor_parallel > 1)
+        degrees += [f"experts over {self.expert_parallel} ranks"] * (self.expert_parallel > 1)
         return ", ".join([f"stage {self.stage}", *degrees, *parts, *["checkpointing"] * self.checkpointing])
 
 
@@ -63,6 +72,8 @@ class PlanCandidate:
             configuration key switches it on.
         degrees: The name of the degrees; see ``degree_choices``.
         sequence_parallel: The number of ranks that share each sample.
+        tensor_parallel: The number of ranks that layers are split over.
+        expert_parallel: The number of ranks that hold all experts together.
     """
 
     stage: int
@@ -73,10 +84,12 @@ class PlanCandidate:
     checkpointing: bool
     degrees: str = DEFAULT
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
 
     def samples(self, world_size: int) -> int:
         """Return the samples of a step over all ranks."""
-        return self.micro_batch * self.accumulation * world_size // self.sequence_parallel
+        return self.micro_batch * self.accumulation * world_size // self.setting.ranks_per_sample
 
     @property
     def setting(self) -> ZeroSetting:
@@ -152,6 +165,7 @@ class Choices:
         batch: Samples of a step over all ranks, or None.
         degrees: Names of degrees.
         sequence_parallel: Numbers of ranks that share each sample.
+        split: The numbers of ranks that layers and experts are split over.
     """
 
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -163,6 +177,7 @@ class Choices:
     batch: int | None = None
     degrees: tuple[str, ...] = (DEFAULT,)
     sequence_parallel: tuple[int, ...] = (1,)
+    split: tuple[int, int] = (1, 1)
 
 
 def choices_of(
@@ -229,7 +244,7 @@ def settings_of(choices: Choices, world_size: int) -> Iterator[ZeroSetting]:
         ):
             continue
         for sharing in choices.sequence_parallel:
-            yield ZeroSetting(stage, param, optimizer, checkpointing, degrees, sharing)
+            yield ZeroSetting(stage, param, optimizer, checkpointing, degrees, sharing, *choices.split)
 
 
 def micro_batches(choices: Choices, num_groups: int, largest: int, largest_with_headroom: int) -> list[int]:
@@ -253,13 +268,15 @@ def micro_batches(choices: Choices, num_groups: int, largest: int, largest_with_
     return sorted(sizes - {0})
 
 
-def order_of(setting: ZeroSetting) -> tuple[int, int, int, int, bool, int]:
+def order_of(setting: ZeroSetting) -> tuple[int, int, int, int, int, int, bool, int]:
     """Return the place of a setting among others: the fields as numbers, the simplest values first."""
     return (
         setting.stage,
         PLACES.index(setting.offload_param),
         PLACES.index(setting.offload_optimizer),
         setting.sequence_parallel,
+        setting.tensor_parallel,
+        setting.expert_parallel,
         setting.checkpointing,
         list(DEGREES).index(setting.degrees),
     )
@@ -289,8 +306,8 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that a table shows: the best of each setting, without dominated settings.
 
     A setting is dominated if another one is at least as fast and holds at least as large a micro-batch. The best of
-    every stage, of all degrees and of each sequence parallelism, and its best without offload, are shown in any
-    case, so that they can be compared.
+    every stage, of all degrees and of each number of ranks that share samples, layers or experts, and its best without
+    offload, are shown in any case, so that they can be compared.
 
     Args:
         ranked: Estimates in the order of `rank_estimates`.

@@ -23,7 +23,7 @@ from zeroengine.plan.search.candidates import (
 )
 from zeroengine.plan.search.scaling import extrapolated, largest, merged
 from zeroengine.plan.seconds.machine import Machine
-from zeroengine.plan.seconds.step_time import predict_step, topology_of
+from zeroengine.plan.seconds.step_time import machine_of_slice, predict_step, topology_of
 from zeroengine.plan.trace.activations import MicroStep, trace_micro_step
 from zeroengine.plan.trace.model_facts import ModelFacts
 from zeroengine.plan.trace.operation_trace import MAX_REAL_NUMEL
@@ -57,10 +57,17 @@ class Estimator:
         model: The model.
         tree: The keys of the configuration that all candidates share.
         machine: The machine.
+
+    Attributes:
+        base: A candidate that leaves all to the configuration that all candidates share.
     """
 
     def __init__(self, model: ModelFacts, tree: Mapping[str, Any], machine: Machine) -> None:
         self.model, self.machine, self._tree = model, machine, tree
+        self._data_machine = machine_of_slice(machine, model.split.size)
+        self.base = PlanCandidate(
+            0, "none", "none", 1, 1, False, tensor_parallel=model.split.size, expert_parallel=model.split.expert_size
+        )
         self._buffer_bytes = sum(buffer.nbytes for buffer in model.model.buffers())
         self._configs: dict[PlanCandidate, Config] = {}
         self._states: dict[tuple[Any, ...], StateBytes] = {}
@@ -88,14 +95,15 @@ class Estimator:
             self._configs[candidate] = config.resolve(
                 world_size=self.machine.world_size,
                 model_dtype=dtype_of_model(self.model.model, config),
-                ranks_per_node=self.machine.ranks_per_node,
+                ranks_per_node=self._data_machine.ranks_per_node,
+                ranks_per_model=self.model.split.size,
             )
         return self._configs[candidate]
 
     @functools.cached_property
     def _base_config(self) -> Config:
         """Return a configuration of what all candidates share, such as the precision."""
-        return self.config(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
+        return self.config(self.base)
 
     @functools.cached_property
     def _topology(self) -> RankTopology:
@@ -127,7 +135,7 @@ class Estimator:
     @functools.cache  # noqa: B019  the estimator lives as long as one plan is made
     def _micro_step(self, size: int, checkpointing: bool, sharing: int) -> MicroStep:
         if size in TRACED_SIZES:
-            config = self.config(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False, sequence_parallel=sharing))
+            config = self.config(replace(self.base, sequence_parallel=sharing))
             return trace_micro_step(self.model, config, size, checkpointing, self.machine.device)
         first, second = (self._micro_step(n, checkpointing, sharing) for n in TRACED_SIZES)
         return extrapolated(first, second, size)
@@ -183,7 +191,7 @@ class Estimator:
 
     def candidate(self, setting: ZeroSetting, micro_batch: int, choices: Choices) -> PlanCandidate:
         """Return the candidate of a setting and a micro-batch, with the micro-steps that the choices ask for."""
-        accumulation, num_groups = choices.accumulation or 1, self.machine.world_size // setting.sequence_parallel
+        accumulation, num_groups = choices.accumulation or 1, self.machine.world_size // setting.ranks_per_sample
         if choices.batch is not None and choices.accumulation is None:
             accumulation = max(choices.batch // (micro_batch * num_groups), 1)
         return PlanCandidate(**setting._asdict(), micro_batch=micro_batch, accumulation=accumulation)
@@ -239,7 +247,7 @@ class Estimator:
         estimates: list[Estimate] = []
         sizes: dict[ZeroSetting, int] = {}
         for setting in settings_of(choices, self.machine.world_size):
-            num_groups = self.machine.world_size // setting.sequence_parallel
+            num_groups = self.machine.world_size // setting.ranks_per_sample
             progress(f"estimating {setting.title}")
             sizes[setting] = self.largest_micro_batch(setting, choices)
             with_headroom = self.largest_micro_batch(setting, choices, headroom=True)

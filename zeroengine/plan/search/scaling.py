@@ -27,6 +27,7 @@ def extrapolated(small: MicroStep, large: MicroStep, size: int) -> MicroStep:
         peak_bytes=line(small.peak_bytes, large.peak_bytes),
         exchanged_bytes=line(small.exchanged_bytes, large.exchanged_bytes),
         host_bytes=line(small.host_bytes, large.host_bytes),
+        summed_bytes=line(small.summed_bytes, large.summed_bytes),
         forward=_extrapolated_operations(small.forward, large.forward, factor, line),
         backward=_extrapolated_operations(small.backward, large.backward, factor, line),
     )

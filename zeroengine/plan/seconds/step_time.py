@@ -13,14 +13,15 @@ network   between nodes the gathers of a backward and its sums take turns, so on
           ``CPU_HIDDEN_SHARE``)
 update    reads gradients for the norm, and reads and writes states once, those of an outer step of local_steps too;
           what rules on whole matrices exchange and compute at owners is left out
-exchange  parts of sequences, for attention, among the ranks that share samples. Nothing hides them
+exchange  parts of sequences, for attention, among the ranks that share samples; sums of activations among those that
+          have the slices of layers; tokens among those that have the experts. Nothing hides them
 offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroengine.comm.transports.choose import expected_transport
@@ -50,7 +51,7 @@ class StepTime:
         reduce: Exposed reductions of gradients, and their copies into buckets.
         update: The norm of the gradient and the optimizer's update.
         offload: Exposed transfers between the device, the host and the disk.
-        exchange: Exchanges of parts of sequences.
+        exchange: Exchanges of parts of sequences, of activations of split layers and of tokens for experts.
     """
 
     compute: float
@@ -67,7 +68,10 @@ class StepTime:
 
 
 def topology_of(machine: Machine, config: Config) -> RankTopology:
-    """Return the ranks, the device and the transport of a run on ``machine``, or of one replica of ``local_steps``."""
+    """Return the ranks, the device and the transport of a run on ``machine``, or of one replica of ``local_steps``.
+
+    Of a split model these are the ranks with the same slices.
+    """
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
     size, per_node = replica.world_size, replica.ranks_per_node
@@ -81,13 +85,28 @@ def topology_of(machine: Machine, config: Config) -> RankTopology:
 
 
 def machine_of_replica(machine: Machine, config: Config) -> Machine:
-    """Return the part of ``machine`` that one replica of ``local_steps`` runs on; without these all of it."""
+    """Return the part of ``machine`` that one replica of ``local_steps`` runs on; without these all of it.
+
+    Of a split model this is the part of the ranks with the same slices.
+    """
+    machine = machine_of_slice(machine, max(config.tensor_parallel.autotp_size, 1))
     size, per_node = config.replica_ranks(machine.world_size), machine.ranks_per_node
     if size <= per_node:
         return dataclasses.replace(machine, nodes=1, ranks_per_node=size)
     # A replica that ends within a machine is taken for one whose ranks are all on machines of their own.
     per_node = per_node if size % per_node == 0 else 1
     return dataclasses.replace(machine, nodes=size // per_node, ranks_per_node=per_node)
+
+
+def machine_of_slice(machine: Machine, num_slices: int) -> Machine:
+    """Return the part of ``machine`` that has the same slice, of so many that consecutive ranks have.
+
+    The parts of one node share its network.
+    """
+    per_node = machine.ranks_per_node // num_slices if machine.ranks_per_node % num_slices == 0 else 1
+    rates = dataclasses.replace(machine.rates, node_link=machine.rates.node_link * per_node / machine.ranks_per_node)
+    nodes = machine.world_size // num_slices // per_node
+    return dataclasses.replace(machine, nodes=nodes, ranks_per_node=per_node, rates=rates)
 
 
 def outer_step_seconds(units: Sequence[UnitBytes], config: Config, machine: Machine) -> float:
@@ -117,7 +136,9 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     accumulation = config.micro_steps_in_mean
     forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
     replica = machine_of_replica(machine, config)
-    seconds = collectives_of(units, config, topology, replica)
+    # Experts are partitioned over other ranks.
+    experts = RingCollectives(machine_of_slice(machine, config.expert_parallel.size))
+    seconds = {False: collectives_of(units, config, topology, replica), True: experts}
     step = StepCollectives.of_units(units, accumulation)
     share = 0.0
     if topology.traits.overlaps and zero.overlap_comm:
@@ -130,19 +151,27 @@ def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: St
     update, offload = _update_seconds(units, states, machine)
     offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
     # All ranks of a node may exchange with other nodes at once.
-    link = RingCollectives(machine).rate(machine.rates.link, config.sequence_parallel_size, machine.ranks_per_node)
+    rings, num_ranks = RingCollectives(machine), max(config.sequence_parallel_size, config.expert_parallel.size)
+    link = rings.rate(machine.rates.link, num_ranks, machine.ranks_per_node)
     exchange = accumulation * micro.exchanged_bytes / link if micro.exchanged_bytes else 0.0
+    if micro.num_sums:
+        nbytes = micro.summed_bytes // micro.num_sums
+        seconds_of_sum = rings.all_reduce(nbytes, config.tensor_parallel.autotp_size, 1)
+        exchange += accumulation * micro.num_sums * seconds_of_sum
     return StepTime(accumulation * (forward + backward), gather, reduce, update, offload, exchange)
 
 
 def _exposed_seconds(
-    step: StepCollectives, collectives: RingCollectives | HostCollectives, forward: float, backward: float
+    step: StepCollectives,
+    collectives: Mapping[bool, RingCollectives | HostCollectives],
+    forward: float,
+    backward: float,
 ) -> tuple[float, float]:
     """Return the seconds of the gathers and of the sums of a step that the computation does not hide.
 
     Args:
         step: What is gathered and summed.
-        collectives: The seconds of each.
+        collectives: The seconds of each, of units of experts that are split (True), and of others.
         forward: The seconds of each forward that hide communication; 0: it hides none.
         backward: Likewise of each backward.
     """
@@ -153,10 +182,13 @@ def _exposed_seconds(
         least = times[0].hidden if times else 0.0
         return own + max(least, hidden - hidden_behind)
 
-    sharded, whole = ([collectives.reduce(unit) for unit in reversed(part)] for part in (step.sharded, step.whole))
+    def of(unit: UnitBytes) -> RingCollectives | HostCollectives:
+        return collectives[unit.plan.expert_ranks > 0]
+
+    sharded, whole = ([of(unit).reduce(unit) for unit in reversed(part)] for part in (step.sharded, step.whole))
     reduce = step.micro_steps * exposed(sharded, backward) + exposed(whole, backward)
     first, later, in_backward, updates = (
-        [collectives.gather(gather) for gather in part]
+        [of(gather.unit).gather(gather) for gather in part]
         for part in (step.first, step.later, step.backward, step.updates)
     )
     hides_gathers = backward

@@ -20,6 +20,7 @@ from zeroengine.plan.trace.model_facts import ModelFacts
 from zeroengine.plan.trace.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
 from zeroengine.plan.trace.repeated_blocks import count_omitted_blocks, first_differentiable, omit_equal_blocks
 from zeroengine.plan.trace.sequence_parts import TracedTransport, connect_parts, connect_tiles
+from zeroengine.plan.trace.split_layers import SliceExchange
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.quantized_parameters import replace_quantized_parameters
 from zeroengine.runtime.released_parameter import drop_gradient_of
@@ -66,8 +67,11 @@ class MicroStep:
             buffers of the model do not count.
         forward: The operations of forward.
         backward: The operations of backward. Recomputation counts.
-        exchanged_bytes: That leave the rank for those which share its samples, in forward, backward and recomputation.
+        exchanged_bytes: That leave the rank for those which share its samples or have other experts, in forward,
+            backward and recomputation.
         host_bytes: The inputs of checkpoints that are in CPU memory between forward and backward.
+        summed_bytes: Of activations and their gradients that the ranks of a model group sum. See ``SliceExchange``.
+        num_sums: How many sums these are.
     """
 
     micro_batch: int
@@ -77,6 +81,8 @@ class MicroStep:
     backward: Sequence[OperationCount]
     exchanged_bytes: int = 0
     host_bytes: int = 0
+    summed_bytes: int = 0
+    num_sums: int = 0
 
 
 def trace_micro_step(
@@ -138,6 +144,9 @@ def _trace(
         connect_tiles(replica, config.tiling, trace, device, undo)
         transport = TracedTransport(trace, config.sequence_parallel_size, device)
         connect_parts(replica, transport, undo)
+        slices = SliceExchange(trace, model.split)
+        for name, module in model.model.named_modules():
+            slices.connect(name, module, modules[module])
         for run in runs:
             count_omitted_blocks(run, trace, undo)
         trace.ignore([*replica.parameters(), *replica.buffers()])
@@ -156,7 +165,13 @@ def _trace(
             ) from error
     if transport.world_size > 1 and not transport.sent_bytes:
         raise ZeroEngineError(f"{model.name}: sequence_parallel_size needs zeroengine.sequence_parallel.attention")
-    return replace(micro, exchanged_bytes=transport.sent_bytes, host_bytes=sum(moved))
+    return replace(
+        micro,
+        exchanged_bytes=transport.sent_bytes + slices.sent_bytes,
+        host_bytes=sum(moved),
+        summed_bytes=slices.summed_bytes,
+        num_sums=slices.num_sums,
+    )
 
 
 def _run(model: ModelFacts, replica: nn.Module, trace: OperationTrace, micro_batch: int) -> MicroStep:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.slices import slice_of
 from zeroengine.plan.trace.model_facts import Batch, as_batch
 from zeroengine.runtime.quantized_parameters import library_of, replace_quantized_parameters, shared_by_copies
 from zeroengine.utils.tensors import map_tensors, tensors_in
@@ -18,12 +19,14 @@ from zeroengine.utils.tensors import map_tensors, tensors_in
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy of `model` with its parameters and buffers on the meta device. `model` stays as it is.
 
+    A parameter that has note of a slice (``split_facts``) is that slice in the copy.
+
     Raises:
         ZeroEngineError: The module cannot be copied.
     """
     # The copy finds every tensor in the memo, so that it allocates none of them.
     memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        id(param): nn.Parameter(torch.empty_like(_own_part(param), device="meta"), requires_grad=param.requires_grad)
         for param in model.parameters()
         if not library_of(param)
     }
@@ -38,6 +41,11 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         ) from error
     replace_quantized_parameters(replica, lambda tensor: torch.empty_like(tensor, device="meta"))
     return replica
+
+
+def _own_part(param: nn.Parameter) -> torch.Tensor:
+    part = slice_of(param)
+    return param if part is None else part.cut(param.detach())
 
 
 def batches_like(example: Any) -> Callable[[int], Batch]:

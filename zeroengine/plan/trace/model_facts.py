@@ -10,9 +10,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +40,20 @@ HIDDEN_MULTIPLE = 8
 EXAMPLE = "`def build(): return Model(...)` or `return Model(...), make_batch`, where make_batch(n) returns n samples"
 
 
+class LayerSplit(NamedTuple):
+    """How a model is split over ranks.
+
+    Attributes:
+        size: The ranks that layers are split over, which compute each sample together.
+        expert_size: The ranks that hold all experts together.
+        styles: The style of each layer, as ``zeroengine.parallelize`` or transformers names it.
+    """
+
+    size: int = 1
+    expert_size: int = 1
+    styles: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A model without memory, and the batches that it takes.
@@ -49,12 +64,14 @@ class ModelFacts:
         make_batch: Makes the arguments of a call of the model from a number of samples, or None if unknown. The model
             returns a loss, an object with a ``loss``, or tensors, whose mean stands for a loss.
         tokens_per_sample: The length of a sample in tokens, or None where it has none.
+        split: How it is split over ranks. Its parameters have their whole shapes, and notes of their slices.
     """
 
     name: str
     model: nn.Module
     make_batch: Callable[[int], Batch] | None
     tokens_per_sample: int | None
+    split: LayerSplit = field(default_factory=LayerSplit)
 
     @property
     def num_parameters(self) -> int:
