@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import zeroengine
 from tests.distributed.models import WIDTH, Block, TinyLM, build
-from tests.distributed.training import Task, adamw, settings, start
+from tests.distributed.training import Task, settings, start
 from tests.slices.split_models import small_lm
 
 SLICES = {"blocks.*.up.*": 0, "blocks.*.down.weight": 1}
@@ -111,10 +111,11 @@ def make_mpu_engine(
 ) -> zeroengine.Engine:
     """Return an engine of the model, over groups of ``size`` ranks. ``size`` of 0: the whole model, without an mpu."""
     start()
+    task = task or Task()
     if not size:
         model = build(small_lm)
-        return zeroengine.initialize(model, adamw(model), settings(task or Task(), stage, **(more or {})))
+        return zeroengine.initialize(model, task.optimizer(model), settings(task, stage, **(more or {})))
     unit = Unit(size)
     model = build(lambda: sliced_lm(unit))
     more = {"tensor_parallel": {"slices": SLICES}} | dict(more or {})
-    return zeroengine.initialize(model, adamw(model), settings(task or Task(), stage, **more), mpu=unit)
+    return zeroengine.initialize(model, task.optimizer(model), settings(task, stage, **more), mpu=unit)

@@ -9,12 +9,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
 from tests.emulated import cpu_alone
 from tests.slices import test_experts as experts
 from tests.slices.split_models import make_split_engine, small_lm
+from zeroengine.errors import DivergenceError
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
@@ -75,3 +77,21 @@ def test_when_a_rank_dies_the_others_end_soon_and_say_where_they_are(
         if f"rank {rank} could not finish a collective of a layer that is split over ranks" not in message:
             assert re.search(r"blocks\.\d|rest|norm|compare inputs", message), message
             assert re.search(r"has ended|rank \d could not finish", message), message
+
+
+def run_a_forward_too_many() -> str:
+    """On one rank: the error that ends a training in which rank 1 has run a forward that the others have not."""
+    engine = experts.make_engine(2, 0, comm={"timeout_seconds": 4.0})
+    with pytest.raises(DivergenceError) as raised:
+        for step in range(3):
+            if step == 1 and engine.rank == 1:
+                with torch.no_grad():
+                    engine(*experts.batch(9, 1))
+            engine.backward(engine(*experts.batch(step, engine.rank)))
+            engine.step()
+    return str(raised.value)
+
+
+def test_ranks_that_wait_in_an_exchange_of_tokens_for_others_end_after_the_timeout_of_the_configuration() -> None:
+    for message in run_ranks(4, run_a_forward_too_many, timeout=60):
+        assert re.search(r"could not finish|rank \d has waited 4 s", message), message

@@ -21,12 +21,15 @@ from tests.emulated import cpu_alone
 from tests.slices.mpu_models import SLICES, Unit, make_mpu_engine, sliced_lm
 from tests.slices.split_models import by_sample_group, make_split_engine, small_lm
 from tests.slices.test_checkpoints import States, assert_same, whole_states
+from tests.slices.test_muon import muon
 from tests.slices.test_refusals import message
+from tests.weights.test_stream import same, taken
 from zeroengine.integrations import deepspeed
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
 TASK, CLIPPED = Task(small_lm, steps=3), Task(small_lm, steps=3, clip=0.1)
+BY_MUON = Task(small_lm, optimizer=muon, steps=3)
 WHATS = ("group", "world_size", "rank")
 UP, DOWN, WHOLE = "blocks.0.up.weight", "blocks.1.down.weight", "blocks.0.norm.weight"
 
@@ -100,7 +103,7 @@ def use_values(folder: Path) -> dict[str, Any]:
     found["loaded"] = engine.full_state_dict()
     engine.load_weights(folder)
     found["from files"] = engine.full_state_dict()
-    found["stream_weights"] = message(engine.stream_weights)
+    found["streamed"] = taken(engine.stream_weights())
     engine.close()
     assert type(params[UP]) is nn.Parameter
     found["own"] = params[UP].detach().clone()
@@ -167,13 +170,6 @@ def of_errors() -> dict[str, str]:
         "DTensors": error(model=of_dtensors),
         "no mpu": error(None),
         "forgotten": message(step_without_biases),
-        "Muon": message(
-            zeroengine.initialize,
-            build(lambda: sliced_lm(unit)),
-            None,
-            config(1, optimizer={"type": "Muon", "params": {"lr": 0.02}}, tensor_parallel={"slices": SLICES}),
-            mpu=unit,
-        ),
     }
 
 
@@ -193,7 +189,6 @@ MESSAGES = {
     "DTensors": r"initialize\(mpu=...\) is for plain parameters, and the model has DTensors",
     "forgotten": r"different gradients of blocks.0.up.bias, .* slices that no pattern of tensor_parallel.slices names",
     "no mpu": r"tensor_parallel.slices are those of an mpu: pass initialize\(mpu=...\)",
-    "Muon": r"parameter blocks.0.\S+ is split over ranks, and Muon needs whole parameters",
 }
 
 
@@ -202,6 +197,7 @@ def observe(folder: Path) -> dict[str, Any]:
     return {
         "stages": [train(TASK, stage) for stage in range(4)],
         "clipped": train(CLIPPED, 3),
+        "Muon": train(BY_MUON, 2),
         "megatron": train_megatron_model(2),
         "overflow": overflow(),
         "values": use_values(folder / "weights"),
@@ -236,6 +232,10 @@ def test_one_norm_of_all_slices_clips_them(observed: list[Any]) -> None:
     check([rank["clipped"] for rank in observed], CLIPPED)
 
 
+def test_muon_updates_the_whole_matrices_of_plain_slices(observed: list[Any]) -> None:
+    check([rank["Muon"] for rank in observed], BY_MUON)
+
+
 def test_megatron_s_marks_under_deepspeed_s_name_say_what_is_a_slice_of_fused_matrices(observed: list[Any]) -> None:
     check([rank["megatron"] for rank in observed], TASK)
 
@@ -256,7 +256,7 @@ def test_whole_values_are_read_and_written_and_the_slices_are_plain_parameters(o
         assert found["gradient"].shape == initial[UP].shape and found["gradient"].any()
         own = initial[UP].chunk(2)[number % 2]
         assert torch.equal(found["local"], own) and torch.equal(found["own"], own * 2)
-        assert "stream_weights() does not work" in found["stream_weights"]
+        assert same(found["streamed"], {name: found["from files"][name] for name in initial})
 
 
 def test_ranks_of_a_model_group_load_the_same_samples_and_groups_others(observed: list[Any]) -> None:

@@ -51,7 +51,7 @@ from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.slices import ModelLayout
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime import mixed_precision
-from zeroengine.runtime.dtensors import SplitOver, note_slices
+from zeroengine.runtime.dtensors import SplitOver, limit_waits, note_slices
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
 from zeroengine.sequence.tiled_models import tile_model
 from zeroengine.utils.formats import counted
@@ -176,6 +176,7 @@ def make_engine(
         if notice is not None and group.rank == 0:
             log.warning("%s", notice)
         comm = settings.comm
+        limit_waits(model, comm.timeout_seconds)
         replicas, model_groups = None, []
         if any(other.split_over.model is not None for other in facts):
             # Every rank has the same groups, and raises if they are wrong.

@@ -27,8 +27,8 @@ def split_by_own_plan(
         mesh: The ranks that layers are split over. One rank: they are not split.
         expert_mesh: The ranks that experts are split over. One rank: they are not split.
         num_ranks: The ranks of the job.
-        parameters_alone: Whether the model stays as it is but for its parameters, so that it cannot compute. On the meta
-            device no process group is needed then.
+        parameters_alone: Whether the model stays as it is but for its parameters, and cannot compute. On the meta device
+            no process group is needed then.
 
     Returns:
         The styles of modules and parameters, by name.
@@ -47,6 +47,12 @@ def split_by_own_plan(
             f"{kind} has no plan of expert parallelism (base_model_ep_plan): leave expert_parallel and expert_size out"
         )
     split: Any = model
+    if getattr(model, "peft_config", None):
+        raise ZeroEngineError(
+            f"{kind} has adapters of peft, whose names are not those of the plan: name the layers and their adapters in "
+            'one, such as zeroengine.parallelize(model, {"*.up_proj.base_layer": "colwise", "*.up_proj.lora_B.*": '
+            '"colwise", ...}, size=2), before initialize() (docs/tensor-parallelism.md, Adapters)'
+        )
     _check_heads(split.config.get_text_config(), kind, size)
     try:
         config = DistributedConfig(tp_size=size, ep_size=expert_size, fsdp_size=num_ranks // size)
@@ -63,7 +69,6 @@ def split_by_own_plan(
         if expert_size > 1:
             apply_expert_parallelism(model, expert_mesh, mesh, expert_plan)
     except (ValueError, KeyError, NotImplementedError) as error:
-        # A plan names modules, and adapters of peft change their names.
         over = f"{size} ranks" if expert_size == 1 else f"{size} and its experts over {expert_size} ranks"
         raise ZeroEngineError(
             f"{kind} cannot be split over {over} by its own plan: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,12 @@ def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_:
         if isinstance(value, torch.Tensor) and part is not None and tuple(value.shape) == part.shape:
             is_split = hasattr(value, "placements")
             state[key] = value if is_split else wrap(part.cut(value).to(local_tensor(param).device), param)
+
+
+def limit_waits(model: nn.Module, seconds: float) -> None:
+    """Let collectives of split layers, which torch issues, fail after ``seconds``, as those of the engine do."""
+    for group in {param.device_mesh.get_group() for _, param in dtensors_in(model)}:
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
