@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,8 @@ SPECS = [
 ]
 LAYER_SPECS = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 CASES = {
     "ordinary": Case(stages=ALL_STAGES),
     "split by torch": Case(factory=functools.partial(split_by_torch, "last"), stages=(3,)),
@@ -161,6 +164,10 @@ CASES = {
     "evaluations": Case(loop=with_evaluations, stages=(3,)),
     "plain backwards": Case(loop=plain_backwards, stages=(3,)),
     "offload": Case(more={"zero_optimization": OFFLOAD}, stages=(3,)),
+    "states on NVMe": Case(more={"zero_optimization": NVME}, stages=(3,)),
+    "copies of parameters": Case(more={"zero_optimization": {"degrees": {"secondary_parameters": 1}}}, stages=(3,)),
+    "shards of two ranks": Case(more={"zero_optimization": {"mics_shard_size": 2}}, stages=(3,)),
+    "8 bits on the way": Case(more={"zero_optimization": QUANTIZED}, stages=(3,), tolerance=5e-2),
     "Gloo": Case(more={"comm": {"transport": "gloo"}}, stages=(3,)),
     "bf16": Case(more={"bf16": {"enabled": True}}, tolerance=2e-2),
     "fp16": Case(more={"fp16": {"enabled": True, "initial_scale_power": 8}}, tolerance=5e-3),
@@ -222,6 +229,12 @@ def test_layer_specs_and_a_plan_split_alike(trained: list[dict[str, list[Trained
 def test_parallelize_and_torch_split_alike(trained: list[dict[str, list[Trained]]]) -> None:
     for found in trained:
         assert_same_bits(found["ordinary"][0], found["split by torch"][0])
+
+
+@pytest.mark.slow  # 8 ranks
+def test_shards_of_two_of_four_data_ranks_train_as_plain_pytorch_does() -> None:
+    name = "shards of two ranks"
+    check(name, [found[name] for found in run_ranks(8, train_cases, (name,), 2)], num_groups=4)
 
 
 @pytest.mark.slow  # as with two slices, over one data rank

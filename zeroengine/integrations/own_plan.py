@@ -27,8 +27,8 @@ def split_by_own_plan(
         mesh: The ranks that layers are split over. One rank: they are not split.
         expert_mesh: The ranks that experts are split over. One rank: they are not split.
         num_ranks: The ranks of the job.
-        parameters_alone: Whether the model stays as it is but for its parameters, and cannot compute. On the meta device
-            no process group is needed then.
+        parameters_alone: Whether only the parameters are split, and the model cannot compute. On the meta device no
+            process group is needed then.
 
     Returns:
         The styles of modules and parameters, by name.
@@ -49,8 +49,8 @@ def split_by_own_plan(
     split: Any = model
     if getattr(model, "peft_config", None):
         raise ZeroEngineError(
-            f"{kind} has adapters of peft, whose names are not those of the plan: name the layers and their adapters in "
-            'one, such as zeroengine.parallelize(model, {"*.up_proj.base_layer": "colwise", "*.up_proj.lora_B.*": '
+            f"{kind} has adapters of peft, whose names are not those of the plan: name layers and adapters in one of "
+            'your own, such as zeroengine.parallelize(model, {"*.up_proj.base_layer": "colwise", "*.up_proj.lora_B.*": '
             '"colwise", ...}, size=2), before initialize() (docs/tensor-parallelism.md, Adapters)'
         )
     _check_heads(split.config.get_text_config(), kind, size)

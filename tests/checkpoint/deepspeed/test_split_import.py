@@ -29,9 +29,9 @@ from tests.distributed.training import start
 from tests.slices.test_checkpoints import whole_states
 from zeroengine.checkpoint.deepspeed.checkpoint_import import import_checkpoint
 from zeroengine.checkpoint.deepspeed.merged_slices import merge_slices
-from zeroengine.checkpoint.entries import StateEntry, pieces_of_run
+from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.errors import CheckpointError
-from zeroengine.partition.boxes import Box
+from zeroengine.partition.boxes import Box, pieces_of_run
 
 Entries = dict[str, StateEntry]
 

@@ -135,14 +135,11 @@ def files_of(path: Path) -> list[DeepSpeedFiles]:
         )
     ranks = [files_of_ranks.get(rank, DeepSpeedFiles(path, {}, {})) for rank in range(len(files_of_ranks))]
     for rank, own in enumerate(ranks):
+        name = f"mp_rank_{rank:02}"
         if 0 not in own.model:
-            raise CheckpointError(
-                f"{path} lacks the model's states, mp_rank_{rank:02}_model_states.pt at stages 1 and 2"
-            )
+            raise CheckpointError(f"{path} lacks the model's states, {name}_model_states.pt at stages 1 and 2")
         if not own.optimizer:
-            raise CheckpointError(
-                f"{path} lacks zero_pp_rank_0_mp_rank_{rank:02}_optim_states.pt: copy all files into it"
-            )
+            raise CheckpointError(f"{path} lacks zero_pp_rank_0_{name}_optim_states.pt: copy all files into it")
     return ranks
 
 
