@@ -37,3 +37,9 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "check" in capsys.readouterr().out
+
+
+def test_a_configuration_that_splits_layers_is_checked_as_for_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "configs/tensor-parallel.json"]) == 0
+    assert main(["check", "configs/tensor-parallel.json", "--world-size", "3"]) == 1
+    assert "autotp_size is 2, and the number of ranks, 3, is no multiple of it" in capsys.readouterr().err

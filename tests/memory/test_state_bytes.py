@@ -159,7 +159,7 @@ def test_states_of_split_models_are_predicted_to_the_byte(tmp_path: Path) -> Non
     pytest.importorskip("transformers", minversion="5.0")
     layers: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
     experts: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
-    chosen = [Case("llama", 1, more=layers), Case("llama", 3, more=layers | BF16)]
+    chosen = [Case("llama", 1, more=layers), Case("llama", 3, MUON, more=layers | BF16)]
     chosen += [Case("mixtral", stage, more=experts) for stage in (1, 3)]
     assert_all_as_predicted(chosen, "shm", 4, tmp_path)
 

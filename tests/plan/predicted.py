@@ -187,8 +187,7 @@ def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
         engine.backward(result if isinstance(result, torch.Tensor) else result.loss)
         engine.step()
     memory = engine.memory()
-    is_split = "tensor_parallel" in case.more or "expert_parallel" in case.more
-    if transport == "shm" and not case.zero and "local_steps" not in case.more and not is_split:
+    if transport == "shm" and not case.zero and "local_steps" not in case.more:
         assert memory.staging == predicted.device["staging"], "memory of an exchange is kept, and equal on all ranks"
     engine.close()
     return Outcome(case, memory, most, predicted)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import zeroengine
-from tests.distributed.models import batch
+from tests.distributed.models import batch, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_digests import flip
 from tests.emulated import cpu_alone
@@ -134,11 +135,16 @@ def refusals() -> list[str]:
         with pytest.raises(zeroengine.ZeroEngineError) as error:
             call()
         found.append(str(error.value))
-    return found
+    # Sums of gradients in 16 bits have fewer bytes than the parameters.
+    model = zeroengine.parallelize(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8)), {"0": "colwise"}, size=2)
+    with pytest.raises(zeroengine.ZeroEngineError) as error:
+        zeroengine.initialize(model, config=config(3, data_types={"grad_accum_dtype": "bf16"}, **EVERY))
+    return [*found, str(error.value)]
 
 
 def test_a_parameter_that_is_split_within_a_word_of_digests_is_refused_by_name() -> None:
-    for messages in run_ranks(2, refusals):
+    for *messages, of_gradients in run_ranks(2, refusals):
+        assert "parameter 0.bias of shape (12,) is split within 8 bytes" in of_gradients
         for text in messages:
             assert "parameter blocks.0.down.weight of shape (24, 7) is split within 8 bytes" in text
             assert "split dimension 1 into parts of multiples of 2, or write" in text

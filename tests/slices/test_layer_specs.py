@@ -22,6 +22,7 @@ def plan(*specs: dict[str, Any], model_type: str = "llama", **more: Any) -> dict
     model: nn.Module = TinyLM(tied=False, blocks=1)
     model.config = SimpleNamespace(model_type=model_type)  # type: ignore[assignment]
     given = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": list(specs)} | more}
+    given["autotp_size"] = given["partition_config"].pop("autotp_size", 2)
     size, expert_size, layers = split_of_config(model, load(config(1, tensor_parallel=given)), None, None)
     assert (size, expert_size) == (2, 1)
     return dict(layers)
@@ -54,6 +55,7 @@ def test_specs_of_other_models_do_not_count() -> None:
         (UP | {"shape": [3, -1]}, r"layer_specs.0: shape is \[3, -1\]|layer_specs.0.shape: found \[3, -1\]"),
         (DOWN | {"grad_allreduce": True}, r"layer_specs.0.grad_allreduce: found true .* is not honored"),
         ({"patterns": ["("]}, r"layer_specs.0.patterns.0: found \"\(\" .* regular expression"),
+        (UP | {"partition_dim": 1}, r"layer_specs.0: partition_dim 1 contradicts \"column\"; leave it out"),
         (UP | {"gather": True}, r"layer_specs.0.gather: unknown key. Did you mean .*gather_output"),
         ({"patterns": [r"\.up"]}, r"the layer_specs split no layer. .* such as: tok.weight, blocks.0.norm.weight"),
     ],
@@ -61,3 +63,8 @@ def test_specs_of_other_models_do_not_count() -> None:
 def test_what_is_not_honored_is_refused_by_its_key(spec: dict[str, Any], text: str) -> None:
     with pytest.raises(zeroengine.ZeroEngineError, match=text):
         plan(spec)
+
+
+def test_specs_without_a_number_of_ranks_are_an_error() -> None:
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"over how many ranks: write \"autotp_size\": 2 beside it"):
+        plan(UP, autotp_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,26 @@ def use_values(folder: Path) -> dict[str, Any]:
     return found
 
 
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 8)
+
+
+def build_with_and_without_values() -> list[States]:
+    """On one rank: the whole parameters of a model of two slices that was built at once, and under ``meta_init``."""
+    unit, found = Unit(2), []
+    for context in (contextlib.nullcontext, zeroengine.meta_init):
+        torch.manual_seed(unit.number)
+        with context():
+            model = Perceptron()
+        slices = {"slices": {"up.*": 0, "down.weight": 1}}
+        engine = zeroengine.initialize(model, config=config(3, tensor_parallel=slices), mpu=unit)
+        found.append(engine.full_state_dict())
+        engine.close()
+    return found
+
+
 def plain_data_parallelism() -> tuple[list[float], list[float]]:
     """On one rank: the losses with an ``mpu`` of one rank a model, and without one."""
     unit = Unit(1)
@@ -202,6 +223,7 @@ def observe(folder: Path) -> dict[str, Any]:
         "overflow": overflow(),
         "values": use_values(folder / "weights"),
         "plain": plain_data_parallelism(),
+        "built": build_with_and_without_values(),
         "errors": of_errors(),
     }
 
@@ -257,6 +279,13 @@ def test_whole_values_are_read_and_written_and_the_slices_are_plain_parameters(o
         own = initial[UP].chunk(2)[number % 2]
         assert torch.equal(found["local"], own) and torch.equal(found["own"], own * 2)
         assert same(found["streamed"], {name: found["from files"][name] for name in initial})
+
+
+def test_slices_without_values_get_those_that_each_rank_has_recorded(observed: list[Any]) -> None:
+    for rank in observed:
+        values, recorded = rank["built"]
+        assert_same(recorded, values, "meta_init")
+        assert values["up.weight"].shape == (12, 8)
 
 
 def test_ranks_of_a_model_group_load_the_same_samples_and_groups_others(observed: list[Any]) -> None:

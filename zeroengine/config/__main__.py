@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     check = commands.add_parser("check", help="check a file and print what it resolves to")
     check.add_argument("file", metavar="FILE", help="a JSON, YAML or HJSON file")
-    check.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+    check.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: one model)")
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override")
     options = parser.parse_args(arguments)
     # The schema describes the format itself and needs no file.
@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.command == "check":
         try:
             config = load(options.file, options.overrides)
-            resolved = config.resolve(world_size=options.world_size)
+            # The ranks that hold one model together are the fewest.
+            world_size = options.world_size or max(config.tensor_parallel.autotp_size, 1)
+            resolved = config.resolve(world_size=world_size)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return 1

@@ -90,26 +90,6 @@ def resolve(
     return {TRAIN: train, MICRO: micro, STEPS: steps}
 
 
-def num_models(world_size: int, ranks_per_model: int, source: str) -> int:
-    """Return how many models ranks hold together, each of which counts as one rank with samples of its own.
-
-    Args:
-        world_size: The number of ranks.
-        ranks_per_model: The number of ranks that hold one model together.
-        source: The name of the configuration, for messages.
-
-    Raises:
-        ConfigError: ``ranks_per_model`` does not divide the ranks.
-    """
-    if world_size % ranks_per_model:
-        fitting = " or ".join(map(str, _divisors(world_size)))
-        raise ConfigError(
-            f"{source}: tensor_parallel.autotp_size is {ranks_per_model}, and must divide the "
-            f"{_ranks(world_size, 1)}; write {fitting}"
-        )
-    return world_size // ranks_per_model
-
-
 def manual_with_train(train: int) -> str:
     """Return the message for a train batch size beside manual accumulation."""
     return (

@@ -328,8 +328,14 @@ class Config(Section):
                 replicas for `local_steps`, or the schedule lacks a number that nothing filled in.
         """
         self._check_schedule()
-        ranks_per_model = ranks_per_model or max(self.tensor_parallel.autotp_size, 1)
-        world_size = batch.num_models(world_size, ranks_per_model, self._source)
+        if ranks_per_model is None:
+            ranks_per_model = max(self.tensor_parallel.autotp_size, 1)
+            if world_size % ranks_per_model:
+                raise ConfigError(
+                    f"{self._source}: tensor_parallel.autotp_size is {ranks_per_model}, and the number of ranks, "
+                    f"{world_size}, is no multiple of it"
+                )
+        world_size //= ranks_per_model
         sizes = batch.resolve(
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,

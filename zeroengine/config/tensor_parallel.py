@@ -24,7 +24,7 @@ class LayerSpec(Section):
     model_types: Annotated[list[str] | None, NULL] = None
     """The models, by the `model_type` of their configuration, that this is for. null: all."""
     partition_dim: Annotated[int | None, NULL] = None
-    """No effect: a column splits dimension 0 of a weight, and a row dimension 1."""
+    """The dimension of the weight, which follows from "column" (0) and "row" (1), and may be left out."""
     shape: None = None
     """null: fused matrices are not split. Split such a model before, by its own plan or by PyTorch."""
     grad_allreduce: Literal[False] = False
@@ -36,6 +36,12 @@ class LayerSpec(Section):
         if value:
             raise ValueError(f"found {describe(value)}, which is not honored; write a plan of zeroengine.parallelize")
         return value
+
+    @model_validator(mode="after")
+    def _check_dim(self) -> LayerSpec:
+        if self.partition_dim not in (None, {"column": 0, "row": 1}.get(self.partition_type)):
+            raise ValueError(f'partition_dim {self.partition_dim} contradicts "{self.partition_type}"; leave it out')
+        return self
 
 
 class PartitionConfig(Section):
@@ -53,8 +59,8 @@ class TensorParallel(Section):
 
     autotp_size: Annotated[Count, AUTO] = 0
     """Number of ranks that hold one model together, each of them a slice of every layer that the model's own plan
-    splits (`base_model_tp_plan` of transformers). States are partitioned over the ranks with the same slices. 0 and 1:
-    no layer is split here; a model that is split already needs no number."""
+    splits (`base_model_tp_plan` of transformers), or `partition_config`. States are partitioned over the ranks with the
+    same slices. 0 and 1: no layer is split here; a model that is split already needs no number."""
     partition_config: Annotated[PartitionConfig, NULL] = PartitionConfig()
     """The layers that `autotp_size` splits, for a model without a plan of its own, or instead of it."""
     slices: Annotated[dict[str, OneOrTwo], NULL] = Field(default_factory=dict)

@@ -567,7 +567,7 @@ class Engine:
         self._parts.loop.state_offloader.check_resident("state_digests()")
         if self._parts.setup.is_split:
             with self._parts.ranks.group.collective_errors("to take digests"):
-                check_words(self._parts.setup.plans)
+                check_words(self._parts.setup.plans, self.config)
         self._parts.states.master_weights.settle()
         return {
             kind: self._checkpoints.digests.by_unit(digests)

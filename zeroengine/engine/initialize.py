@@ -31,7 +31,7 @@ from zeroengine.engine.assembly import build_parts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
-from zeroengine.engine.model_parallel_unit import note_slices_of_unit
+from zeroengine.engine.mpu_slices import note_slices_of_mpu
 from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup
@@ -92,7 +92,8 @@ def initialize(
             ``mesh["dp"]``. A mesh of two, whose names end in "replicate" and "shard", is hybrid sharding (HSDP): the
             stage partitions over the ranks of the second. None: all ranks.
         mpu: For models whose plain parameters are slices, as Megatron's: an object with the methods
-            ``get_{model,data}_parallel_{group,world_size,rank}``. See ``docs/tensor-parallelism.md``.
+            ``get_model_parallel_{group,world_size,rank}`` and ``get_data_parallel_group``. See
+            ``docs/tensor-parallelism.md``.
 
     Raises:
         ZeroEngineError: The input is wrong. Raised on every rank; the message says what to write instead.
@@ -133,7 +134,7 @@ def make_engine(
             split_model(model, optimizer, [fact.split for fact in asked])
             own.split_over = note_slices(model, ranks, undo)
             if mpu is not None:
-                own.split_over = note_slices_of_unit(model, mpu, settings.tensor_parallel.slices, ranks, undo)
+                own.split_over = note_slices_of_mpu(model, mpu, settings.tensor_parallel.slices, ranks, undo)
             tile_model(model, settings.tiling, undo)
             # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
             # leaves out count as frozen, which affects the model's dtype and how it is cut.

@@ -136,6 +136,7 @@ class Ranks:
         quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
         quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
         experts: The ranks that experts are split over; None: they are not.
+        is_split: Whether parameters of the model are split over ranks.
     """
 
     group: Group
@@ -146,6 +147,7 @@ class Ranks:
     quantized_gather: QuantizedGather | None
     quantized_reduce: QuantizedReduce | None
     experts: ExpertGroup | None = None
+    is_split: bool = False
 
     def transport_of(self, unit: UnitPlan | Unit) -> Transport:
         """Return what moves bytes between the ranks that a unit is partitioned over."""
@@ -174,13 +176,12 @@ class Ranks:
         """Raise an error that names ranks, if ``error`` is that of a collective of a split layer, which torch issues.
 
         Raises:
-            DivergenceError: Another rank of the layer has ended.
+            DivergenceError: Another rank of the layer did not come to it.
         """
-        is_split = self.replicas is not None or self.experts is not None
-        if is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
+        if self.is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
             raise self.group.divergence.error(
                 f"rank {self.group.rank} could not finish a collective of a layer that is split over ranks ({error}): "
-                "another rank of the layer has ended."
+                "another rank of the layer has ended, does not answer, or has made other calls."
             ) from error
 
     @property
@@ -240,7 +241,8 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
-    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, experts)
+    quantized = quantized_gather, quantized_reduce
+    return Ranks(group, replicas, rules, transport, sums, *quantized, experts, setup.is_split)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ def split_of_config(model: nn.Module, config: Config, process_group: dist.Proces
         )
     if mpu is None and config.tensor_parallel.slices:
         raise ZeroEngineError("tensor_parallel.slices are those of an mpu: pass initialize(mpu=...), or leave it out")
+    partition = config.tensor_parallel.partition_config
+    if partition.layer_specs and size == 1 and not sizes:
+        raise ZeroEngineError(
+            "tensor_parallel.partition_config says how layers are split, and nothing over how many ranks: write "
+            '"autotp_size": 2 beside it'
+        )
     if size == expert_size == 1:
         return 1, 1, ()
     if sizes:
@@ -61,16 +67,17 @@ def split_of_config(model: nn.Module, config: Config, process_group: dist.Proces
             "tensor_parallel and expert_parallel split over groups of all ranks, and initialize() was passed "
             "process_group: split the model before, by torch's parallelize_module, or leave process_group out"
         )
-    partition = config.tensor_parallel.partition_config
-    return size, expert_size, _plan_of_specs(model, partition) if size > 1 and partition.layer_specs else ()
+    return size, expert_size, plan_of_specs(model, partition)
 
 
-def _plan_of_specs(model: Any, partition: PartitionConfig) -> tuple[tuple[str, str], ...]:
-    """Return the styles of the layers that DeepSpeed's specs split, as ``parallelize`` takes them.
+def plan_of_specs(model: Any, partition: PartitionConfig) -> tuple[tuple[str, str], ...]:
+    """Return the styles of the layers that DeepSpeed's specs split, as ``parallelize`` takes them; without specs, none.
 
     Raises:
         ZeroEngineError: They split none.
     """
+    if not partition.layer_specs:
+        return ()
     model_type = str(getattr(getattr(model, "config", None), "model_type", None)).lower()
     specs = [s for s in partition.layer_specs if not s.model_types or model_type in map(str.lower, s.model_types)]
     plan = {}
@@ -129,7 +136,7 @@ def check_split_model(config: Config, plans: Sequence[UnitPlan], optimizer: torc
     if not any(plan.is_split for plan in plans):
         return
     if config.digests.every is not None:
-        check_words(plans)
+        check_words(plans, config)
     zero = config.zero_optimization
     refused = {
         'optimizer_state_dtype "int8"': config.optimizer_state_dtype == "int8",

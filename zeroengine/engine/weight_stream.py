@@ -17,7 +17,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.public_call import ALL, Inside, PublicCall
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
-from zeroengine.partition.slices import slice_of
+from zeroengine.partition.slices import whole_shape
 from zeroengine.partition.storages import storages_of
 from zeroengine.runtime.named_tensors import sorted_patterns
 from zeroengine.runtime.quantized_parameters import map_wrapper
@@ -222,9 +222,7 @@ def _reads(parts: EngineParts, selection: Selection, receiver: int | None = None
 def parameter_spec(stored: StoredValue) -> TensorSpec:
     """Return the shape of a tensor, and the dtype that the model computes with."""
     if isinstance(stored, Slot):
-        part = slice_of(stored.unit.params[stored.param_index])
-        shape = stored.unit.layout.slots[stored.param_index].shape if part is None else part.shape
-        return TensorSpec(shape, stored.unit.dtype)
+        return TensorSpec(whole_shape(stored.unit.params[stored.param_index]), stored.unit.dtype)
     return TensorSpec(tuple(stored.value.shape), stored.value.dtype)
 
 

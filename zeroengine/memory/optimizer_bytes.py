@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -54,14 +55,13 @@ class OptimizerBytes(NamedTuple):
     transient: int
 
 
-def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, keeps_memory: bool) -> OptimizerBytes:
+def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, kept: Collection[str]) -> OptimizerBytes:
     """Return what the optimizer takes on rank 0.
 
     Args:
         units: The units.
         probe: What is known of the optimizer.
-        keeps_memory: Whether a transport, also one between the ranks of a model group, keeps the memory that operations
-            send from.
+        kept: Among which ranks (``PlannedRound.among``) a transport keeps the memory that operations send from.
     """
     states, exchange, transient = [UnitState()] * len(units), 0, 0
     # All degrees above 1 have the same rules.
@@ -69,7 +69,7 @@ def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, keep
     for member, rule in zip(members_of(probe.optimizer), probe.rules(min(degree, 2)), strict=True):
         groups = {param: group for group in member.param_groups for param in group["params"]}
         own = {i: unit for i, unit in enumerate(units) if unit.optimizer_numel and unit.plan.params[0][1] in groups}
-        rounds, sent = _exchange(own, groups, EXCHANGES[rule]) if rule in EXCHANGES else ([], 0)
+        rounds, sent = _exchange(own, groups, EXCHANGES[rule]) if rule in EXCHANGES else ([], Counter())
         owned = {part.matrix for planned in rounds for part in planned.plan.received}
         copied = 0
         for i, unit in own.items():
@@ -90,16 +90,17 @@ def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, keep
             if algorithm.block > 1:
                 nbytes = sum(algorithm.moment_bytes(unit.optimizer_numel))
             states[i] = UnitState(nbytes, max((of.element_sizes for of in of_param), key=sum), rule is WholeUpdate)
-        exchange += sent * keeps_memory
+        exchange += sum(nbytes for among, nbytes in sent.items() if among in kept)
         # The rules update one after another. Whole parameters are copied beside their gradients.
-        transient = max(transient, copied * (2 if rule is WholeUpdate else 1) + sent * (not keeps_memory))
+        freed = sum(nbytes for among, nbytes in sent.items() if among not in kept)
+        transient = max(transient, copied * (2 if rule is WholeUpdate else 1) + freed)
     return OptimizerBytes(states, exchange, transient)
 
 
 def _exchange(
     units: Mapping[int, UnitBytes], groups: Mapping[nn.Parameter, Mapping[str, Any]], rule: ExchangeRule
-) -> tuple[list[PlannedRound], int]:
-    """Return what rank 0 does in each round of an exchange, and the bytes of the memory for it.
+) -> tuple[list[PlannedRound], Counter[str]]:
+    """Return what rank 0 does in each round of an exchange, and the bytes of its memory, by ``PlannedRound.among``.
 
     Args:
         units: The units, by their indices.
@@ -112,5 +113,7 @@ def _exchange(
         of_params = {param: groups[param] for _, param in unit.plan.params}
         exchanged.append(rule.exchanged(index, 0, unit.layout, of_params, unit.gradients.dtype, unit.master_dtype))
     rounds = plan_rounds(exchanged, rule.cost)
-    sizes = rule.memory_sizes(rounds)
-    return rounds, sum(sum(numels) * dtype.itemsize for (*_, dtype), numels in sizes.items())
+    nbytes = Counter[str]()
+    for (among, _, dtype), numels in rule.memory_sizes(rounds).items():
+        nbytes[among] += sum(numels) * dtype.itemsize
+    return rounds, nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.memory.gradient_buffer_bytes import MAX_IN_FLIGHT
 from zeroengine.memory.unit_bytes import UnitBytes, value_bytes
+from zeroengine.partition.slices import is_split, whole_shape
 
 
 def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
@@ -21,10 +23,17 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
         wide = unit.layout.numel * torch.float32.itemsize if unit.has_wide_values else 0
         master = unit.optimizer_numel * torch.float32.itemsize
         master *= unit.has_wide_values and not unit.states_offloaded
-        most = max(most, remaining + moved + shard + full + wide + master)
+        # A parameter without values is whole before it is cut, and twice where its dtype is not that of the unit.
+        without_values = [param for _, param in unit.plan.params if param.is_meta and is_split(param)]
+        whole = max((_whole_bytes(param, unit.plan.dtype) for param in without_values), default=0)
+        most = max(most, remaining + moved + shard + full + wide + master + whole)
         moved += shard + master
         remaining -= value_bytes(unit.plan, device)
     return most
+
+
+def _whole_bytes(param: torch.Tensor, dtype: torch.dtype) -> int:
+    return math.prod(whole_shape(param)) * (dtype.itemsize + param.element_size() * (param.dtype is not dtype))
 
 
 def receive_bytes(

@@ -13,6 +13,7 @@ from zeroengine.offload.placement_plan import PlacementPlan
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.slices import local_numel
 from zeroengine.partition.unit_layout import DegreeRules, layout_of_unit
 from zeroengine.runtime.unit_gradients import GradientFormat
 
@@ -98,7 +99,7 @@ def average_bytes(config: Config) -> int:
 
 def value_bytes(plan: UnitPlan, device: str) -> int:
     """Return the bytes of the values that the caller's parameters have in the memory of a kind of device."""
-    return sum(param.nbytes for _, param in plan.params if param.device.type == device)
+    return sum(local_numel(p) * p.element_size() for _, p in plan.params if p.device.type == device)
 
 
 def units_of_plans(

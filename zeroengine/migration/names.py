@@ -42,8 +42,8 @@ def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
 
 _MEAN = "Leave it out: the mean over ranks and micro-steps is taken in the update"
 _DATA_PARALLEL = (
-    "Layers and experts are split by zeroengine.parallelize(model, size=2, expert_size=2), or by the keys autotp_size "
-    "and autoep_size; there is no pipeline parallelism"
+    "Layers and experts are split by zeroengine.parallelize(model, size=2, expert_size=2), by the keys autotp_size and "
+    "autoep_size, or by initialize(mpu=...); there is no pipeline parallelism"
 )
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 _EAGER = "Leave it out: torch.distributed is started where nobody has"

@@ -19,6 +19,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.caller_optimizer import add_param_group, loss_of
 from zeroengine.partition.owners import matrix_shape
+from zeroengine.partition.slices import whole_shape
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 CHOICES = {
@@ -118,10 +119,11 @@ def _check_group(group: Mapping[str, Any]) -> None:
                 "biases and the weights of norms, to AdamW: zeroengine.MixedOptimizer joins both, and the type "
                 '"Muon" of a configuration divides a model by itself.'
             )
-        rows = param.shape[0] if count == 1 else param.numel() // max(param.shape[-1], 1)
+        shape = whole_shape(param)
+        rows = shape[0] if count == 1 else math.prod(shape) // max(shape[-1], 1)
         if not isinstance(count, int) or count < 1 or rows % count:
             raise ZeroEngineError(
-                f"Muon: num_matrices is {count!r} for a parameter of shape {tuple(param.shape)}, whose {rows} rows do "
+                f"Muon: num_matrices is {count!r} for a parameter of shape {shape}, whose {rows} rows do "
                 "not divide into so many blocks"
             )
 

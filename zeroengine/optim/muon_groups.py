@@ -14,6 +14,7 @@ from zeroengine.optim.caller_optimizer import add_param_group
 from zeroengine.optim.mixed_optimizer import MixedOptimizer
 from zeroengine.optim.muon import Muon
 from zeroengine.partition.cut import plain_name
+from zeroengine.partition.slices import whole_shape
 from zeroengine.utils.formats import listed
 
 # Parameters whose names contain one of these are embeddings or heads, as in DeepSpeed.
@@ -118,7 +119,7 @@ def _heads_in(model: nn.Module, hidden: Mapping[str, nn.Parameter]) -> dict[str,
     for name, param in hidden.items():
         key = _HEADS.get(name.split(".")[-2]) if "." in name else None
         count = 0 if key is None else getattr(config, key, None) or num_heads
-        if count > 1 and param.ndim == 2 and param.shape[0] == count * width:
+        if count > 1 and param.ndim == 2 and whole_shape(param)[0] == count * width:
             heads[name] = count
     if not heads:
         raise ZeroEngineError(
@@ -132,7 +133,8 @@ def _matrices_in(hidden: Mapping[str, Any], counts: Mapping[str, int], heads: Ma
     """Return how many matrices each parameter holds: as ``counts`` says by patterns, or heads, stacked ones or one."""
     # A kernel of a convolution is one matrix. Experts that are stacked are a matrix each.
     num_matrices = {
-        name: param.shape[0] if param.ndim == 3 and "expert" in name.lower() else 1 for name, param in hidden.items()
+        name: whole_shape(param)[0] if param.ndim == 3 and "expert" in name.lower() else 1
+        for name, param in hidden.items()
     }
     num_matrices |= heads
     for pattern, count in counts.items():

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from zeroengine import ops
+from zeroengine.config import Config
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -43,14 +44,15 @@ KINDS = ("parameters", "gradients", "moments", "weights")
 StateRun = tuple[str, torch.Tensor, int, int]
 
 
-def check_words(plans: Iterable[UnitPlan]) -> None:
+def check_words(plans: Iterable[UnitPlan], config: Config) -> None:
     """Check that slices of split parameters begin and end with words of digests.
 
     Raises:
         ZeroEngineError: Those of this rank do not.
     """
     for plan in plans:
-        itemsize = min(plan.dtype.itemsize, plan.algorithm.moments_dtype.itemsize)
+        dtypes = plan.dtype, plan.algorithm.moments_dtype, config.accumulation_dtype(plan.dtype)
+        itemsize = min(dtype.itemsize for dtype in dtypes)
         for name, param in plan.params:
             part = slice_of(param)
             if part is None or part.dim is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.slices import expert_ranks, is_split, local_numel
+from zeroengine.partition.slices import expert_ranks, is_split, local_numel, whole_shape
 from zeroengine.partition.storages import exact_storages, storages_of
 from zeroengine.partition.unit_lists import find_unit_lists
 from zeroengine.utils.torch_internals import COMPILED_MODULE
@@ -294,15 +295,16 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
     small: list[tuple[str, nn.Parameter]] | None = None
     small_numel = 0
     for name, param in rest:
-        if param.numel() >= LARGE_PARAM:
+        numel = math.prod(whole_shape(param))
+        if numel >= LARGE_PARAM:
             groups.append(_Group(name, None, [(name, param)]))
             continue
-        if small is None or small_numel + param.numel() > REST_UNIT:
+        if small is None or small_numel + numel > REST_UNIT:
             # No module contains exactly this group, so it is named after its first parameter.
             groups.append(_Group("rest" if small is None else f"rest.{name}", None, small := []))
             small_numel = 0
         small.append((name, param))
-        small_numel += param.numel()
+        small_numel += numel
     return groups
 
 

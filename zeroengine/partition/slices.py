@@ -57,6 +57,8 @@ class Slice(NamedTuple):
             of its parts.
         expert_ranks: Of experts, which are split over ranks that compute other samples: the number of ranks that have
             the same slice. 0: the ranks of a model group compute one sample together.
+        number: The number of this slice.
+        num_ranks: The number of slices.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +66,8 @@ class Slice(NamedTuple):
     dim: int | None = None
     runs: tuple[SliceRun, ...] = ()
     expert_ranks: int = 0
+    number: int = 0
+    num_ranks: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -182,10 +186,7 @@ def make_slice(name: str, param: Any, number: int, expert_ranks: int = 0) -> Sli
             f"parameter {name} is a DTensor with the placement {placement}, whose {num_parts} parts do not divide "
             f"its {shape[dim]} elements: split it by Shard({dim})"
         )
-    # Of a fused matrix, such as those of queries, keys and values one above another, each part is split.
-    runs = _runs(shape[dim], param.device_mesh.size(), number, num_parts)
-    sizes = (*shape[:dim], sum(run.size for run in runs), *shape[dim + 1 :])
-    return Slice(shape, sizes, dim, runs, expert_ranks)
+    return _cut(shape, dim, num_parts, number, param.device_mesh.size(), expert_ranks)
 
 
 def slice_of_plain_tensor(
@@ -212,24 +213,28 @@ def slice_of_plain_tensor(
         )
     dim %= len(shape)
     whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
-    return Slice(whole, shape, dim, _runs(whole[dim], num_ranks, number, num_parts))
+    return _cut(whole, dim, num_parts, number, num_ranks)
 
 
 def slices_of_ranks(param: Any) -> tuple[tuple[Slice, ...], int]:
     """Return what each of the ranks that hold ``param`` together has of it, ascending, and this rank's place there."""
     part = slice_of(param)
-    if part is None or part.is_whole:
+    if part is None or part.dim is None:
         return (Slice(tuple(param.shape), tuple(param.shape)),), 0
-    if part.dim is not None and not hasattr(param, "device_mesh"):
-        # Plain tensors are slices of equal sizes, in the order of the ranks.
-        size, own = part.shape[part.dim], part.runs[0]
-        num_ranks = size // part.local_shape[part.dim]
-        every = [_runs(size, num_ranks, number, len(part.runs)) for number in range(num_ranks)]
-        return tuple(part._replace(runs=runs) for runs in every), own.start // own.size
-    ranks, number = param.device_mesh.mesh.tolist(), param.device_mesh.get_local_rank()
+    mesh = getattr(param, "device_mesh", None)
     # A mesh may have its ranks, and so the slices, in another order.
+    ranks = range(part.num_ranks) if mesh is None else mesh.mesh.tolist()
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    return tuple(make_slice("", param, other, part.expert_ranks) for other in order), order.index(number)
+    cuts = [_cut(part.shape, part.dim, len(part.runs), n, part.num_ranks, part.expert_ranks) for n in order]
+    return tuple(cuts), order.index(part.number)
+
+
+def _cut(shape: tuple[int, ...], dim: int, num_parts: int, number: int, num_ranks: int, expert_ranks: int = 0) -> Slice:
+    """Return one of the slices of a parameter of ``shape``, of which a dimension has equal parts that are split."""
+    # Of a fused matrix, such as those of queries, keys and values one above another, each part is split.
+    runs = _runs(shape[dim], num_ranks, number, num_parts)
+    sizes = (*shape[:dim], sum(run.size for run in runs), *shape[dim + 1 :])
+    return Slice(shape, sizes, dim, runs, expert_ranks, number, num_ranks)
 
 
 def _runs(size: int, num_ranks: int, number: int, num_parts: int) -> tuple[SliceRun, ...]:

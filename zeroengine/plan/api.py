@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from zeroengine.config import Config, load
-from zeroengine.engine.split_models import check_split_model
+from zeroengine.engine.split_models import check_split_model, plan_of_specs
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.choice import can_offload
 from zeroengine.optim.mixed_optimizer import describe_algorithms
@@ -104,11 +104,16 @@ def plan(
         tree[TRAIN] = batch
     written = tree.pop("sequence_parallel_size", 1)
     sharings = tuple(sequence_parallel) or (written if isinstance(written, int) else 1,)
+    layers = load(tree).tensor_parallel.partition_config
+    split_plan = split_plan or dict(plan_of_specs(facts.model, layers)) or None
+    written_layers = tree.get("tensor_parallel")
     searches = []
     for split in _take_splits(tree, tensor_parallel, expert_parallel):
         progress("splitting the model")
         own = split_facts(facts, *split, target.world_size, split_plan)
-        searches.append(_open_search(own, {**tree, **_sections(*split)}, target, sharings, checkpointing, notes))
+        searches.append(
+            _open_search(own, {**tree, **_sections(*split, written_layers)}, target, sharings, checkpointing, notes)
+        )
     estimator, choices = searches[0]
     asks = estimator.model.make_batch and facts.tokens_per_sample and (sequence_parallel or written != 1)
     progress("searching the longest sequence")
@@ -130,10 +135,16 @@ def _take_splits(tree: Tree, tensor_parallel: Sequence[int], expert_parallel: Se
     return [(size, experts) for size, experts in splits if experts == 1 or experts % size == 0] or splits
 
 
-def _sections(size: int, expert_size: int) -> dict[str, Any]:
-    """Return the sections of a configuration that split layers and experts over so many ranks."""
+def _sections(size: int, expert_size: int, layers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the sections of a configuration that split layers and experts over so many ranks.
+
+    Args:
+        size: The ranks that layers are split over.
+        expert_size: The ranks that experts are split over.
+        layers: What the configuration says of layers.
+    """
     experts = {"expert_parallel": {"enabled": True, "autoep_size": expert_size}} if expert_size > 1 else {}
-    return experts | ({"tensor_parallel": {"autotp_size": size}} if size > 1 else {})
+    return experts | ({"tensor_parallel": {**(layers or {}), "autotp_size": size}} if size > 1 else {})
 
 
 def _open_search(

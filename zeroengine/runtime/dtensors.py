@@ -126,8 +126,11 @@ def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def limit_waits(model: nn.Module, seconds: float) -> None:
-    """Let collectives of split layers, which torch issues, fail after ``seconds``, as those of the engine do."""
-    for group in {param.device_mesh.get_group() for _, param in dtensors_in(model)}:
+    """Let collectives of split layers, which torch issues, fail after ``seconds``, as those of the engine do.
+
+    The groups of the meshes keep this timeout. That of all ranks, over which user code has collectives, keeps its own.
+    """
+    for group in {param.device_mesh.get_group() for _, param in dtensors_in(model)} - {dist.group.WORLD}:
         group.set_timeout(timedelta(seconds=seconds))
 
 

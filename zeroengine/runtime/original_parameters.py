@@ -70,7 +70,7 @@ class OriginalParameters:
                     assert trace is not None
                     if trace.is_unset:
                         self.unset.add(self._layout.slots[index].name)
-                    source = _compute(trace, param, target, all_ranks)
+                    source = _compute(trace, param, target, holders, all_ranks)
                 if not param.requires_grad and _is_changed(source, target):
                     self.changed.append(self._layout.slots[index].name)
                 full_buffer.adopt(index)
@@ -101,17 +101,18 @@ class OriginalParameters:
                 local_tensor(param).data.fill_(float("nan"))
 
 
-def _compute(trace: Trace, param: nn.Parameter, target: torch.Tensor, all_ranks: Group) -> torch.Tensor:
+def _compute(trace: Trace, param: nn.Parameter, target: torch.Tensor, holders: Group, all_ranks: Group) -> torch.Tensor:
     """Compute what ``target`` takes of a parameter, and return it as it was before a cast. A collective if it is split.
 
     The ranks that hold a parameter that is not split receive its values with those of the unit.
     """
-    part, is_first = slice_of(param), all_ranks.rank == 0
-    if part is None or part.is_whole or trace.is_unset:
-        return trace.write(target) if is_first else target
+    part = slice_of(param)
+    # A slice that is a plain tensor was built as a slice.
+    if part is None or part.is_whole or trace.is_unset or not is_dtensor(param):
+        return trace.write(target) if holders.rank == 0 else target
     # One parameter at a time is whole, so that its values are those of the model that is not split.
     whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-    source = trace.write(whole) if is_first else whole
+    source = trace.write(whole) if all_ranks.rank == 0 else whole
     all_ranks.broadcast(whole, "of a parameter to split")
     target.copy_(part.cut(whole))
     return part.cut(source)

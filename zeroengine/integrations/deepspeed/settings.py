@@ -17,9 +17,11 @@ import torch.distributed as dist
 from zeroengine.config import Config, load
 from zeroengine.config.deepspeed_keys import ALIASES
 from zeroengine.config.source import read_file
+from zeroengine.engine.mpu_slices import MODEL, ask_mpu
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.integrations.deepspeed.leaf_modules import DeepSpeedZeroLeafModuleConfig
 from zeroengine.integrations.deepspeed.script_utils import log_dist
+from zeroengine.integrations.deepspeed.ulysses_sp import UlyssesSPAttentionHF
 
 # The value of DeepSpeed 0.19 where the file names none.
 GRADIENT_CLIPPING_DEFAULT = 1.0
@@ -164,10 +166,11 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: object = None) -> None:
         self._param_dict = read_settings(config)
-        settings, num_ranks = load_settings(config), dist.get_world_size() if dist.is_initialized() else 1
+        settings = load_settings(config)
         ranks_per_model = max(settings.tensor_parallel.autotp_size, 1)
-        if mpu is not None:
-            ranks_per_model = num_ranks // mpu.get_data_parallel_world_size()
+        if mpu is not None and not isinstance(mpu, UlyssesSPAttentionHF):
+            ranks_per_model = ask_mpu(mpu, "world_size", *MODEL)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else ranks_per_model
         self.world_size = num_ranks // ranks_per_model
         self.config = settings = settings.resolve(world_size=num_ranks, ranks_per_model=ranks_per_model)
         # null is the default, as a missing key is.

@@ -98,18 +98,6 @@ def precision_of(settings: Config) -> str:
     return {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": DEFAULT_PRECISION}[settings.precision]
 
 
-def sampler_arguments(settings: Config, rank: int, world_size: int) -> dict[str, int]:
-    """Return Lightning's arguments of the ``DistributedSampler``s that it makes: ranks that share samples get the same.
-
-    Args:
-        settings: The configuration.
-        rank: The number of this rank.
-        world_size: The number of ranks.
-    """
-    sharing = settings.ranks_per_sample
-    return {"num_replicas": world_size // sharing, "rank": rank // sharing}
-
-
 def with_accumulation_of_loop(settings: Config, steps: int, world_size: int, framework: str) -> Config:
     """Let Lightning end the steps: the engine sums the gradients of as many backwards as there are.
 

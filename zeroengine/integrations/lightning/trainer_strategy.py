@@ -35,7 +35,6 @@ from zeroengine.integrations.lightning.configuration import (
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
-    sampler_arguments,
     with_accumulation_of_loop,
     with_precision,
 )
@@ -83,8 +82,9 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The arguments of the samplers that Lightning makes."""
-        return sampler_arguments(self._settings, self.global_rank, self.world_size)
+        """The arguments of the samplers that Lightning makes: ranks that share samples get the same."""
+        sharing = self._settings.ranks_per_sample
+        return {"num_replicas": self.world_size // sharing, "rank": self.global_rank // sharing}
 
     @property
     def precision_plugin(self) -> Precision:

@@ -247,8 +247,8 @@ class OwnerExchange:
             last.wait_for_readers()
         # A rank that owns all of its matrices needs no other memory for them.
         memory = self._take(key)[: len(planned.plan.sizes)]
-        then = None if of_slices is None else self.begin(of_slices, dtype, slot)
-        self._trips[key] = RoundTrip(self._transports[planned.among], exchange_round, then, *memory)
+        way_of_slices = None if of_slices is None else self.begin(of_slices, dtype, slot)
+        self._trips[key] = RoundTrip(self._transports[planned.among], exchange_round, way_of_slices, *memory)
         return self._trips[key]
 
     def _take(self, key: Memory) -> list[torch.Tensor]:
@@ -260,7 +260,9 @@ class OwnerExchange:
     def end(self) -> None:
         """Free the memory of round trips, where the transport can."""
         for key in [key for key in self._memory if not self._transports[key[0]].keeps_memory]:
-            self._trips.pop(key).wait_for_readers()
+            # If making a trip has failed, there is memory alone.
+            if (trip := self._trips.pop(key, None)) is not None:
+                trip.wait_for_readers()
             del self._memory[key]
 
 

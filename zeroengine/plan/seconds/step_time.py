@@ -21,6 +21,7 @@ offload   transfers of a step that the pass they belong to does not hide; see "W
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,8 +76,10 @@ def topology_of(machine: Machine, config: Config) -> RankTopology:
     replica = machine_of_replica(machine, config)
     num_replicas = machine.world_size // replica.world_size
     size, per_node = replica.world_size, replica.ranks_per_node
-    # The ranks of a node that hold the same elements, in different replicas.
+    # The ranks of a node that hold the same elements, in different replicas. A model group has consecutive ranks.
     alike = 1 if machine.ranks_per_node % size else machine.ranks_per_node // size
+    if config.local_steps is None:
+        alike = math.gcd(num_replicas, machine.ranks_per_node)
     transport, between = (
         expected_transport(machine.device, config.comm.transport, *hosts).name
         for hosts in ((replica.nodes, per_node), (num_replicas // alike, alike))

@@ -22,18 +22,19 @@ from zeroengine.runtime.dtensors import SplitOver, ranks_in_group
 from zeroengine.utils.formats import listed
 
 # What Megatron calls the ranks that split tensors today, and did before.
-MODEL = ("tensor_model_parallel", "model_parallel")
+MODEL = ("tensor_model", "model")
 PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
 
 
-def note_slices_of_unit(
+def note_slices_of_mpu(
     model: nn.Module, mpu: Any, slices: Mapping[str, Any], process_group: dist.ProcessGroup | None, undo: ExitStack
 ) -> SplitOver:
     """Note for each parameter that is a slice which part it is of the parameter that the ranks have together.
 
     Args:
         model: The model, of plain parameters.
-        mpu: Has the methods ``get_model_parallel_{group,world_size,rank}`` and ``get_data_parallel_group``.
+        mpu: Has the methods ``get_{kind}_parallel_{group,world_size,rank}`` of a kind of ``MODEL``, and
+            ``get_data_parallel_group``.
         slices: The configuration's ``tensor_parallel.slices``.
         process_group: The ranks of the engine; None: all.
         undo: Forgets it again.
@@ -46,16 +47,17 @@ def note_slices_of_unit(
             cannot be split as it is said.
     """
     group = dist.group.WORLD if process_group is None else process_group
-    size, number, world_size = _ask(mpu, "world_size", *MODEL), _ask(mpu, "rank", *MODEL), dist.get_world_size(group)
+    size, number = (ask_mpu(mpu, what, *MODEL) for what in ("world_size", "rank"))
+    world_size = dist.get_world_size(group)
     if any(getattr(mpu, name, int)() > 1 for name in PIPELINE):
         raise ZeroEngineError("the mpu has pipeline parallelism, which is not supported: pass one of a single stage")
     parts = _parts(model, slices)
     if size == 1:
         # Plain data parallelism.
         return SplitOver()
-    ranks = dist.get_process_group_ranks(_ask(mpu, "group", *MODEL))
+    ranks = dist.get_process_group_ranks(ask_mpu(mpu, "group", *MODEL))
     # The ranks of the data groups follow from the model groups. Further kinds of parallelism make them fewer.
-    num_copies = dist.get_world_size(_ask(mpu, "group", "data_parallel"))
+    num_copies = dist.get_world_size(ask_mpu(mpu, "group", "data"))
     if ranks[number : number + 1] != [dist.get_rank()] or len(ranks) != size or num_copies * size != world_size:
         raise ZeroEngineError(
             f"the mpu says that rank {dist.get_rank()} is number {number} of {size} in the model group {ranks}, and in "
@@ -79,9 +81,9 @@ def note_slices_of_unit(
     return SplitOver(ranks_in_group(ranks, group))
 
 
-def _ask(mpu: Any, what: str, *kinds: str) -> Any:
+def ask_mpu(mpu: Any, what: str, *kinds: str) -> Any:
     """Return what the first method that an ``mpu`` has of ``get_{kind}_parallel_{what}`` returns."""
-    for name in (names := [f"get_{kind}_{what}" for kind in kinds]):
+    for name in (names := [f"get_{kind}_parallel_{what}" for kind in kinds]):
         if hasattr(mpu, name):
             return getattr(mpu, name)()
     raise ZeroEngineError(
