@@ -180,9 +180,12 @@ def local_gradient(param: Any, gradient: Any) -> torch.Tensor:
     of the backward left terms of a sum, or another part, the model group sums or exchanges them: a collective of the
     group.
     """
+    own: torch.Tensor = gradient
+    # This runs for each parameter of every backward.
+    if SLICE_ATTRIBUTE not in param.__dict__:
+        return own
     part = slice_of(param)
     if part is None or not hasattr(gradient, "placements"):
-        own: torch.Tensor = gradient
         return own if part is None or tuple(own.shape) != part.shape else part.cut(own)
     if gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)

@@ -13,7 +13,7 @@ from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
-from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
+from zeroengine.runtime.released_parameter import ReleasedParameter, Resolver, mark_gathered, mark_released
 from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import with_own_storage
 from zeroengine.utils.torch_internals import (
@@ -102,14 +102,15 @@ class FullBuffer:
             return True
         # In C++ the owners of a parameter are its Python object, the graph's node that accumulates its gradient (if it
         # has required a gradient since it was gathered), and every graph that has saved it.
+        with_second_owner: list[nn.Parameter] = []
         with DisableTorchFunctionSubclass():
             for param, required in zip(self._params, self._required_grad, strict=True):
                 num_owners, may_accumulate = tensor_use_count(param), required and param.requires_grad
                 if num_owners > (2 if may_accumulate else 1):
                     return True
-                if exactly and num_owners == 2 and not _accumulates(param):
-                    return True
-        return False
+                if exactly and num_owners == 2:
+                    with_second_owner.append(param)
+            return bool(with_second_owner) and not _all_accumulate(with_second_owner)
 
     def adopt(self, index: int) -> None:
         """Make a parameter a view of the buffer for the first time."""
@@ -133,7 +134,7 @@ class FullBuffer:
         # The released class would treat an assignment to ``data`` as a use.
         with DisableTorchFunctionSubclass():
             for param, target, view in zip(self._params, self.targets, self.views, strict=True):
-                if is_released_parameter(param):
+                if issubclass(type(param), ReleasedParameter):
                     target.data = view
                     mark_gathered(param)
         self.note_required_gradients()
@@ -214,12 +215,15 @@ def param_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
 
 
-def _accumulates(param: nn.Parameter) -> bool:
-    """Return whether one of the two owners of ``param`` is the graph's node that accumulates its gradient."""
-    # A node that there was not yet is another owner, as long as it is held.
+def _all_accumulate(params: Sequence[nn.Parameter]) -> bool:
+    """Return whether one of the two owners of each parameter is the graph's node that accumulates its gradient."""
     with torch.inference_mode(False), torch.enable_grad(), outside_torch_func():
-        _edge = get_gradient_edge(param)
-        return tensor_use_count(param) == 2
+        for param in params:
+            # A node that there was not yet is another owner, as long as it is held.
+            _edge = get_gradient_edge(param)
+            if tensor_use_count(param) != 2:
+                return False
+    return True
 
 
 def placeholder_of(view: torch.Tensor) -> torch.Tensor:

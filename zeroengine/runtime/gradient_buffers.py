@@ -18,7 +18,7 @@ from zeroengine.comm.buffer_pool import ENOUGH_BUFFERS, BufferPool
 from zeroengine.comm.interfaces import Transport
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.work import Work, current_stream, order_behind_current
+from zeroengine.utils.work import Work, order_behind_current
 
 # The most gradients in one launch of ``ops.cast_copy``.
 MAX_TENSORS_PER_LAUNCH = 64
@@ -148,7 +148,9 @@ class CastCopies:
         Autograd runs a gradient's hooks on the stream of its forward. What waits for a launch is launched on the stream
         that it came on, whose memory the gradients have.
         """
-        before, self._stream = self._stream, current_stream()
+        if not torch.cuda.is_initialized():
+            return
+        before, self._stream = self._stream, torch.cuda.current_stream()
         # A stream that is being captured has no order to what ran before the capture.
         if before is not None and before != self._stream and not torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(before):

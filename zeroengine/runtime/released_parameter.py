@@ -233,20 +233,22 @@ def class_of(param: torch.Tensor) -> Any:
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
     """Let every use of ``param``'s values call ``resolver`` first, which marks it gathered or raises."""
     # A second call, with another resolver, must not record the released class as the parameter's own.
-    if not is_released_parameter(param):
-        param.__class__ = _released_class(param.__dict__.setdefault(_OWN_CLASS, type(param)))
-        if (wrapper := param.__dict__.get(WRAPPER_ATTRIBUTE)) is not None:
-            mark_released(wrapper, _resolve_storages)
-    param.__dict__[_RESOLVER] = resolver
+    attributes, cls = param.__dict__, type(param)
+    if not issubclass(cls, ReleasedParameter):
+        param.__class__ = _released_class(attributes.setdefault(_OWN_CLASS, cls))
+        if WRAPPER_ATTRIBUTE in attributes:
+            mark_released(attributes[WRAPPER_ATTRIBUTE], _resolve_storages)
+    attributes[_RESOLVER] = resolver
 
 
 def mark_gathered(param: nn.Parameter) -> None:
     """Note that ``param`` has values. It has its own class again, unless its gradient or its data is observed."""
-    if _WATCHED in param.__dict__:
+    attributes = param.__dict__
+    if _WATCHED in attributes:
         mark_released(param, _use_watched)
-    elif DATA_OBSERVER_ATTRIBUTE in param.__dict__:
-        param.__dict__.pop(_RESOLVER, None)
-        param.__class__ = _gathered_class(param.__dict__.setdefault(_OWN_CLASS, type(param)))
+    elif DATA_OBSERVER_ATTRIBUTE in attributes:
+        attributes.pop(_RESOLVER, None)
+        param.__class__ = _gathered_class(attributes.setdefault(_OWN_CLASS, type(param)))
     else:
         _restore_class(param)
 
@@ -299,7 +301,7 @@ def stop_observing(param: nn.Parameter) -> None:
 
 def has_no_values(param: torch.Tensor) -> bool:
     """Return whether the values of ``param`` are away, so that a use would gather them or raise."""
-    return is_released_parameter(param) and resolver_of(param) is not _use_watched
+    return issubclass(type(param), ReleasedParameter) and param.__dict__[_RESOLVER] is not _use_watched
 
 
 def _use_watched(param: nn.Parameter, operation: str) -> None:

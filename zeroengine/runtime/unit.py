@@ -383,9 +383,9 @@ class Unit:
         Raises:
             ZeroEngineError: A parameter has another shape, dtype or device.
         """
-        buffer = self.full_buffer
+        buffer, is_gathered = self.full_buffer, self.is_gathered
         for index, (target, view, slot) in enumerate(zip(buffer.targets, buffer.views, self.layout.slots, strict=True)):
-            is_replaced = self.is_gathered and target.data_ptr() != view.data_ptr()
+            is_replaced = is_gathered and target.data_ptr() != view.data_ptr()
             if index in self.writes.reshaped or (is_replaced and not self.adopt_replaced_data(index)):
                 raise ZeroEngineError(
                     f"parameter {slot.name} was given another shape, dtype or device after initialize(), by .to(), "

@@ -164,11 +164,12 @@ class UserGradients:
             ZeroEngineError: A gradient that the engine held earlier was assigned, which has no values.
         """
         # Otherwise each read of a released parameter's gradient would be taken for one by the user.
+        touched = self._touched
         with DisableTorchFunctionSubclass():
             assigned = [
-                AssignedGradient(unit_grads, index, param.grad, self._touched.get(param, False) and param.grad is None)
+                AssignedGradient(unit_grads, index, param.grad, touched.get(param, False) and param.grad is None)
                 for param, unit_grads, index in self._trained
-                if param.grad is not None or param in self._touched
+                if param.grad is not None or (touched and param in touched)
             ]
             for assignment in assigned:
                 assignment.unit_grads.unit.params[assignment.index].grad = None

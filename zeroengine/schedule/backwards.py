@@ -55,7 +55,10 @@ class Backwards:
 
     def is_known(self, task: int) -> bool:
         """Return whether the backward of this number is in progress."""
-        return any(cursor.number == task for cursor in reversed(self.cursors))
+        for cursor in reversed(self.cursors):
+            if cursor.number == task:
+                return True
+        return False
 
     def is_first(self, task: int) -> bool:
         """Return whether the backward of this number is the outermost one that is known."""

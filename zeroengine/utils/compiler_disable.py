@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -33,6 +34,9 @@ def disable_compile(function: F) -> F:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            # Nothing is compiled yet.
+            return function(*args, **kwargs)
         # None switches the compiler off for this thread until the call ends.
         compiler = set_eval_frame(None)
         try:
