@@ -355,9 +355,10 @@ flatten_mesh: Callable[[Any], Any] = methodcaller(_attribute("_flatten", dist.De
 
 def mesh_without_processes(size: int, name: str) -> dist.DeviceMesh:
     """Return a mesh of one dimension in the view of its first rank. It has no process group, so nothing can be sent."""
-    # DTensor caches by meshes, which are equal if their devices are: no ranks have a mesh of meta devices.
-    ranks = torch.arange(size, device="cpu")
-    return dist.DeviceMesh("meta", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=0)
+    # DTensor caches by meshes, which are equal if their ranks are: no job has ranks of these numbers.
+    first = 1 << 30
+    ranks = torch.arange(first, first + size, device="cpu")
+    return dist.DeviceMesh("cpu", ranks, mesh_dim_names=(name,), _init_backend=False, _rank=first)
 
 
 # The namespace of collectives as operations.
