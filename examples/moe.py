@@ -12,7 +12,6 @@ equally busy. With `--config FILE` of zero-launch, `--stage` is ignored.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 
 import torch
@@ -40,8 +39,7 @@ def make_model(options: argparse.Namespace) -> MixtralForCausalLM:
         use_cache=False,
     )
     torch.manual_seed(options.seed)
-    # Experts are split from a model that is whole.
-    with zeroengine.meta_init() if options.expert_ranks == 1 else contextlib.nullcontext():
+    with zeroengine.meta_init():
         return MixtralForCausalLM(config)
 
 

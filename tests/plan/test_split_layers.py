@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 import zeroengine
@@ -196,7 +197,7 @@ def blocks() -> nn.Module:
 def test_a_plan_of_patterns_splits_a_model_of_ones_own() -> None:
     with torch.device("meta"):
         facts = from_module(blocks(), "blocks", lambda n: torch.zeros(n, 8, device="meta"))
-    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    plan = {"*.up": ColwiseParallel(use_local_output=False), "*.down": "rowwise"}
     facts, numel = split_facts(facts, 2, 1, 4, plan), facts.num_parameters
     # The first rank has four of seven rows and columns; what is added to sums is whole.
     units = facts.plans(load({}).resolve(world_size=2))

@@ -103,6 +103,8 @@ def of_plans(square: Mesh) -> dict[str, str]:
         "style": message(zeroengine.parallelize, small_lm(), {"blocks.*.up": "columnwise"}, size=2),
         "pattern": message(zeroengine.parallelize, small_lm(), {"layers.*.up": "colwise"}, size=2),
         "kind": message(zeroengine.parallelize, small_lm(), {"blocks.*.norm": "colwise"}, size=2),
+        "no size": message(zeroengine.parallelize, small_lm(), PLAN),
+        "uneven": message(zeroengine.parallelize, nn.Sequential(nn.Linear(4, 7)), {"0": "colwise"}, size=2),
         "split already": message(zeroengine.parallelize, split, PLAN, size=2),
         "ties": message(zeroengine.parallelize, small_lm(), {"tok": "rowwise_whole_input"}, size=2),
         "values of some ranks": message(
@@ -203,6 +205,8 @@ MESSAGES = {
     "values of some ranks": r"no values yet \(meta_init\) on some ranks, and has some on others: build it in the same",
     "gathered without values": r"of shape \(72, 24\) is split over ranks and has no values .* before parallelize\(\)",
     "without values": r"blocks.0.up.weight was split on the meta device, .*: split the model by zeroengine.para",
+    "no size": r"parallelize\(model, plan\) needs the number of ranks of a group: write size=2",
+    "uneven": r"0 returns 7 values, which 2 ranks do not divide: .* ColwiseParallel\(use_local_output=False\)",
     "kind": r"'blocks.\*.norm' matches blocks.0.norm, a LayerNorm, and 'colwise' splits a Linear or an Embedding",
     "one rank's mistake": r"missing.json",
     "sizes of ranks": r"over different numbers of ranks, or other layers: 2 and 1, 4 and 1. Give each rank",
@@ -268,6 +272,33 @@ def train_on_other_samples() -> int:
             assert re.search(r"hold one model together.* the same: engine.dataloader\(dataset\)", str(error)), error
             return step
     return -1
+
+
+class PartOfALoss(nn.Module):
+    """Takes the loss of what its layer returns, which is to be the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).square().mean()
+
+
+def train_on_parts_of_losses() -> str:
+    """On one rank: the error where the loss of each rank is that of its part of the head."""
+    model = zeroengine.parallelize(PartOfALoss(), {"head": "colwise"}, size=2)
+    engine = zeroengine.initialize(model, config=config(1))
+    with pytest.raises(zeroengine.DivergenceError) as error:
+        for step in range(MICRO_STEPS):
+            engine.backward(engine(torch.full((2, 4), 1.0 + step + engine.sample_group)))
+            engine.step()
+    return str(error.value)
+
+
+def test_losses_that_differ_within_a_model_group_are_an_error_that_names_the_style() -> None:
+    for text in run_ranks(4, train_on_parts_of_losses):
+        assert re.search(r"ranks 0, 1 hold one model.* different losses of the same inputs.*colwise_gathered", text)
 
 
 def test_ranks_of_a_model_group_with_different_samples_are_told_within_three_micro_steps() -> None:

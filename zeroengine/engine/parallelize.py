@@ -30,7 +30,7 @@ def parallelize(
     model: nn.Module,
     plan: Mapping[str, Any] | None = None,
     *,
-    size: int = 1,
+    size: int | None = None,
     expert_size: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
@@ -49,7 +49,7 @@ def parallelize(
             ``Embedding``: ``"colwise"`` splits what it returns, which the next layer takes as ``"rowwise"``;
             ``"colwise_gathered"`` returns the whole; ``"rowwise_whole_input"`` takes the whole, as an embedding does;
             or a style of ``torch.distributed.tensor.parallel``. None: the plan of a model of transformers.
-        size: The ranks of a group. It divides their number.
+        size: The ranks of a group. It divides their number. 1: layers are not split. A plan needs it.
         expert_size: The ranks that hold all experts together, and send tokens to one another. It divides the number of
             ranks, and is a multiple of ``size``. 1: every rank has all experts.
         optimizer: One over the model's parameters, whose places the slices take.
@@ -61,6 +61,9 @@ def parallelize(
         ZeroEngineError: A size does not divide the ranks, a pattern matches no module, a style is not known, there is
             no plan, or only some ranks have values.
     """
+    if plan is not None and size is None:
+        raise ZeroEngineError("parallelize(model, plan) needs the number of ranks of a group: write size=2")
+    size = 1 if size is None else size
     join_launched_ranks()
     device = device_of_model(model, None)
     start_torch_distributed(device)
@@ -179,6 +182,12 @@ def _split(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> Mapping[str,
                 raise ZeroEngineError(
                     f"parallelize(): {pattern!r} matches {name}, a {type(modules[name]).__name__}, and {style!r} "
                     "splits a Linear or an Embedding: write a pattern that matches those alone"
+                )
+            width = getattr(modules[name], "out_features", None) or getattr(modules[name], "embedding_dim", 0)
+            if style == "colwise" and width % mesh.size():
+                raise ZeroEngineError(
+                    f"parallelize(): {name} returns {width} values, which {mesh.size()} ranks do not divide: in place "
+                    'of "colwise" write torch\'s ColwiseParallel(use_local_output=False), before a "rowwise" layer'
                 )
             chosen[name] = style
     # Nothing is split before all of the plan is known to be right.

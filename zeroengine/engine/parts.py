@@ -181,7 +181,9 @@ class Ranks:
         if self.is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
             raise self.group.divergence.error(
                 f"rank {self.group.rank} could not finish a collective of a layer that is split over ranks ({error}): "
-                "another rank of the layer has ended, does not answer, or has made other calls."
+                "another rank of the layer has ended, does not answer, or has made other calls, or the ranks have "
+                "inputs of different shapes. Give the ranks of a model group the same batches, as "
+                "engine.dataloader(dataset) does."
             ) from error
 
     @property

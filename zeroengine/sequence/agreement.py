@@ -26,6 +26,8 @@ log = logging.getLogger("zeroengine")
 # The number of micro-steps, at the start of a run, whose inputs are compared.
 MICRO_STEPS = 3
 MAX_RANKS_SHOWN = 8
+# Losses of a model group may differ by rounding, relative to the largest.
+LOSS_TOLERANCE = 1e-5
 # Batches of whole sequences, before they are cut. States of generators that a forward draws numbers for whole samples
 # from. Numbers of labels of this rank's parts. Losses that backwards begin with. Calls of ``mean_loss``.
 Fact = Literal["batches", "random states", "labels", "losses", "means"]
@@ -101,8 +103,9 @@ class RankComparison(Observer):
                 self._digest = digest_inputs((args, kwargs), self.device)
 
     def loss_noted(self, loss: torch.Tensor) -> None:
-        """Note the loss, if several ranks compute it together."""
-        if self.group_size > 1:
+        """Note the loss, if several ranks compute it together; those of a model group, with the first inputs."""
+        is_compared = self._model_groups and self._is_recording and not hasattr(loss, "placements")
+        if self.group_size > 1 or is_compared:
             self.note("losses", loss)
 
     def micro_step_ended(self, ranks_meet: bool) -> None:
@@ -153,6 +156,15 @@ class RankComparison(Observer):
                     f"ranks {listed(members, MAX_RANKS_SHOWN)} hold one model together, each with slices of its "
                     "parameters, and were given different inputs. Give them the same: engine.dataloader(dataset), or "
                     "DistributedSampler(dataset, engine.num_sample_groups, engine.sample_group)."
+                )
+            losses = [rows[rank][MICRO_STEPS + FACTS.index("losses")] for rank in members]
+            if max(losses) - min(losses) > LOSS_TOLERANCE * max(map(abs, losses)):
+                raise DivergenceError(
+                    f"ranks {listed(members, MAX_RANKS_SHOWN)} hold one model together, and began backwards with "
+                    f"different losses of the same inputs, {', '.join(f'{loss:.6g}' for loss in losses)} in all. "
+                    "Where a layer returns the part of this rank to what is no rowwise layer, such as the loss, write "
+                    '"colwise_gathered" for it. If the ranks drew different random numbers, as of dropout, seed them '
+                    "alike: torch.manual_seed(seed + engine.sample_group)."
                 )
         # Of those that compute together one stands for all.
         others = {rank for members in self._model_groups for rank in members[1:]}

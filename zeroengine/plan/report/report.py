@@ -18,6 +18,7 @@ from zeroengine.utils.formats import counted, format_byte_size
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.
 WIDE = 135
+ANY_WIDTH = 1000
 GIB = 2**30
 PLACE_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
 # Columns of the wide table: head, and the states that they sum up.
@@ -46,7 +47,12 @@ def table(plan: Json, width: int | None = None, *, everything: bool = False, col
     width = width or shutil.get_terminal_size((80, 24)).columns
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=color, no_color=not color, highlight=False)
-    console.print(_report(plan, width, everything))
+    report, unlimited = _report(plan, width, everything), console.options.update_width(ANY_WIDTH)
+    if console.measure(report, options=unlimited).minimum > width:
+        # A table of fewer columns, or else longer lines: figures that are cut would be read as others.
+        report = _report(plan, min(width, WIDE - 1), everything)
+        console.width = max(width, console.measure(report, options=unlimited).minimum)
+    console.print(report)
     # rich fills lines with spaces up to the width of a column.
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
@@ -65,6 +71,10 @@ def _stage_text(candidate: Json) -> str:
     degrees = "" if candidate["degrees"] == DEFAULT else f" {candidate['degrees']}"
     sharing = "".join(f" {name} {candidate[key]}" for key, name in SHARING.items() if candidate[key] > 1)
     return f"{candidate['stage']}{degrees}{sharing}"
+
+
+def _batch_text(candidate: Json) -> str:
+    return f"{candidate['micro_batch']} x {candidate['accumulation']}"
 
 
 def _machine_text(plan: Json) -> str:
@@ -151,11 +161,12 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     ]
     columns: list[Column | str] = [
         Column("#", justify="right"),
-        Column("stage", no_wrap=any(" " in _stage_text(candidate) for candidate in candidates)),
+        # The least width of a column is otherwise that of its longest word.
+        Column("stage", no_wrap=True, min_width=max(len(_stage_text(candidate)) for candidate in candidates)),
         Column("offload", min_width=13 if candidates_offload else 7),
-        Column("batch", justify="right", no_wrap=True),
+        Column("batch", justify="right", min_width=max(len(_batch_text(candidate)) for candidate in candidates)),
         Column("ckpt"),
-        *(Column(head, justify="right", no_wrap=True) for head in numbers),
+        *(Column(head, justify="right", no_wrap=True, min_width=len(head)) for head in numbers),
     ]
     rows = Table(*columns, box=None, pad_edge=False, padding=(0, 1 if wide else 2, 0, 0), header_style="bold")
     for candidate in candidates:
@@ -174,7 +185,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
             str(candidate["number"]),
             _stage_text(candidate),
             _offload_text(candidate),
-            f"{candidate['micro_batch']} x {candidate['accumulation']}",
+            _batch_text(candidate),
             "yes" if candidate["checkpointing"] else "no",
             *cells,
             _rate_text(candidate),
