@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,10 @@ from tests.distributed.models import WIDTH
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from tests.emulated import cpu_alone
+from tests.recovery.test_snapshots import memory
 from tests.slices.split_models import Factory, make_split_engine, one_block_lm, small_lm, uneven_lm
+
+__all__ = ["memory"]
 
 pytestmark = cpu_alone("the ranks of a model group talk over Gloo")
 
@@ -37,15 +39,18 @@ def whole_states(engine: zeroengine.Engine) -> States:
     return states
 
 
-def train_and_save(size: int, stage: int, factory: Factory, folder: Path) -> tuple[States, list[float]]:
+def train_and_save(engine: zeroengine.Engine, folder: Path) -> tuple[States, list[float]]:
     """On one rank: the states that are saved after two steps, and the losses of two more."""
-    engine = make_split_engine(size, stage, factory)
     take_steps(engine, range(2), share=engine.sample_group)
     saved = whole_states(engine)
     engine.save_checkpoint(folder)
     losses = take_steps(engine, range(2, 4), share=engine.sample_group)
     engine.close()
     return saved, losses
+
+
+def train_split_model(size: int, stage: int, factory: Factory, folder: Path) -> tuple[States, list[float]]:
+    return train_and_save(make_split_engine(size, stage, factory), folder)
 
 
 def load_and_save(size: int, stage: int, factory: Factory, source: Path, target: Path) -> States:
@@ -78,7 +83,7 @@ def assert_same(found: States, expected: States, what: Any) -> None:
 def check_round_trips(factory: Factory, others: list[tuple[int, int, int]], folder: Path) -> None:
     """Check that checkpoints keep all bits on the way to other numbers of ranks and slices, and back."""
     ranks, size, stage = HOME
-    trained = run_ranks(ranks, train_and_save, size, stage, factory, folder / "home")
+    trained = run_ranks(ranks, train_split_model, size, stage, factory, folder / "home")
     saved, _ = trained[0]
     copies = [folder / "home"]
     for other in others:
@@ -125,15 +130,6 @@ def wide_lm() -> nn.Module:
     for block in model.blocks:
         block.up, block.down = nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH)
     return model
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder in memory, for those of the hosts."""
-    folder = Path(f"/dev/shm/zeroengine-slices-{os.getpid()}")
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
 
 
 def states_of_snapshots(memory: Path, size: int, steps: int, num_hosts: int) -> tuple[bool, States]:

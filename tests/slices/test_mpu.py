@@ -21,7 +21,7 @@ from tests.distributed.training import Task, Trained, adamw, assert_same_bits, s
 from tests.emulated import cpu_alone
 from tests.slices.mpu_models import SLICES, Unit, make_mpu_engine, sliced_lm
 from tests.slices.split_models import by_sample_group, make_split_engine, small_lm
-from tests.slices.test_checkpoints import States, assert_same, whole_states
+from tests.slices.test_checkpoints import States, assert_same, train_and_save, whole_states
 from tests.slices.test_muon import muon
 from tests.slices.test_refusals import message
 from tests.weights.test_stream import same, taken
@@ -311,13 +311,7 @@ def test_wrong_input_is_an_error_by_name_on_every_rank(name: str, observed: list
 
 def save(folder: Path) -> tuple[States, list[float]]:
     """On one rank: the states that are saved after two steps, and the losses of two more."""
-    engine = make_mpu_engine(2, 3)
-    take_steps(engine, range(2), share=engine.sample_group)
-    saved = whole_states(engine)
-    engine.save_checkpoint(folder)
-    losses = take_steps(engine, range(2, 4), share=engine.sample_group)
-    engine.close()
-    return saved, losses
+    return train_and_save(make_mpu_engine(2, 3), folder)
 
 
 def load(size: int, stage: int, source: Path, target: Path) -> tuple[States, list[float]]:

@@ -200,8 +200,8 @@ class StateDigests(Observer):
     def _whole(self, numbers: np.ndarray) -> dict[str, str]:
         """Return the digests of whole states by kind."""
         by_unit = whole_digests(numbers[:, : self._shards.shape[1]], self._shards).reshape(len(KINDS), -1)
-        whole = [by_unit[:, self._unit_names == i].sum(axis=1) for i in range(len(self.names))]
-        by_kind = np.stack(whole, axis=1).astype(">u8")
+        by_name = [by_unit[:, self._unit_names == i].sum(axis=1) for i in range(len(self.names))]
+        by_kind = np.stack(by_name, axis=1).astype(">u8")
         return {kind: digests.tobytes().hex() for kind, digests in zip(KINDS, by_kind, strict=True)}
 
     def _read(self) -> None:

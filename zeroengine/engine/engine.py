@@ -23,6 +23,7 @@ from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.parts import EngineCalls
+from zeroengine.engine.split_models import explain_layer_error
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -126,7 +127,7 @@ class Engine:
                 if isinstance(error, DivergenceError):
                     messages.end_traceback_in_callers_code(error)
                 self._steps.forwards.end(error)
-                self._parts.ranks.explain(error)
+                explain_layer_error(error, self._parts)
             raise
 
     forward = __call__
@@ -165,7 +166,7 @@ class Engine:
         try:
             self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
         except RuntimeError as error:
-            self._parts.ranks.explain(error)
+            explain_layer_error(error, self._parts)
             raise
         # A backward that raises is no part of the step, so this comes after it.
         self._steps.note_loss(loss)

@@ -21,7 +21,6 @@ from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.restoration import Restoration
-from zeroengine.errors import DivergenceError
 from zeroengine.memory.state_memory import StateMemory
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
@@ -136,7 +135,6 @@ class Ranks:
         quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
         quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
         experts: The ranks that experts are split over; None: they are not.
-        is_split: Whether parameters of the model are split over ranks.
     """
 
     group: Group
@@ -147,7 +145,6 @@ class Ranks:
     quantized_gather: QuantizedGather | None
     quantized_reduce: QuantizedReduce | None
     experts: ExpertGroup | None = None
-    is_split: bool = False
 
     def transport_of(self, unit: UnitPlan | Unit) -> Transport:
         """Return what moves bytes between the ranks that a unit is partitioned over."""
@@ -171,20 +168,6 @@ class Ranks:
         if self.experts is not None and unit.expert_ranks:
             return self.experts.layout.number
         return self.replica_layout.replica
-
-    def explain(self, error: BaseException) -> None:
-        """Raise an error that names ranks, if ``error`` is that of a collective of a split layer, which torch issues.
-
-        Raises:
-            DivergenceError: Another rank of the layer did not come to it.
-        """
-        if self.is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
-            raise self.group.divergence.error(
-                f"rank {self.group.rank} could not finish a collective of a layer that is split over ranks ({error}): "
-                "another rank of the layer has ended, does not answer, or has made other calls, or the ranks have "
-                "inputs of different shapes. Give the ranks of a model group the same batches, as "
-                "engine.dataloader(dataset) does."
-            ) from error
 
     @property
     def replica_group(self) -> Group:
@@ -243,8 +226,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
-    quantized = quantized_gather, quantized_reduce
-    return Ranks(group, replicas, rules, transport, sums, *quantized, experts, setup.is_split)
+    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, experts)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.config import Config
 from zeroengine.config.tensor_parallel import PartitionConfig
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.parallelize import NUM_SHOWN, parallelize
 from zeroengine.engine.parts import Ranks
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.choice import rules_of
 from zeroengine.optim.mixed_optimizer import members_of
@@ -24,6 +26,7 @@ from zeroengine.partition.slices import pieces_of_slice, whole_shape
 from zeroengine.runtime.dtensors import dtensors_in, of_experts
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import listed
+from zeroengine.weights.tensor_reads import gather_run
 
 # Over how many ranks layers and experts of a model are still to be split, and the layers with their styles; of none the
 # model's own plan counts.
@@ -185,10 +188,21 @@ def assemble(ranks: Ranks, unit: Unit, index: int, values: torch.Tensor) -> torc
     if not unit.is_split:
         return values
     param = unit.params[index]
-    shape = whole_shape(param)
-    result = torch.zeros(shape, dtype=values.dtype, device=values.device)
-    pieces = pieces_of_slice(param, 0, values.reshape(-1))
-    StateEntry(shape, values.dtype, pieces).copy_run(result.view(-1), 0)
-    # Each element comes from one rank, and its bits are those of 0 on the others.
-    ranks.model_group(unit).all_reduce(result.view(-1).view(torch.uint8), "of slices")
-    return result
+    entry = StateEntry(whole_shape(param), values.dtype, pieces_of_slice(param, 0, values.reshape(-1)))
+    return gather_run(entry, 0, math.prod(entry.shape), ranks.model_group(unit), values.device).view(entry.shape)
+
+
+def explain_layer_error(error: BaseException, parts: EngineParts) -> None:
+    """Raise an error that names ranks, if ``error`` is that of a collective of a split layer, which torch issues.
+
+    Raises:
+        DivergenceError: Another rank of the layer did not come to it.
+    """
+    if parts.setup.is_split and "gloo/transport" in str(error) and not isinstance(error, DivergenceError):
+        group = parts.ranks.group
+        raise group.divergence.error(
+            f"rank {group.rank} could not finish a collective of a layer that is split over ranks ({error}): "
+            "another rank of the layer has ended, does not answer, or has made other calls, or the ranks have "
+            "inputs of different shapes. Give the ranks of a model group the same batches, as "
+            "engine.dataloader(dataset) does."
+        ) from error

@@ -55,13 +55,15 @@ class OptimizerBytes(NamedTuple):
     transient: int
 
 
-def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, kept: Collection[str]) -> OptimizerBytes:
+def predict_optimizer(
+    units: Sequence[UnitBytes], probe: OptimizerProbe, *, kept_among: Collection[str]
+) -> OptimizerBytes:
     """Return what the optimizer takes on rank 0.
 
     Args:
         units: The units.
         probe: What is known of the optimizer.
-        kept: Among which ranks (``PlannedRound.among``) a transport keeps the memory that operations send from.
+        kept_among: Among which ranks (``PlannedRound.among``) a transport keeps the memory that operations send from.
     """
     states, exchange, transient = [UnitState()] * len(units), 0, 0
     # All degrees above 1 have the same rules.
@@ -90,9 +92,9 @@ def predict_optimizer(units: Sequence[UnitBytes], probe: OptimizerProbe, *, kept
             if algorithm.block > 1:
                 nbytes = sum(algorithm.moment_bytes(unit.optimizer_numel))
             states[i] = UnitState(nbytes, max((of.element_sizes for of in of_param), key=sum), rule is WholeUpdate)
-        exchange += sum(nbytes for among, nbytes in sent.items() if among in kept)
+        exchange += sum(nbytes for among, nbytes in sent.items() if among in kept_among)
         # The rules update one after another. Whole parameters are copied beside their gradients.
-        freed = sum(nbytes for among, nbytes in sent.items() if among not in kept)
+        freed = sum(nbytes for among, nbytes in sent.items() if among not in kept_among)
         transient = max(transient, copied * (2 if rule is WholeUpdate else 1) + freed)
     return OptimizerBytes(states, exchange, transient)
 

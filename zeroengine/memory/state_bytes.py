@@ -186,9 +186,9 @@ def predict_states(
     ledger: _Ledger = Counter()
     probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config, plans)
     experts_have_peers = any(plan.expert_ranks > 1 for plan in plans)
-    kept = {"data", *["experts"] * experts_have_peers} if traits.keeps_memory else set[str]()
-    kept |= {"model"} if TRANSPORTS[topology.replica_transport].keeps_memory else set()
-    update = predict_optimizer(units, probe, kept=kept)
+    kept_among = {"data", *["experts"] * experts_have_peers} if traits.keeps_memory else set[str]()
+    kept_among |= {"model"} if TRANSPORTS[topology.replica_transport].keeps_memory else set()
+    update = predict_optimizer(units, probe, kept_among=kept_among)
     for unit, state in zip(units, update.states, strict=True):
         ledger[placement.param_location if unit.shard_offloaded else None, "parameters"] += unit.shard_bytes
         ledger[None, "parameters"] += unit.secondary_bytes

@@ -25,8 +25,8 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
         master *= unit.has_wide_values and not unit.states_offloaded
         # A parameter without values is whole before it is cut, and twice where its dtype is not that of the unit.
         without_values = [param for _, param in unit.plan.params if param.is_meta and is_split(param)]
-        whole = max((_whole_bytes(param, unit.plan.dtype) for param in without_values), default=0)
-        most = max(most, remaining + moved + shard + full + wide + master + whole)
+        largest_whole = max((_whole_bytes(param, unit.plan.dtype) for param in without_values), default=0)
+        most = max(most, remaining + moved + shard + full + wide + master + largest_whole)
         moved += shard + master
         remaining -= value_bytes(unit.plan, device)
     return most

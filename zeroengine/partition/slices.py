@@ -212,8 +212,8 @@ def slice_of_plain_tensor(
             f"dimension from 0 to {len(shape) - 1}, and a number of parts that divides it"
         )
     dim %= len(shape)
-    whole = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
-    return _cut(whole, dim, num_parts, number, num_ranks)
+    full_shape = (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :])
+    return _cut(full_shape, dim, num_parts, number, num_ranks)
 
 
 def slices_of_ranks(param: Any) -> tuple[tuple[Slice, ...], int]:

@@ -111,10 +111,10 @@ def _compute(trace: Trace, param: nn.Parameter, target: torch.Tensor, holders: G
     if part is None or part.is_whole or trace.is_unset or not is_dtensor(param):
         return trace.write(target) if holders.rank == 0 else target
     # One parameter at a time is whole, so that its values are those of the model that is not split.
-    whole = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-    source = trace.write(whole) if all_ranks.rank == 0 else whole
-    all_ranks.broadcast(whole, "of a parameter to split")
-    target.copy_(part.cut(whole))
+    values = torch.empty(part.shape, dtype=target.dtype, device=target.device)
+    source = trace.write(values) if all_ranks.rank == 0 else values
+    all_ranks.broadcast(values, "of a parameter to split")
+    target.copy_(part.cut(values))
     return part.cut(source)
 
 

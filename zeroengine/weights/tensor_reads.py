@@ -35,6 +35,23 @@ from zeroengine.weights.selection import Converted, OutgoingTensor, Slot, Stored
 CHUNK = 1 << 22
 
 
+def gather_run(entry: StateEntry, start: int, stop: int, ranks: Group, device: torch.device) -> torch.Tensor:
+    """Return the elements [start, stop) of a flattened tensor, from what each rank has of them. A collective.
+
+    Args:
+        entry: What this rank has of the tensor. Each element is on one rank.
+        start: The first element.
+        stop: The end of the elements.
+        ranks: The ranks.
+        device: That of the result.
+    """
+    values = torch.zeros(stop - start, dtype=entry.dtype, device=device)
+    entry.copy_run(values, start)
+    # The bits of each element are those of 0 on the other ranks.
+    ranks.all_reduce(values.view(torch.uint8), "of slices")
+    return values
+
+
 class TensorReads:
     """Reads tensors of one engine. Every method is a collective: all ranks read the same, or equally many rows each.
 
@@ -191,10 +208,7 @@ class TensorReads:
         entry = StateEntry(whole_shape(param), unit.dtype, pieces_of_slice(param, 0, values))
         for first in range(start, stop, CHUNK):
             last = min(first + CHUNK, stop)
-            chunk = torch.zeros(last - first, dtype=unit.dtype, device=self._device)
-            entry.copy_run(chunk, first)
-            # Each element comes from one rank, and its bits are those of 0 on the others.
-            ranks.all_reduce(chunk.view(torch.uint8), "of slices")
+            chunk = gather_run(entry, first, last, ranks, self._device)
             if target is not None:
                 target[first - start : last - start].copy_(chunk, non_blocking=True)
 

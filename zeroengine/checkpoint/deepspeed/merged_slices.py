@@ -53,7 +53,7 @@ def merge_slices(ranks: Sequence[Mapping[str, StateEntry]], info: Mapping[str, A
                 part = _slice(entry.shape, layout["ranks"][rank])
                 if part is not None and part.local_shape == tensors[name].shape and not (part.is_whole and rank):
                     for box, values in tensors[name].pieces:
-                        entry.pieces += [(whole, values[place]) for whole, place in part.boxes(box)]
+                        entry.pieces += [(target, values[place]) for target, place in part.boxes(box)]
         if param in reasons or sum(box.numel for box, _ in entry.pieces) != math.prod(entry.shape):
             why = reasons.get(param, "its slices are not those of one dimension")
             raise CheckpointError(f"cannot be imported, because {param} is split over {len(ranks)} ranks, and {why}")
@@ -67,12 +67,12 @@ def _slice(shape: tuple[int, ...], held: Mapping[str, Any]) -> Slice | None:
     dim = next((dim for dim, size in enumerate(shape) if size != local[dim]), None)
     if dim is None:
         return Slice(shape, local) if len(pieces) == 1 and "scale" not in pieces[0] else None
-    whole, own = (torch.empty(sizes, device="meta") for sizes in (shape, local))
+    parameter, own_part = (torch.empty(sizes, device="meta") for sizes in (shape, local))
     runs = []
     for piece in pieces:
         sizes, source, dest = piece["shape"], piece["source"], piece["dest"]
-        run = SliceRun(source[0] // whole.stride(dim), dest[0] // own.stride(dim), sizes[dim])
-        views = whole.narrow(dim, run.start, run.size), own.narrow(dim, run.local_start, run.size)
+        run = SliceRun(source[0] // parameter.stride(dim), dest[0] // own_part.stride(dim), sizes[dim])
+        views = parameter.narrow(dim, run.start, run.size), own_part.narrow(dim, run.local_start, run.size)
         # A piece of another form is a part of several dimensions, and one with a scale has other values than the whole.
         expected = [list(views[0].shape), *([view.storage_offset(), list(view.stride())] for view in views)]
         if [sizes, source, dest] != expected or "scale" in piece:

@@ -42,7 +42,7 @@ class Round:
 
     @cached_property
     def of_slices(self) -> Round | None:
-        """What follows within the model group, if anything does."""
+        """The round that follows within the model group; None: there is none."""
         return None if self.planned.of_slices is None else Round(self.shards, self.planned.of_slices)
 
     @cached_property
@@ -96,19 +96,19 @@ class RoundTrip:
         """Wait for the parts, and return the matrices that this rank updates, each with its values, 1-D."""
         self._work.wait_stream()
         values = self._owner_values
-        found = {
+        values_of = {
             matrix: values[places[0]] if len(places) == 1 else torch.cat([values[place] for place in places])
             for matrix, places in self.round.owned
         }
         if self._of_slices is not None:
             for _, part, sent in self._of_slices.parts():
-                sent.copy_(found.pop(part.matrix))
+                sent.copy_(values_of.pop(part.matrix))
             self._of_slices.send()
             for matrix, parts in self._of_slices.matrices().items():
-                found[matrix] = torch.empty_like(parts)
-                for in_whole, in_part in places_in_slices(matrix, found[matrix], parts):
+                values_of[matrix] = torch.empty_like(parts)
+                for in_whole, in_part in places_in_slices(matrix, values_of[matrix], parts):
                     in_whole.copy_(in_part)
-        return found
+        return values_of
 
     def send_back(self, results: Mapping[Matrix, torch.Tensor]) -> None:
         """Begin to bring results to the shards, where they become the values of ``parts``.

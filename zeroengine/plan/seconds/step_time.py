@@ -185,13 +185,13 @@ def _exposed_seconds(
         least = times[0].hidden if times else 0.0
         return own + max(least, hidden - hidden_behind)
 
-    def of(unit: UnitBytes) -> RingCollectives | HostCollectives:
+    def seconds_of(unit: UnitBytes) -> RingCollectives | HostCollectives:
         return collectives[unit.plan.expert_ranks > 0]
 
-    sharded, whole = ([of(unit).reduce(unit) for unit in reversed(part)] for part in (step.sharded, step.whole))
+    sharded, whole = ([seconds_of(unit).reduce(unit) for unit in reversed(part)] for part in (step.sharded, step.whole))
     reduce = step.micro_steps * exposed(sharded, backward) + exposed(whole, backward)
     first, later, in_backward, updates = (
-        [of(gather.unit).gather(gather) for gather in part]
+        [seconds_of(gather.unit).gather(gather) for gather in part]
         for part in (step.first, step.later, step.backward, step.updates)
     )
     hides_gathers = backward

@@ -121,9 +121,9 @@ class SliceExchange:
     def _gather(self, tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """Return the whole of which ``tensor`` is this rank's part."""
         missing = size - tensor.shape[dim]
-        whole = F.pad(tensor, (0, missing) if dim == -1 else (0, 0, 0, missing))
-        self._sum(whole, 0.5)
-        return whole
+        padded = F.pad(tensor, (0, missing) if dim == -1 else (0, 0, 0, missing))
+        self._sum(padded, 0.5)
+        return padded
 
     def _take_part(self, tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """Return this rank's part, whose gradient is gathered if ``tensor`` is the whole."""
@@ -136,14 +136,14 @@ class SliceExchange:
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what other ranks send in exchange for ``tensor``, with a gradient that goes the other way."""
 
-        def count(sent: torch.Tensor) -> None:
+        def count_sent(sent: torch.Tensor) -> None:
             ranks = self._split.expert_size
             self.sent_bytes += self._trace.weight * sent.nbytes * (ranks - 1) // ranks
 
-        count(tensor)
+        count_sent(tensor)
         received = tensor.clone()
         if received.requires_grad:
-            received.register_hook(count)
+            received.register_hook(count_sent)
         return received
 
     def _send_to_experts(
