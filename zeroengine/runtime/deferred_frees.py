@@ -19,7 +19,7 @@ import torch
 
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import format_byte_size, listed
-from zeroengine.utils.torch_internals import functorch_active
+from zeroengine.utils.torch_internals import current_graph_task_id, functorch_active
 
 log = logging.getLogger("zeroengine")
 
@@ -37,6 +37,8 @@ class DeferredFrees:
         # A graph saved parameters of these units through the user's hooks, so a read in the backward goes unnoticed.
         self._saved_by_user_hooks: set[Unit] = set()
         self._warnings: set[str] = set()
+        # Whether torch.func has run where a unit was released. What it saved may outlive its transform.
+        self._has_seen_torch_func = False
 
     def __contains__(self, unit: Unit) -> bool:
         """Return whether the full buffer of ``unit`` is waiting to be freed."""
@@ -49,7 +51,10 @@ class DeferredFrees:
 
     def free(self, unit: Unit) -> None:
         """Free the full buffer of a released unit, now or as soon as possible."""
-        exactly = functorch_active() or not torch.is_grad_enabled()
+        self._has_seen_torch_func = self._has_seen_torch_func or functorch_active()
+        # Autograd runs hooks without gradients. The graph of a backward is one of a forward with autograd.
+        is_of_autograd = torch.is_grad_enabled() or current_graph_task_id() >= 0
+        exactly = self._has_seen_torch_func or not is_of_autograd
         if unit in self._saved_by_user_hooks or unit.full_buffer.is_aliased(exactly=exactly):
             self._units[unit] = None
         else:

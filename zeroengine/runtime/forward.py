@@ -33,7 +33,7 @@ from zeroengine.runtime.gradient_paths import require_gradients
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.running_calls import function_node_number, is_in_checkpoint, is_in_recomputation, is_raising
-from zeroengine.runtime.saved_views import SavedView, replace_saved_views
+from zeroengine.runtime.saved_views import GraphRoute, SavedView, replace_saved_views
 from zeroengine.runtime.scheduling import ModuleNumbers
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
@@ -116,6 +116,8 @@ class Forward:
         # number of the first node that it may have made.
         self._forward_has_grad, self._forward_span, self._first_node = False, -1, 0
         max_live_numel = config.zero_optimization.max_live_parameters
+        # By module: the way to what its last forward has saved.
+        self._routes = [GraphRoute() for _ in modules.units_of]
         self.gatherer = Gatherer(executor, transport, max_live_numel, timer, self._gather_for_use, self.abandon)
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
@@ -239,7 +241,7 @@ class Forward:
                 for unit in self._units
                 if unit.is_releasable and (unit.number in used_unhooked or self._is_aliased(unit))
             ]
-            self._replace_saved_views(output, self._first_node, units)
+            self._replace_saved_views(tensors_in(output), self._first_node, units)
         self._executor.tell(ForwardEnded(shows_outputs))
         self.gatherer.deferred_frees.retry()
         if not in_backward:
@@ -314,15 +316,19 @@ class Forward:
             if has_grad and not functorch_active() and self._called_nothing_trainable(call.walk):
                 output = require_gradients(output)
         visit, units = call.visit, call.visit.units
-        outputs = autograd_outputs(tensors_in(output), visit.first_node) if call.is_tracked and has_grad else []
-        last_node = max((number_of(tensor) for tensor in outputs), default=None)
-        has_tensors = bool(outputs) or any(True for _ in tensors_in(output))
+        tensors = list(tensors_in(output))
+        outputs = autograd_outputs(tensors, visit.first_node) if call.is_tracked and has_grad else []
+        last_node = max(map(number_of, outputs)) if outputs else None
         in_checkpoint = bool(outputs) and call.walk is not None and is_in_checkpoint()
         if outputs:
             self.backward.expect(call.log, visit, outputs)
             if not self._backwards.is_running:
-                self._replace_saved_views(output, visit.first_node, [self._units[unit] for unit in units])
-        self._executor.tell(Left(number, self._moment(number), last_node, has_tensors, in_checkpoint))
+                needed = [self._units[unit] for unit in units]
+                self._replace_saved_views(tensors, visit.first_node, needed, self._routes[number])
+        self._executor.tell(Left(number, self._moment(number), last_node, bool(tensors), in_checkpoint))
+        if any(self._units[unit] in self.gatherer.deferred_frees for unit in units):
+            # The graph may have saved something beside the way.
+            self._routes[number].forget()
         self.gatherer.deferred_frees.retry()
         return output
 
@@ -335,9 +341,12 @@ class Forward:
         }
         return bool(trainable) and trainable <= walk.skipped_indices
 
-    def _replace_saved_views(self, output: Any, first_node: int, units: Sequence[Unit]) -> None:
-        with_values = [unit for unit in units if unit.is_gathered or unit in self.gatherer.deferred_frees]
-        saved_by_user_hooks = replace_saved_views(tensors_in(output), first_node, with_values, self._restore_view)
+    def _replace_saved_views(
+        self, tensors: Iterable[torch.Tensor], first_node: int, units: Sequence[Unit], route: GraphRoute | None = None
+    ) -> None:
+        deferred_frees = self.gatherer.deferred_frees
+        with_values = [unit for unit in units if unit.is_gathered or unit in deferred_frees]
+        saved_by_user_hooks = replace_saved_views(tensors, first_node, with_values, self._restore_view, route)
         self.gatherer.deferred_frees.keep_until_update(saved_by_user_hooks)
 
     # -- uses that no hook announced --------------------------------------------------------------

@@ -23,6 +23,9 @@ from zeroengine.utils.torch_internals import (
     tensor_use_count,
 )
 
+# The most views of a buffer that are kept besides those of the parameters, for each parameter.
+MAX_STRIDED_VIEWS = 4
+
 
 class FullBuffer:
     """The full buffer of a unit. It has memory at first.
@@ -65,9 +68,6 @@ class FullBuffer:
         self._placeholders = [placeholder_of(view) for view in self.views]
         self.targets = [local_tensor(param) for param in params]
         self._required_grad: list[bool] = []
-        # The storage's Python object, the full buffer, its views, and the parameters, which are views while
-        # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a broadcast.
-        self._num_own_tensors = 2 + len(self.views) + len(params)
 
     def _allocate_buffer(self) -> None:
         self._buffer = self._transport.buffer(self._layout.numel, self._dtype, copied=self._copied)
@@ -75,6 +75,10 @@ class FullBuffer:
 
     def _set_tensor(self, tensor: torch.Tensor) -> None:
         self.tensor, self.views = tensor, param_views(self._layout, tensor)
+        self._strided_views: dict[tuple[torch.Size, tuple[int, ...], int], torch.Tensor] = {}
+        # The storage's Python object, the full buffer, its views, and the parameters, which are views while
+        # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a broadcast.
+        self._num_own_tensors = 2 + len(self.views) + len(self._params)
         # The views of a buffer that is never freed need not share its storage object. torch.save and safetensors then
         # see parameters that share nothing, and write only the bytes of each.
         if self._buffer is None:
@@ -111,6 +115,19 @@ class FullBuffer:
                 if exactly and num_owners == 2:
                     with_second_owner.append(param)
             return bool(with_second_owner) and not _all_accumulate(with_second_owner)
+
+    def strided_view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Return a view of the buffer, and keep it, because most are asked for again. Arguments count elements."""
+        key = (size, stride, offset)
+        view = self._strided_views.get(key)
+        if view is None:
+            if len(self._strided_views) >= MAX_STRIDED_VIEWS * len(self._params):
+                self._num_own_tensors -= len(self._strided_views)
+                self._strided_views.clear()
+            with outside_torch_func(), torch.no_grad():
+                view = self._strided_views[key] = self.tensor.as_strided(size, stride, offset)
+            self._num_own_tensors += 1
+        return view
 
     def adopt(self, index: int) -> None:
         """Make a parameter a view of the buffer for the first time."""
@@ -208,6 +225,7 @@ class FullBuffer:
         """Own no memory any more, because the engine ends."""
         self.tensor = torch.empty(0, dtype=self._dtype, device=self.tensor.device)
         self.views, self.targets, self._placeholders, self._buffer = [], [], [], None
+        self._strided_views.clear()
 
 
 def param_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -15,12 +15,17 @@ A custom Function may use a weight that it saved as more than values: ``weight.g
 weight gradients do, or an attribute of the parameter. Autograd makes a new tensor of what a hook returns, so the
 ``saved_tensors`` of such a node return the parameter itself (``_return_parameters``).
 
+The graph of a module is mostly that of its last forward. So a walk records the way to the nodes that had saved views
+(``GraphRoute``), and the next forward goes this way alone, as long as it meets nodes of the same classes. What that
+misses shares the memory of the full buffer, like what no walk reaches, and is found as such.
+
 Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
 tensors. These share the memory of the full buffer, which is therefore not freed: see ``FullBuffer.is_aliased``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.dtensors import inside, local_tensor, without_values, wrap
+from zeroengine.runtime.dtensors import inside, without_values, wrap
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import (
@@ -45,6 +50,12 @@ from zeroengine.utils.torch_internals import (
 _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
+# After so many forwards in a row whose graph was another one than before, a module's graph is always walked.
+MAX_CHANGES = 3
+# The positions of saved tensors, by the name of the node's attribute.
+_Places = dict[str, tuple[int, ...]]
+# By node that a walk has come to: the node that it came from, and by which of its edges. None: by which output.
+_CameFrom = dict[Any, tuple[Any, int]]
 
 
 class SavedView(NamedTuple):
@@ -75,10 +86,83 @@ class SavedView(NamedTuple):
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
-        if self.like is not None:
-            return wrap(local_tensor(param).detach().as_strided(self.size, self.stride, self.offset), self.like)
-        # A detached parameter shares the parameter's version counter, so autograd's own check also applies to it.
-        return local_tensor(param).detach().as_strided(self.size, self.stride, self.offset)
+        view = self.unit.full_buffer.strided_view(self.size, self.stride, self.offset)
+        return view if self.like is None else wrap(view.detach(), self.like)
+
+
+class _Step(NamedTuple):
+    """A node on the way: its class, the edges that lead on to others, and where it has saved views."""
+
+    node_class: type
+    edges: tuple[int, ...]
+    places: _Places
+
+
+class GraphRoute:
+    """The way from the outputs of a module to the nodes of its graph that had saved views in its last forward."""
+
+    def __init__(self) -> None:
+        # In the order in which a stack visits them; empty: no way is known.
+        self._steps: list[_Step] = []
+        self._roots: list[int] = []
+        self._num_changes = 0
+
+    def forget(self) -> None:
+        """Let the whole graph be walked next."""
+        self._steps = []
+
+    def record(self, roots: Sequence[Any], came_from: _CameFrom, places: Mapping[Any, _Places]) -> None:
+        """Record the way to the nodes of ``places``.
+
+        Args:
+            roots: The nodes of the outputs.
+            came_from: What a walk has noted.
+            places: By node, the saved views that it had.
+        """
+        if self._num_changes >= MAX_CHANGES:
+            return
+        edges: dict[Any, set[int]] = defaultdict(set)
+        for node in places:
+            while node is not None:
+                node, index = came_from[node]
+                edges[node].add(index)
+        self._steps, self._roots = [], sorted(edges[None])
+        pending = [roots[index] for index in self._roots]
+        while pending:
+            node = pending.pop()
+            followed = tuple(sorted(edges[node])) if node in edges else ()
+            self._steps.append(_Step(node.__class__, followed, places.get(node, {})))
+            pending += [node.next_functions[index][0] for index in followed]
+
+    def follow(self, roots: Sequence[Any]) -> list[tuple[Any, _Places]] | None:
+        """Return the nodes that have saved views, and which. None: no way is known, or the graph is another one."""
+        if not self._steps:
+            return None
+        nodes = []
+        try:
+            pending = [roots[index] for index in self._roots]
+            for node_class, edges, places in self._steps:
+                node = pending.pop()
+                if node.__class__ is not node_class:
+                    raise IndexError
+                if places:
+                    nodes.append((node, places))
+                if edges:
+                    next_functions = node.next_functions
+                    pending += [next_functions[index][0] for index in edges]
+        except IndexError:
+            self.note_change()
+            return None
+        return nodes
+
+    def note_change(self) -> None:
+        """Note that the graph is another one than that of the last forward."""
+        self._num_changes += 1
+        self.forget()
+
+    def note_match(self) -> None:
+        """Note that the graph is that of the last forward."""
+        self._num_changes = 0
 
 
 def replace_saved_views(
@@ -86,6 +170,7 @@ def replace_saved_views(
     first_node: int,
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
+    route: GraphRoute | None = None,
 ) -> set[Unit]:
     """Replace each tensor of ``units`` that the graph behind ``outputs`` has saved by a ``SavedView``.
 
@@ -95,6 +180,7 @@ def replace_saved_views(
         first_node: The number of the first node that the forward may have made. Older nodes are left alone.
         units: Units whose full buffers hold values.
         read: Returns the tensor of a view when backward needs it.
+        route: The way to the views of the last forward, which is tried first.
 
     Returns:
         The units that have a parameter which was saved through hooks, so that a read in the backward goes unnoticed.
@@ -104,30 +190,85 @@ def replace_saved_views(
     ]
     if not ranges:
         return set()
-    unit_of = {id(param): unit for unit in units for param in unit.params}
-    saved_by_user_hooks: set[Unit] = set()
+    roots = _nodes_of(outputs)
     # A saved parameter may be released by now. Inspecting it must not gather its unit.
     with DisableTorchFunctionSubclass():
-        for node, name, saved_tensors in saved_behind(outputs, first_node):
-            if name == RAW_SAVED_TENSORS:
-                _return_parameters(node, saved_tensors, unit_of)
-                _replace_attributes(node, ranges)
-            views: dict[int, Unit] = {}
-            for position, saved in enumerate(saved_tensors):
-                if saved is None:
-                    continue
-                # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the user's.
-                if saved.unpack_hook is None:
-                    unit = _unit_of_memory(saved.data, ranges)
-                    if unit is not None:
-                        views[position] = unit
-                else:
-                    leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
-                    saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
-            # The backward will raise for a tensor that was changed in place since it was saved.
-            for position, _ in unpack_saved(node, name, saved_tensors, tuple(views)) if views else ():
-                _replace(saved_tensors[position], views[position], read)
+        if route is not None and _replace_on_route(route, roots, first_node, ranges, read):
+            return set()
+        came_from: _CameFrom = {}
+        saved_by_user_hooks, places = _replace_in_graph(roots, first_node, units, ranges, read, came_from)
+        if route is not None and places and not saved_by_user_hooks:
+            route.record(roots, came_from, places)
     return saved_by_user_hooks
+
+
+def _replace_on_route(
+    route: GraphRoute,
+    roots: Sequence[Any],
+    first_node: int,
+    ranges: Sequence[tuple[int, int, Unit]],
+    read: Callable[[SavedView], torch.Tensor],
+) -> bool:
+    """Replace the views where the last forward had some. Return False if they are elsewhere in this graph."""
+    nodes = route.follow(roots)
+    if nodes is None:
+        return False
+    for node, places in nodes:
+        for name, positions in places.items():
+            saved_tensors = _saved_under(node, name) if node_number(node) >= first_node else None
+            for position in positions:
+                saved = saved_tensors[position] if saved_tensors and position < len(saved_tensors) else None
+                unit = None if saved is None or saved.unpack_hook is not None else _unit_of_memory(saved.data, ranges)
+                if unit is None:
+                    route.note_change()
+                    return False
+                for _, _ in unpack_saved(node, name, saved_tensors, (position,)):
+                    _replace(saved, unit, read)
+    route.note_match()
+    return True
+
+
+def _replace_in_graph(
+    roots: Sequence[Any],
+    first_node: int,
+    units: Sequence[Unit],
+    ranges: Sequence[tuple[int, int, Unit]],
+    read: Callable[[SavedView], torch.Tensor],
+    came_from: _CameFrom,
+) -> tuple[set[Unit], dict[Any, _Places]]:
+    """Replace the views in the whole graph.
+
+    Returns:
+        What ``replace_saved_views`` does, and by node the views that were replaced; empty if custom Functions have
+        saved some, or tensors in attributes.
+    """
+    unit_of = {id(param): unit for unit in units for param in unit.params}
+    saved_by_user_hooks: set[Unit] = set()
+    places: dict[Any, _Places] = defaultdict(dict)
+    in_functions = False
+    for node, name, saved_tensors in _saved_behind_nodes(roots, first_node, came_from):
+        is_function = name == RAW_SAVED_TENSORS
+        if is_function:
+            _return_parameters(node, saved_tensors, unit_of)
+            in_functions |= _replace_attributes(node, ranges)
+        views: dict[int, Unit] = {}
+        for position, saved in enumerate(saved_tensors):
+            if saved is None:
+                continue
+            # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the user's.
+            if saved.unpack_hook is None:
+                unit = _unit_of_memory(saved.data, ranges)
+                if unit is not None:
+                    views[position] = unit
+            else:
+                leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
+                saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
+        # The backward will raise for a tensor that was changed in place since it was saved.
+        for position, _ in unpack_saved(node, name, saved_tensors, tuple(views)) if views else ():
+            _replace(saved_tensors[position], views[position], read)
+        if views:
+            places[node][name], in_functions = tuple(views), in_functions or is_function
+    return saved_by_user_hooks, {} if in_functions else places
 
 
 def saved_behind(tensors: Iterable[torch.Tensor], first_node: int) -> Iterator[tuple[Any, str, Sequence[Any]]]:
@@ -137,24 +278,41 @@ def saved_behind(tensors: Iterable[torch.Tensor], first_node: int) -> Iterator[t
         tensors: Tensors of the graph.
         first_node: The number of the first node that is looked at. Older nodes are left alone.
     """
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    visited = set(pending)
-    while pending and len(visited) < MAX_NODES:
+    return _saved_behind_nodes(_nodes_of(tensors), first_node, {})
+
+
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    return list(dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
+
+
+def _saved_behind_nodes(
+    roots: Sequence[Any], first_node: int, came_from: _CameFrom
+) -> Iterator[tuple[Any, str, Sequence[Any]]]:
+    came_from.update((root, (None, index)) for index, root in enumerate(roots))
+    pending = list(roots)
+    while pending and len(came_from) < MAX_NODES:
         node = pending.pop()
         # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
         if node_number(node) < first_node:
             continue
         for name in _names_of_saved(node.__class__):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:
-                # A backward inside this forward, such as torch.autograd.grad, has freed it.
-                continue
-            yield node, name, value if type(value) in (tuple, list) else (value,)
-        for next_node, _ in node.next_functions:
-            if next_node is not None and next_node not in visited:
-                visited.add(next_node)
+            saved_tensors = _saved_under(node, name)
+            if saved_tensors is not None:
+                yield node, name, saved_tensors
+        for index, (next_node, _) in enumerate(node.next_functions):
+            if next_node is not None and next_node not in came_from:
+                came_from[next_node] = (node, index)
                 pending.append(next_node)
+
+
+def _saved_under(node: Any, name: str) -> Sequence[Any] | None:
+    """Return what a node has saved under the name of an attribute; None: it is freed."""
+    try:
+        value = getattr(node, name)
+    except RuntimeError:
+        # A backward inside this forward, such as torch.autograd.grad, has freed it.
+        return None
+    return value if type(value) in (tuple, list) else (value,)
 
 
 def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping[int, Unit]) -> None:
@@ -169,17 +327,22 @@ def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping
         node.__class__ = _class_returning_parameters(type(node))
 
 
-def _replace_attributes(node: Any, ranges: Sequence[tuple[int, int, Unit]]) -> None:
+def _replace_attributes(node: Any, ranges: Sequence[tuple[int, int, Unit]]) -> bool:
     """Let the node of a custom Function keep parameters rather than views of their shape, which hold their memory.
 
     Some Functions keep tensors in attributes of ``ctx``, such as that of a ``Linear4bit`` of bitsandbytes, and not by
     ``save_for_backward``. A use of a released parameter gathers it.
+
+    Returns:
+        Whether attributes have tensors.
     """
+    has_tensors = False
     for key, value in list(vars(node).items()):
         if isinstance(value, torch.Tensor):
-            vars(node)[key] = _parameter_for(value, ranges)
+            has_tensors, vars(node)[key] = True, _parameter_for(value, ranges)
         elif type(value) in (tuple, list) and any(isinstance(item, torch.Tensor) for item in value):
-            vars(node)[key] = type(value)(_parameter_for(item, ranges) for item in value)
+            has_tensors, vars(node)[key] = True, type(value)(_parameter_for(item, ranges) for item in value)
+    return has_tensors
 
 
 def _parameter_for(value: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Any:
