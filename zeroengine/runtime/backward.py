@@ -18,6 +18,7 @@ Autograd numbers backwards, and reports no end of one that raised.
     _ended          their ends, since ``_begin``                      the next ``_begin``
     _run_raised     an error of ``run``, or at an end                 ``finish``
     _scaled_task    ``run``, or the loss that ``mark_scaled`` gave    the end of that backward, ``finish``
+    _noted_task     its first gradient in a call of a backward        whatever ends a call, or that backward
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ from zeroengine.utils.torch_internals import (
 
 # Stands for the backward of ``run`` in place of autograd's number of a backward.
 _RUN_BY_ENGINE = -1
+# The number of no backward. Outside of backwards autograd's is -1.
+_NONE = -2
 
 
 class Backward:
@@ -88,6 +91,7 @@ class Backward:
     ) -> None:
         self._executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
         self._requires_scaled_loss, self._listener = requires_scaled_loss, listener
+        self._progress = reducer.progress
         self._residency, self._backwards = executor.schedule.residency, executor.schedule.backwards
         self._logs = executor.schedule.logs
         self._outputs = GraphOutputs(WeakMethod(self, Backward.follow))
@@ -100,6 +104,8 @@ class Backward:
         self._ended: set[int] = set()
         self._is_in_call = False
         self._scaled_task: int | None = None
+        # Autograd's number of the backward whose latest gradient was noted, so that the next one begins nothing.
+        self._noted_task = _NONE
         # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
         self.hook_handles = [
             param.register_post_accumulate_grad_hook(WeakMethod(self, Backward._post_accumulate_grad, number, *indices))
@@ -255,6 +261,7 @@ class Backward:
             return
         self._producing.remove(task)
         self._ended.add(task)
+        self._noted_task = _NONE
         if is_outermost:
             self._is_in_call = False
             if self.in_progress:
@@ -271,10 +278,13 @@ class Backward:
         param = unit_grads.unit.params[index]
         # Autograd also calls the hook if a Function returned None instead of a gradient.
         gradient, param.grad = param.grad, None
-        is_last_hook = next(reversed(hooks)) == own_number
-        # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
-        self.follow()
-        self._note_gradient()
+        is_last_hook = len(hooks) == 1 or next(reversed(hooks)) == own_number
+        task = current_graph_task_id()
+        if task != self._noted_task:
+            # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
+            self.follow()
+            self._note_gradient()
+            self._noted_task = task
         if not is_last_hook:
             # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.
             # The end of the backward takes what they leave.
@@ -283,7 +293,8 @@ class Backward:
         self._reducer.add(unit_grads, index, gradient)
         if self._timer.tracing and self._reducer.is_complete(unit_grads):
             self._timer.name_backward(unit_grads.unit.name)
-        self._reducer.progress()
+        # Peers may have become ready for a sum since this rank launched it.
+        self._progress()
 
     def _note_gradient(self) -> None:
         """Note that a parameter has a gradient, or will have one. The first one begins a plain ``loss.backward()``.
@@ -365,7 +376,12 @@ class Backward:
             # The gradients of the step cannot be used.
             self._run_raised = True
             raise
+        self._leave_call()
+
+    def _leave_call(self) -> None:
+        """Note that no backward is in progress any more."""
         self.in_progress = self._is_in_call = False
+        self._noted_task = _NONE
 
     @property
     def _is_executing(self) -> bool:
@@ -401,7 +417,7 @@ class Backward:
             after_others = any(ended < raised for ended in self._ended for raised in self._producing)
             self._run_raised = False
             self._producing.clear()
-            self.in_progress = self._is_in_call = False
+            self._leave_call()
             self._abandon()
             self._reducer.drop_gradients()
             self._listener.fail_backward(after_others)
@@ -415,7 +431,7 @@ class Backward:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the step in progress so far."""
-        self.in_progress = self._is_in_call = False
+        self._leave_call()
         self._reducer.drop_gradients()
         self._listener.drop_gradients()
 

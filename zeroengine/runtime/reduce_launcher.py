@@ -62,11 +62,14 @@ class ReduceLauncher:
     def copy_to_slot(self, unit_grads: UnitGradients, index: int, latest: torch.Tensor | None = None) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there. See ``_copy_to``."""
         self._copies.follow_stream()
-        if unit_grads.format.is_sharded and unit_grads not in self._buffer_of:
-            self._buffer_of[unit_grads] = self._acquire(unit_grads)
-        views = self._buffer_of[unit_grads].param_views if unit_grads.format.is_sharded else unit_grads.param_views
-        self._copy_to(unit_grads, index, views[index], latest, accumulate=unit_grads.slot_filled[index])
-        unit_grads.slot_filled[index] = True
+        views, filled = unit_grads.param_views, unit_grads.slot_filled
+        if unit_grads.format.is_sharded:
+            buffer = self._buffer_of.get(unit_grads)
+            if buffer is None:
+                buffer = self._buffer_of[unit_grads] = self._acquire(unit_grads)
+            views = buffer.param_views
+        self._copy_to(unit_grads, index, views[index], latest, accumulate=filled[index])
+        filled[index] = True
 
     def _copy_to(
         self,

@@ -68,6 +68,7 @@ class Reducer:
         micro_steps_in_mean: The number of micro-steps that the mean gradient is taken over.
         gradient_factor: The update uses this multiple of the mean gradient. The world size gives the sum over ranks.
         user_gradients: Finds what user code assigns to ``param.grad``.
+        progress: Lets reduces in progress proceed.
         assigned_digests: By parameter, the digest of what user code assigned after the unit was reduced in this step,
             0-d. None: the gradient was dropped, or the parameter is frozen.
         has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
@@ -88,6 +89,7 @@ class Reducer:
         self.gradients = gradients
         self._gradients_of = {unit_grads.unit.number: unit_grads for unit_grads in gradients}
         self.launcher = ReduceLauncher(gradients, transport, config, collects_copies, timer)
+        self.progress = transport.progress
         self.has_late_gradients = False
         self.user_gradients = UserGradients(executor.units, gradients)
         self.assigned_digests: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -138,23 +140,19 @@ class Reducer:
             index: The index of the parameter in the unit.
             gradient: In the shape of the parameter. None: a Function returned none.
         """
-        number = unit_grads.unit.number
         if gradient is not None:
-            self._accept(unit_grads, index, gradient, self._reduce_order.fate(number))
-        self._executor.tell(events.GradientArrived(number, index))
+            self._accept(unit_grads, index, gradient, self._reduce_order.fate(unit_grads.unit.number))
+        self._executor.tell(unit_grads.arrivals[index])
 
     def is_complete(self, unit_grads: UnitGradients) -> bool:
         """Return whether no gradient of a unit is to come."""
         return self._reduce_order.is_complete(unit_grads.unit.number)
 
-    def progress(self) -> None:
-        """Let reduces in progress proceed: peers may have become ready for a sum since this rank launched it."""
-        self._transport.progress()
-
     def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, fate: Fate) -> None:
         """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""
         # A backward with create_graph=True gives the gradient a history.
-        gradient = local_gradient(unit_grads.unit.params[index], gradient.detach())
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient = local_gradient(unit_grads.unit.params[index], gradient)
         if fate is Fate.TAKEN:
             self.launcher.copy_to_slot(unit_grads, index, gradient)
             return

@@ -30,6 +30,7 @@ from zeroengine.offload.placement_plan import can_offload_gradients
 from zeroengine.partition.degrees import Degrees
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit import Unit
+from zeroengine.schedule.events import GradientArrived
 
 
 class GradientFormat(NamedTuple):
@@ -120,6 +121,7 @@ class UnitGradients:
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
         deferred_grads: By the parameter's index, in its shape, of ``dtype``.
         squared_norm: 0-D, float64.
+        arrivals: By the parameter's index, the event that its gradient has arrived.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class UnitGradients:
             self.flat_grads.zero_()
         # The note at the top of this file says what sets and clears the following attributes.
         num_params = len(unit.params)
+        self.arrivals = [GradientArrived(unit.number, index) for index in range(num_params)]
         self.squared_norm: torch.Tensor | None = None
         self.deferred_grads: dict[int, torch.Tensor] = {}
         self.slot_filled = [False] * num_params
