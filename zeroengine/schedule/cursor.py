@@ -73,7 +73,8 @@ class Cursor:
         """Note that the next pending visit is over, because it was passed over."""
         assert self._pending[-1] is visit
         self._pending.pop()
-        self._num_pending.subtract(visit.units)
+        for unit in visit.units:
+            self._num_pending[unit] -= 1
 
     def needs_next(self, unit: int) -> bool:
         """Return whether the next pending visit needs ``unit``."""
@@ -89,7 +90,8 @@ class Cursor:
         if self._pending and self._pending[-1] is visit:
             self.drop(visit)
         self._active.append(visit)
-        self._num_active.update(visit.units)
+        for unit in visit.units:
+            self._num_active[unit] += 1
 
     def leave(self, node_number: int) -> list[Visit]:
         """Return the visits that are over when autograd comes to a node, and forget them."""
@@ -103,7 +105,8 @@ class Cursor:
     def _leave(self, over: list[Visit]) -> list[Visit]:
         for visit in over:
             self._active.remove(visit)
-            self._num_active.subtract(visit.units)
+            for unit in visit.units:
+                self._num_active[unit] -= 1
         return over
 
     def recomputed_visit(self, units: Sequence[int]) -> Visit | None:

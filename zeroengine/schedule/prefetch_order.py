@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -25,14 +25,37 @@ class PrefetchLimits(NamedTuple):
 Use = tuple[bool, int, int]
 
 
+# The longest list of units that is kept for each use.
+MAX_KEPT = 256
+
+
+class Upcoming(NamedTuple):
+    """The units that may be gathered ahead of use, in order. A unit may come several times.
+
+    Attributes:
+        units: The units.
+        num_next: How many of them, from the first on, are the very next unit.
+    """
+
+    units: tuple[int, ...] = ()
+    num_next: int = 0
+
+
 class PrefetchOrder:
     """Predicts which units come next: the units that followed the same use in the previous pass.
 
     A wrong prediction costs time and never correctness.
+
+    Args:
+        limit: ``PrefetchLimits.numel``.
+        numel_of: Returns the elements of a unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int, numel_of: Callable[[int], int]) -> None:
+        self._limit, self._numel_of = limit, numel_of
         self._next: dict[Use, Use] = {}
+        # By use: what may be gathered ahead there, as long as ``_next`` stays as it is.
+        self._upcoming: dict[Use | None, Upcoming] = {}
         # The number of uses of each unit in this pass.
         self._num_uses: dict[int, int] = {}
         self._last: Use | None = None
@@ -52,7 +75,8 @@ class PrefetchOrder:
         """End a forward or a backward: nothing follows the last use."""
         if self._last is not None:
             # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
-            self._next.pop(self._last, None)
+            if self._next.pop(self._last, None) is not None:
+                self._upcoming.clear()
 
     def note_use(self, unit: int, in_backward: bool) -> None:
         """Record that ``unit`` is needed now. Consecutive uses of one unit count once."""
@@ -60,16 +84,34 @@ class PrefetchOrder:
             return
         self._num_uses[unit] = self._num_uses.get(unit, 0) + 1
         use = (in_backward, unit, self._num_uses[unit])
-        if self._last is not None:
+        if self._last is not None and self._next.get(self._last) != use:
             self._next[self._last] = use
+            self._upcoming.clear()
         self._last = use
 
-    def upcoming(self) -> Iterator[int]:
-        """Yield the units that followed the last use, in order. A unit may come several times."""
-        use = self._last
+    def upcoming(self) -> Upcoming:
+        """Return the units that followed the last use, as far as they may be gathered ahead."""
+        upcoming = self._upcoming.get(self._last)
+        if upcoming is None:
+            upcoming = self._find_upcoming()
+            # Of very many small units the lists would fill the memory.
+            if len(upcoming.units) <= MAX_KEPT:
+                self._upcoming[self._last] = upcoming
+        return upcoming
+
+    def _find_upcoming(self) -> Upcoming:
+        use, units, num_next = self._last, list[int](), 0
+        ahead, ahead_numel = set[int](), 0
         # The order may have a cycle, so stop after one round.
-        for _ in range(len(self._next)):
+        for _ in range(len(self._next) if self._limit else 0):
             use = self._next.get(use) if use is not None else None
             if use is None:
-                return
-            yield use[1]
+                break
+            if use[1] not in ahead:
+                ahead.add(use[1])
+                ahead_numel += self._numel_of(use[1])
+            if len(ahead) > 1 and ahead_numel > self._limit:
+                break
+            units.append(use[1])
+            num_next += len(ahead) == 1
+        return Upcoming(tuple(units), num_next)

@@ -84,8 +84,11 @@ class Residency:
         self._pins, self._num_users = [0] * len(units), [0] * len(units)
         self.num_pins = self.live_numel = self.live_numel_refused = self.num_forwards = 0
         self.unhooked: dict[int, None] = {}
-        self._order = PrefetchOrder()
+        self._order = self._unknown_order()
         self._last_in_forward: int | None = None
+
+    def _unknown_order(self) -> PrefetchOrder:
+        return PrefetchOrder(self._limits.numel, lambda unit: self._units[unit].numel)
 
     # -- single units -----------------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class Residency:
         self.states = list(states)
         if not_done:
             # How much was noted of this pass depends on what the rank was about to do.
-            self._order, self._last_in_forward = PrefetchOrder(), None
+            self._order, self._last_in_forward = self._unknown_order(), None
         for action in not_done:
             # Pins alone need exact values, and a pin that failed is none.
             if isinstance(action, Gather) and action.exact:
@@ -199,18 +202,13 @@ class Residency:
         self._prefetch()
 
     def _prefetch(self) -> None:
-        ahead: set[int] = set()
-        ahead_numel, live_numel = 0, self.live_numel
-        for unit in self._order.upcoming() if self._limits.numel else ():
-            numel, is_released = self._units[unit].numel, self.states[unit] is GatherState.RELEASED
-            if unit not in ahead:
-                ahead.add(unit)
-                ahead_numel += numel
-            live_numel += numel if is_released else 0
-            is_next = len(ahead) == 1
-            if not is_next and ahead_numel > self._limits.numel:
-                return
-            if not is_next and live_numel > self._limits.max_live_numel:
+        live_numel, max_live_numel, states = self.live_numel, self._limits.max_live_numel, self.states
+        units, num_next = self._order.upcoming()
+        for position, unit in enumerate(units):
+            is_released = states[unit] is GatherState.RELEASED
+            if is_released:
+                live_numel += self._units[unit].numel
+            if live_numel > max_live_numel and position >= num_next:
                 self.live_numel_refused = live_numel
                 return
             if is_released:
