@@ -312,6 +312,13 @@ store_of_group: Callable[[dist.ProcessGroup], dist.Store] = _find(
 )
 # The options of a collective, among them a timeout of its own, which the functions of ``torch.distributed`` lack.
 AllgatherOptions: Any = _find("torch.distributed.distributed_c10d.AllgatherOptions")
+# The methods of a process group that those functions call. Public since torch 2.13.
+all_gather_single: Callable[..., dist.Work | None] = _find(
+    "torch.distributed.ProcessGroup.all_gather_single", "torch.distributed.ProcessGroup._allgather_base"
+)
+reduce_scatter_single: Callable[..., dist.Work | None] = _find(
+    "torch.distributed.ProcessGroup.reduce_scatter_single", "torch.distributed.ProcessGroup._reduce_scatter_base"
+)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

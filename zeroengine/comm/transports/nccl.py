@@ -23,12 +23,25 @@ from zeroengine.comm.watchdog import Watchdog
 from zeroengine.partition.degrees import Degrees, ranks_of_level
 from zeroengine.utils.process_groups import destroy_group
 from zeroengine.utils.tensors import HostCopy, to_device
+from zeroengine.utils.torch_internals import AllgatherOptions, all_gather_single, reduce_scatter_single
 from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 
-# torch 2.13 renamed these.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all = dist.all_to_all_single
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), dist.ReduceScatterOptions()
+_GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
+
+
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Launch an all-gather without what torch's function looks up for each call."""
+    return all_gather_single(group, _real(full), _real(shard), _GATHER_OPTIONS)
+
+
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    return reduce_scatter_single(group, _real(shard), _real(full), _REDUCE_OPTIONS)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Collective:
@@ -114,14 +127,14 @@ class NCCLChannel:
             return Completed()
         group, places = self._peers_of(ranks)
         if places is None:
-            return self.issue(lambda: _all_gather(full, shard, group=group, async_op=True))
+            return self.issue(lambda: _all_gather(full, shard, group))
         arrived = ResizableBuffer(torch.empty_like(full))
 
         def put_in_order() -> None:
             torch.index_select(arrived.tensor.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
             arrived.free()
 
-        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group=group, async_op=True)), put_in_order)
+        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group)), put_in_order)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
@@ -134,7 +147,7 @@ class NCCLChannel:
         temporary = None if direct else ResizableBuffer(full.new_empty(shard.numel()))
         target = shard if temporary is None else temporary.tensor
         self.record(f"reduce {label}")
-        work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
+        work = self.issue(lambda: _reduce_scatter(target, full, self.group))
         if temporary is None:
             self._writers.record(shard, work)
             return work
@@ -154,7 +167,7 @@ class NCCLChannel:
             ranks = ranks_of_level(rank, below, level)
             target = full.new_empty(summed.numel() * below // level)
             partial_sums.append(ResizableBuffer(target))
-            reduce = partial(_reduce_scatter, target, summed, group=self._peers_of(ranks).group, async_op=True)
+            reduce = partial(_reduce_scatter, target, summed, self._peers_of(ranks).group)
             work, summed, below = self._issue_after(work, reduce), target, level
         if below < world_size:
             group = self._peers_of(ranks_of_level(rank, below, world_size)).group
