@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -293,8 +293,8 @@ class StepReduction:
 
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, then its digests of outside writes."""
-        flags = [float(flag) for shard in self._shards for flag in shard.unit_grads.has_grad]
-        return flags + self._writes.digests_to_sum()
+        flags = chain.from_iterable(shard.unit_grads.has_grad for shard in self._shards)
+        return [*flags, *self._writes.digests_to_sum()]
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ log = logging.getLogger("zeroengine")
 
 # With ``map``, an ``attrgetter`` reads thousands of versions at each step without a Python frame for each.
 _version_of = attrgetter("_version")
+_address_of = methodcaller("data_ptr")
 
 
 def versions_of(params: Iterable[nn.Parameter]) -> list[int]:
@@ -108,6 +109,9 @@ class GatheredWrites:
     def collect(self, views: Sequence[torch.Tensor]) -> None:
         """Hold what was written into ``views`` since the last look, before their memory is freed or filled again."""
         versions = versions_of(self._params)
+        # This runs at each gather and release, and nearly always finds nothing.
+        if versions == self._versions and not self._digests:
+            return
         written = [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
         if self._digests:
             now = dict(zip(self._digests, digests([views[index] for index in self._digests]), strict=True))
@@ -126,6 +130,8 @@ class GatheredWrites:
             views: Their views of the full buffer.
             targets: What shows them: ``FullBuffer.targets``.
         """
+        if list(map(_address_of, targets)) == list(map(_address_of, views)):
+            return
         replaced = {
             index: target.detach()
             for index, (target, view) in enumerate(zip(targets, views, strict=True))

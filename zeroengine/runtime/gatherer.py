@@ -223,13 +223,17 @@ class Gatherer:
         self._abandon_forward()
         self.await_state_reads()
         for unit in self._units:
-            # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
-            self._executor.tell(events.Settled(unit.number))
+            # Most units are released, and then neither event does anything.
+            if not unit.is_released:
+                # A prefetch that was never used still reads the shards of all ranks, which the caller is about to
+                # change.
+                self._executor.tell(events.Settled(unit.number))
             unit.wait_for_update()
             if values_change:
                 unit.forget_secondary()
             unit.check_parameters()
-            self._executor.tell(events.ValuesChange(unit.number))
+            if not unit.is_released:
+                self._executor.tell(events.ValuesChange(unit.number))
             self.deferred_frees.replace_buffer(unit)
             if unit.offloaded_shards is not None:
                 # The prefetched values would be outdated.

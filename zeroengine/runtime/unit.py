@@ -384,6 +384,8 @@ class Unit:
             ZeroEngineError: A parameter has another shape, dtype or device.
         """
         buffer, is_gathered = self.full_buffer, self.is_gathered
+        if not (is_gathered or self.writes.reshaped):
+            return
         for index, (target, view, slot) in enumerate(zip(buffer.targets, buffer.views, self.layout.slots, strict=True)):
             is_replaced = is_gathered and target.data_ptr() != view.data_ptr()
             if index in self.writes.reshaped or (is_replaced and not self.adopt_replaced_data(index)):
