@@ -1,12 +1,14 @@
-"""Measures the host time that guarding reads of released parameters takes, per transformer block and step.
+"""Measures the host time of a transformer block and step at stage 3, beside FSDP2's.
 
     python benchmarks/reads.py [--layers 24] [--rounds 7]
 
 One process is rank 0 of 64 at stage 3 (torch's `fake` process group, whose collectives move nothing). The model is so
 narrow that nearly all of its time is the host's. In each round all cases take turns with some steps; the table has
-medians over the rounds. The first three rows are parts of the engine's step, timed inside it. FSDP2's row is a step of
-the same model, sharded by block, with torch's fused AdamW. The last rows put torch's own `saved_tensors_hooks` around
-the same model without an engine: the cost of guarding by them.
+medians over the rounds, and for each case of the engine the median of its ratios to FSDP2 in the same round. The first
+three rows are parts of the engine's step that guard reads of released parameters, timed inside it. FSDP2's rows are the
+same model, sharded by block, with torch's fused AdamW. "LoRA" trains adapters of rank 4 beside frozen linear layers.
+The last rows put torch's own `saved_tensors_hooks` around the same model without an engine: the cost of guarding by
+them.
 """
 
 from __future__ import annotations
@@ -54,6 +56,53 @@ class Clock:
         return run
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 4, bias=False)
+        self.up = nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) + self.up(self.down(x))
+        return result
+
+
+def build(layers: int, *, adapted: bool = False) -> nn.Module:
+    """Return the model; ``adapted``: frozen, with adapters beside its linear layers."""
+    torch.manual_seed(0)
+    model = Transformer(layers, 32, 2, 64, 4)
+    if adapted:
+        model.requires_grad_(False)
+        for block in model.blocks:
+            for name, module in list(block.named_children()):
+                if isinstance(module, nn.Linear):
+                    setattr(block, name, Adapted(module))
+    return model
+
+
+def initialize(model: nn.Module) -> zeroengine.Engine:
+    """Return an engine at stage 3 that releases every unit."""
+    return zeroengine.initialize(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    )
+
+
+def shard(model: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model as FSDP2 shards it, and its optimizer."""
+    for block in (*model.blocks, model):
+        fully_shard(block)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+
 def measure(layers: int, rounds: int) -> dict[str, list[float]]:
     """Return the microseconds per block and step of each case, one number a round."""
     torch.set_num_threads(1)
@@ -64,32 +113,24 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
     FullBuffer.is_aliased = clock.timed("use counts", FullBuffer.is_aliased)  # type: ignore[method-assign]
     SavedView.restore = clock.timed("reads in backward", SavedView.restore)  # type: ignore[method-assign]
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return Transformer(layers, 32, 2, 64, 4)
+    engines = {adapted: initialize(build(layers, adapted=adapted)) for adapted in (False, True)}
+    plain = build(layers)
+    sharded = {adapted: shard(build(layers, adapted=adapted)) for adapted in (False, True)}
 
-    engine = zeroengine.initialize(
-        build(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        },
-    )
-    plain = build()
-    sharded = build()
-    for block in (*sharded.blocks, sharded):
-        fully_shard(block)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, fused=True)
-
-    def with_fsdp2() -> None:
-        sharded(ids, ids).backward()
+    def with_fsdp2(adapted: bool) -> None:
+        model, optimizer = sharded[adapted]
+        model(ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def with_engine() -> None:
+    def with_engine(adapted: bool) -> None:
+        engine = engines[adapted]
         engine.backward(engine(ids, ids))
         engine.step()
+
+    def evaluate(model: Callable[..., Any]) -> None:
+        with torch.no_grad():
+            model(ids, ids)
 
     def without(hooks: bool) -> None:
         same = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -99,8 +140,12 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
         plain.zero_grad()
 
     cases = {
-        "whole step of the engine": with_engine,
-        "whole step of FSDP2": with_fsdp2,
+        "whole step of the engine": lambda: with_engine(False),
+        "whole step of FSDP2": lambda: with_fsdp2(False),
+        "LoRA, the engine": lambda: with_engine(True),
+        "LoRA, FSDP2": lambda: with_fsdp2(True),
+        "evaluation, the engine": lambda: evaluate(engines[False]),
+        "evaluation, FSDP2": lambda: evaluate(sharded[False][0]),
         "plain forward and backward": lambda: without(False),
         "the same inside saved_tensors_hooks": lambda: without(True),
     }
@@ -111,7 +156,7 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
             begin = time.perf_counter()
             for _ in range(STEPS):
                 case()
-            rows = {**clock.seconds, name: time.perf_counter() - begin}
+            rows = {**(clock.seconds if name == "whole step of the engine" else {}), name: time.perf_counter() - begin}
             if number:  # the first one warms up
                 for row, seconds in rows.items():
                     measured[row].append(seconds / STEPS / layers * 1e6)
@@ -124,8 +169,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {arguments.layers} blocks, microseconds per block and step")
-    for name, values in measure(arguments.layers, arguments.rounds).items():
-        print(f"{name:<40}{statistics.median(values):>8.0f}   ({min(values):.0f} to {max(values):.0f})")
+    measured = measure(arguments.layers, arguments.rounds)
+    for name, values in measured.items():
+        peer, ratio = measured.get(name.replace("the engine", "FSDP2"), []), ""
+        if peer is not values and len(peer) == len(values):
+            ratio = f"   {statistics.median(a / b for a, b in zip(values, peer, strict=True)):.2f} of FSDP2"
+        print(f"{name:<40}{statistics.median(values):>8.0f}   ({min(values):.0f} to {max(values):.0f}){ratio}")
 
 
 if __name__ == "__main__":
