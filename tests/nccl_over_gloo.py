@@ -19,8 +19,7 @@ class ReduceScatter:
     Gloo's own writes the sum at each wait, over what was added to it since, and never says that it is completed.
     """
 
-    def __init__(self, target: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        assert async_op
+    def __init__(self, target: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._target: torch.Tensor | None = target
         # NCCL reads the memory during the operation as well, so it may not be written until then.
         self._arrived = torch.empty_like(full)

@@ -14,7 +14,9 @@ from zeroengine.comm.transports import nccl
 def init_fake_group(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     probe = torch.ones(1)
-    nccl._reduce_scatter(probe, torch.zeros(world_size))
+    group = dist.group.WORLD
+    assert group is not None
+    nccl._reduce_scatter(probe, torch.zeros(world_size), group=group)
     if probe.item():
         # In torch 2.11 it leaves the output as it is, and memory that nobody has written may be no finite gradient.
         reduce_scatter = nccl._reduce_scatter

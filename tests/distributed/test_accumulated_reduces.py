@@ -29,8 +29,8 @@ micro_step = 0
 class EarlyThenLate(ReduceScatter):
     """Reduces of a first micro-step are done when somebody asks, and those of later ones are not."""
 
-    def __init__(self, target: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        super().__init__(target, full, group, async_op)
+    def __init__(self, target: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__(target, full, group)
         is_early = micro_step % TASK.micro_steps == 0
         self.is_completed: Callable[[], bool] = lambda: is_early and bool(self._work.wait())
 

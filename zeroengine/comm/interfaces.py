@@ -126,7 +126,7 @@ class ResizableBuffer:
 
     def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
-        if self.tensor.untyped_storage().size() == 0:
+        if self.tensor.untyped_storage().nbytes() == 0:
             with self._allocating():
                 self.tensor.untyped_storage().resize_(self.tensor.nbytes)
             self._stream = current_stream()
@@ -143,7 +143,7 @@ class ResizableBuffer:
 
     def nbytes(self) -> int:
         """Return the bytes of the storage."""
-        return self.tensor.untyped_storage().size()
+        return self.tensor.untyped_storage().nbytes()
 
 
 class PagedBuffer:

@@ -41,21 +41,18 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         assert x.device == tensors[0].device, (x.device, tensors[0].device)
     if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
         return _on_cuda(cuda, tensors)
-    # The sum is in the order of the tensors, which fixes its bits.
-    return sum(map(_without_cuda, tensors[1:]), _without_cuda(tensors[0]))
-
-
-def _without_cuda(x: Tensor) -> Tensor:
-    handle = library() if x.device.type == "cpu" else None
+    # Both sums are in the order of the tensors, which fixes their bits.
+    handle = library() if tensors[0].device.type == "cpu" else None
     if handle is None:
-        return _fallback.squared_norm(x.view(-1))
-    result = ctypes.c_double()
-    # The number of threads changes no bit of the result.
-    if handle.ze_squared_norm(
-        x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
-    ):
-        raise MemoryError("squared_norm: no memory for its partial sums")
-    return torch.tensor(result.value, dtype=torch.float64, device="cpu")
+        norms = [_fallback.squared_norm(x.view(-1)) for x in tensors]
+        return sum(norms[1:], norms[0])
+    total, result, num_threads = 0.0, ctypes.c_double(), torch.get_num_threads()
+    for x in tensors:
+        # The number of threads changes no bit of the result.
+        if handle.ze_squared_norm(x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), num_threads):
+            raise MemoryError("squared_norm: no memory for its partial sums")
+        total += result.value
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:

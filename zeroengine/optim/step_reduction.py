@@ -81,6 +81,9 @@ class StepReduction:
         copied = shards if split_over is not None else ()
         self._copied = dict.fromkeys(shard for shard in copied if not shard.unit.is_split)
         self._timer = timer
+        # Whether the kernel for several tensors takes all gradients.
+        dtypes = {shard.unit_grads.flat_grads.dtype for shard in shards}
+        self._are_plain = bool(dtypes) and dtypes <= ops.DTYPE_CODES.keys()
         # The number of this rank's part of every unit, where it is not the rank's own number.
         degrees = next((shard.unit.degrees for shard in shards if not shard.unit.expert_ranks), None)
         piece = transport.rank if degrees is None else degrees.piece(transport.rank, transport.world_size)
@@ -127,14 +130,7 @@ class StepReduction:
         compared here.
         """
         values = to_device([late, *self._local_facts()], self.device)
-        squared_norm_of_rank = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for shard in self._shards:
-            # The norm of offloaded gradients was computed before they left the device.
-            squared_norm = shard.unit_grads.squared_norm
-            if squared_norm is None:
-                squared_norm = _squared_norm(shard.gradient_for_norm())
-            # The norms are added on their device, in the order of the units, which is the same at every stage.
-            squared_norm_of_rank += squared_norm / self._num_copies if shard in self._copied else squared_norm
+        squared_norm_of_rank = self._squared_norm_on_host().view(1)
         num_values, first_digest = len(values), 2 + self._num_params
         values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
         with self._timer.span("reduce"):
@@ -160,6 +156,23 @@ class StepReduction:
         if names_of_copies:
             raise DivergenceError(_different_copies(names_of_copies))
         return sums[:first_digest]
+
+    def _squared_norm_on_host(self) -> torch.Tensor:
+        """Return the squared norm of this rank's part of the gradients, 0-d, float64, added in the order of units.
+
+        The order is the same at every stage.
+        """
+        # The norm of offloaded gradients was computed before they left the device.
+        if self.device.type == "cpu" and not self._copied and self._are_plain:
+            if all(shard.unit_grads.squared_norm is None for shard in self._shards):
+                return ops.squared_norms([shard.gradient_for_norm() for shard in self._shards])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for shard in self._shards:
+            squared_norm = shard.unit_grads.squared_norm
+            if squared_norm is None:
+                squared_norm = _squared_norm(shard.gradient_for_norm())
+            total += squared_norm.view(()) / self._num_copies if shard in self._copied else squared_norm.view(())
+        return total
 
     def step_on_host(
         self, settings: StepSettings, update: Callable[[float, Sequence[Sequence[bool]]], None]

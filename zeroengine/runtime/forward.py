@@ -379,8 +379,8 @@ class Forward:
     def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
         """Return a tensor that the graph saved as a view of a parameter. A backward that reads it calls this."""
         unit = view.unit
-        with outside_torch_func():
-            if not unit.is_gathered:
+        if not unit.is_gathered:
+            with outside_torch_func():
                 if not (self.backward.follow() or self._residency.num_forwards):
                     raise ReleasedParameterError(
                         f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
@@ -388,7 +388,7 @@ class Forward:
                         "zeroengine.gathered(module_or_params):` around it"
                     )
                 self._executor.tell(self._used(unit, is_saved=True))
-            return view.restore()
+        return view.restore()
 
 
 def _restore_view(forward_ref: weakref.ref[Forward], view: SavedView) -> torch.Tensor:

@@ -48,6 +48,7 @@ class GradientBuffer:
     """
 
     memory: torch.Tensor  # 1-D, at least as long as the unit's flat buffer
+    flat: torch.Tensor  # of ``memory``: as long as the unit's flat buffer
     layout: PaddingLayout
     param_views: list[torch.Tensor]  # of ``memory``, one for each parameter, in its shape
     collective: Work | None = None  # the last collective that reads the memory
@@ -85,8 +86,8 @@ class GradientBufferPool:
         buffer = self._buffers.get(memory.data_ptr())
         if buffer is None or buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
-            memory[: unit.numel].zero_()
-            buffer = GradientBuffer(memory, layout, param_views(unit.layout, memory))
+            flat = memory[: unit.numel].zero_()
+            buffer = GradientBuffer(memory, flat, layout, param_views(unit.layout, memory))
             self._buffers[memory.data_ptr()] = buffer
         return buffer
 

@@ -131,7 +131,7 @@ class ReduceLauncher:
         if not unit_grads.format.reduced_in_place:
             buffer = self._acquire(unit_grads)
             # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
-            buffer.memory[: unit.numel].copy_(unit_grads.flat_grads)
+            buffer.flat.copy_(unit_grads.flat_grads)
             self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
             channel = unit_grads.transport.reduce
@@ -149,9 +149,7 @@ class ReduceLauncher:
         self, buffer: GradientBuffer, unit_grads: UnitGradients, target: torch.Tensor, accumulate: bool
     ) -> None:
         """Reduce ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
-        # A buffer for the largest unit may serve a smaller one.
-        unit = unit_grads.unit
-        flat = buffer.memory[: unit.numel]
+        unit, flat = unit_grads.unit, buffer.flat
         degree = flat.numel() // target.numel()
         # A slice of a whole gradient is no shard of the unit.
         levels = unit.degrees.levels_to(degree) if unit.degrees.optimizer > 1 else None

@@ -35,6 +35,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.dtensors import inside, without_values, wrap
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import (
     RAW_SAVED_PREFIX,
@@ -87,14 +88,25 @@ class SavedView(NamedTuple):
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
         view = self.unit.full_buffer.strided_view(self.size, self.stride, self.offset)
-        return view if self.like is None else wrap(view.detach(), self.like)
+        if self.like is None:
+            return view
+        with outside_torch_func():
+            return wrap(view.detach(), self.like)
 
 
 class _Step(NamedTuple):
-    """A node on the way: its class, the edges that lead on to others, and where it has saved views."""
+    """A node on the way.
+
+    Attributes:
+        node_class: Its class.
+        edge: The edge that leads to the next step; None: there is none, or the next step is one put off.
+        put_off: The edges that lead to later steps.
+        places: The saved views that the node has.
+    """
 
     node_class: type
-    edges: tuple[int, ...]
+    edge: int | None
+    put_off: tuple[int, ...]
     places: _Places
 
 
@@ -102,7 +114,7 @@ class GraphRoute:
     """The way from the outputs of a module to the nodes of its graph that had saved views in its last forward."""
 
     def __init__(self) -> None:
-        # In the order in which a stack visits them; empty: no way is known.
+        # In order; empty: no way is known. Steps that were put off are taken in turn, the last one first.
         self._steps: list[_Step] = []
         self._roots: list[int] = []
         self._num_changes = 0
@@ -130,9 +142,9 @@ class GraphRoute:
         pending = [roots[index] for index in self._roots]
         while pending:
             node = pending.pop()
-            followed = tuple(sorted(edges[node])) if node in edges else ()
-            self._steps.append(_Step(node.__class__, followed, places.get(node, {})))
-            pending += [node.next_functions[index][0] for index in followed]
+            *put_off, edge = sorted(edges[node]) if node in edges else [None]
+            self._steps.append(_Step(node.__class__, edge, tuple(put_off), places.get(node, {})))
+            pending += [node.next_functions[index][0] for index in (*put_off, edge) if index is not None]
 
     def follow(self, roots: Sequence[Any]) -> list[tuple[Any, _Places]] | None:
         """Return the nodes that have saved views, and which. None: no way is known, or the graph is another one."""
@@ -141,15 +153,19 @@ class GraphRoute:
         nodes = []
         try:
             pending = [roots[index] for index in self._roots]
-            for node_class, edges, places in self._steps:
-                node = pending.pop()
+            node = pending.pop()
+            for node_class, edge, put_off, places in self._steps:
                 if node.__class__ is not node_class:
                     raise IndexError
                 if places:
                     nodes.append((node, places))
-                if edges:
+                if edge is not None:
                     next_functions = node.next_functions
-                    pending += [next_functions[index][0] for index in edges]
+                    for index in put_off:
+                        pending.append(next_functions[index][0])
+                    node = next_functions[edge][0]
+                elif pending:
+                    node = pending.pop()
         except IndexError:
             self.note_change()
             return None
@@ -222,7 +238,7 @@ def _replace_on_route(
                 if unit is None:
                     route.note_change()
                     return False
-                for _, _ in unpack_saved(node, name, saved_tensors, (position,)):
+                if unpack_saved(node, name, saved_tensors, (position,)):
                     _replace(saved, unit, read)
     route.note_match()
     return True

@@ -134,7 +134,7 @@ class UnitGradients:
     ) -> None:
         self.unit = unit
         layout, degrees = unit.layout, unit.degrees
-        self.transport, self._world_size = transport, transport.world_size
+        self.transport = transport
         self.format = GradientFormat.of_unit(
             unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
         )
@@ -152,6 +152,10 @@ class UnitGradients:
             ops.advise_huge_pages(self.flat_grads)
             # The norm also reads the padding, which copies of gradients never write.
             self.flat_grads.zero_()
+        # Of each optimizer shard this rank counts a part that no other one does: its place in ``flat_grads``.
+        start, stop = layout.unreplicated_range(unit.rank, degrees.optimizer, transport.world_size)
+        base = layout.shard_range(unit.rank, degrees.gradients)[0] if is_sharded else 0
+        self._unreplicated = slice(start - base, stop - base)
         # The note at the top of this file says what sets and clears the following attributes.
         num_params = len(unit.params)
         self.arrivals = [GradientArrived(unit.number, index) for index in range(num_params)]
@@ -174,10 +178,7 @@ class UnitGradients:
 
     def unreplicated_part(self, flat_grads: torch.Tensor) -> torch.Tensor:
         """Return the part of ``flat_grads`` (1-D, such as the attribute) that no other rank counts: a view."""
-        unit = self.unit
-        start, stop = unit.layout.unreplicated_range(unit.rank, unit.degrees.optimizer, self._world_size)
-        base = unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0] if self.format.is_sharded else 0
-        return flat_grads[start - base : stop - base]
+        return flat_grads[self._unreplicated]
 
     def shard_of_degree(self, degree: int) -> torch.Tensor:
         """Return this rank's shard, at ``degree``, of the summed gradients (1-D, a view)."""

@@ -32,11 +32,11 @@ class Ranks:
 def channel_of(device: Device, patch: pytest.MonkeyPatch, world_size: int, *parts: tuple[int, ...]) -> NCCLChannel:
     """A channel whose peers send what this rank sends."""
 
-    def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
         run = lambda: output.copy_(full[: output.numel()] * group.size())  # noqa: E731
         return device.collective("reduce-scatter", output, full, run, group)
 
-    def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
         return device.collective("all-gather", full, shard, lambda: full.copy_(shard.repeat(group.size())), group)
 
     def all_reduce(full: torch.Tensor, group: Any, async_op: bool) -> Any:

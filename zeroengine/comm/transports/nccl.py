@@ -127,14 +127,14 @@ class NCCLChannel:
             return Completed()
         group, places = self._peers_of(ranks)
         if places is None:
-            return self.issue(lambda: _all_gather(full, shard, group))
+            return self.issue(lambda: _all_gather(full, shard, group=group))
         arrived = ResizableBuffer(torch.empty_like(full))
 
         def put_in_order() -> None:
             torch.index_select(arrived.tensor.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
             arrived.free()
 
-        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group)), put_in_order)
+        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group=group)), put_in_order)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
@@ -147,7 +147,7 @@ class NCCLChannel:
         temporary = None if direct else ResizableBuffer(full.new_empty(shard.numel()))
         target = shard if temporary is None else temporary.tensor
         self.record(f"reduce {label}")
-        work = self.issue(lambda: _reduce_scatter(target, full, self.group))
+        work = self.issue(lambda: _reduce_scatter(target, full, group=self.group))
         if temporary is None:
             self._writers.record(shard, work)
             return work
@@ -167,7 +167,7 @@ class NCCLChannel:
             ranks = ranks_of_level(rank, below, level)
             target = full.new_empty(summed.numel() * below // level)
             partial_sums.append(ResizableBuffer(target))
-            reduce = partial(_reduce_scatter, target, summed, self._peers_of(ranks).group)
+            reduce = partial(_reduce_scatter, target, summed, group=self._peers_of(ranks).group)
             work, summed, below = self._issue_after(work, reduce), target, level
         if below < world_size:
             group = self._peers_of(ranks_of_level(rank, below, world_size)).group

@@ -101,7 +101,7 @@ class FusedUpdate:
         self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups, arrays: UpdateArrays
     ) -> None:
         with self._parts.timer.span("update", shard.unit.name, "update"):
-            self._run_kernel(shard, segments, groups, 0, shard.param.numel(), *arrays.tensors())
+            self._run_kernel(shard, segments, groups, 0, shard.param.numel(), arrays)
 
     def _update_with_offloaded_param(
         self,
@@ -143,7 +143,7 @@ class FusedUpdate:
                 )
                 for tensor, part in zip(arrays.tensors(), arrays.part(start, stop).tensors(), strict=True)
             ]
-            yield PipelineTask(operands, partial(self._run_kernel, shard, inside, groups, start, stop))
+            yield PipelineTask(operands, partial(self._run_on_parts, shard, inside, groups, start, stop))
         # This task runs in the order of the units, because it may launch a collective.
         yield PipelineTask((), partial(self._finish_offloaded, shard))
 
@@ -153,7 +153,7 @@ class FusedUpdate:
         self._parts.pipeline.wait_stream()
         self._parts.publish_update(shard.unit)
 
-    def _run_kernel(
+    def _run_on_parts(
         self,
         shard: OptimizerShard,
         segments: Sequence[Segment],
@@ -163,8 +163,19 @@ class FusedUpdate:
         *tensors: torch.Tensor,
     ) -> None:
         """Update elements ``start`` to ``stop`` of a shard, which are those of ``tensors``, ordered as its arrays."""
+        self._run_kernel(shard, segments, groups, start, stop, self.state.arrays(shard).like(tensors))
+
+    def _run_kernel(
+        self,
+        shard: OptimizerShard,
+        segments: Sequence[Segment],
+        groups: Groups,
+        start: int,
+        stop: int,
+        arrays: UpdateArrays,
+    ) -> None:
+        """Update elements ``start`` to ``stop`` of a shard, which are those of ``arrays``."""
         last_step = max(self.state.steps[shard.index], default=0)
-        arrays = self.state.arrays(shard).like(tensors)
         for segment in segments:
             step, settings = last_step - segment.steps_behind, groups[segment.group]
             first, last = max(segment.start, start), min(segment.stop, stop)
