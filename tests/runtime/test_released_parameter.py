@@ -34,7 +34,7 @@ def refuse(param: nn.Parameter, use: str) -> None:
 @pytest.fixture(params=[nn.Parameter, Marked])
 def param(request: pytest.FixtureRequest) -> nn.Parameter:
     made = request.param(torch.arange(6.0).view(2, 3))
-    mark_released(made, refuse)
+    mark_released(made, resolver=refuse)
     return made
 
 
@@ -124,7 +124,7 @@ def test_a_use_works_as_usual_after_the_resolver_gathered_the_values(param: nn.P
         asked.append(wanted)
         mark_gathered(wanted)
 
-    mark_released(param, bring)
+    mark_released(param, resolver=bring)
     param.requires_grad_(use not in ("numpy", "out", "zero_", "setitem"))
     USES[use](param)
     assert len(asked) == 1 and asked[0] is param
@@ -139,14 +139,14 @@ def test_two_parameters_of_one_unit_call_the_resolver_once() -> None:
         mark_gathered(weight)
         mark_gathered(bias)
 
-    mark_released(weight, bring)
-    mark_released(bias, bring)
+    mark_released(weight, resolver=bring)
+    mark_released(bias, resolver=bring)
     assert nn.functional.linear(torch.ones(3), weight, bias).tolist() == [4.0, 4.0]
     assert len(asked) == 1
 
 
 def test_a_gathered_parameter_is_an_ordinary_one_of_its_own_class(param: nn.Parameter) -> None:
-    mark_released(param, refuse)  # twice is once
+    mark_released(param, resolver=refuse)  # twice is once
     mark_gathered(param)
     mark_gathered(param)
     assert type(param) in (nn.Parameter, Marked) and getattr(param, "mark", "mine") == "mine"
@@ -156,7 +156,7 @@ def test_a_gathered_parameter_is_an_ordinary_one_of_its_own_class(param: nn.Para
 
 def test_a_released_parameter_is_freed_like_any_other() -> None:
     made = nn.Parameter(torch.ones(3))
-    mark_released(made, refuse)
+    mark_released(made, resolver=refuse)
     reference = weakref.ref(made)
     del made
     gc.collect()
@@ -167,6 +167,6 @@ def test_a_use_that_gathers_runs_by_the_rules_of_the_parameters_own_class() -> N
     linear = torchao_linear(3, 2)
     x = torch.ones(1, 3)
     expected = linear(x)
-    mark_released(linear.weight, lambda param, operation: mark_gathered(param))
+    mark_released(linear.weight, resolver=lambda param, operation: mark_gathered(param))
     assert type(linear.weight).__name__ == "Int8Tensor", "libraries compare the names of classes"
     assert torch.equal(linear(x), expected)

@@ -150,10 +150,12 @@ class FullBuffer:
         """Let the parameters that have no values show those of the buffer."""
         # The released class would treat an assignment to ``data`` as a use.
         with DisableTorchFunctionSubclass():
+            hidden = []
             for param, target, view in zip(self._params, self.targets, self.views, strict=True):
                 if issubclass(type(param), ReleasedParameter):
                     target.data = view
-                    mark_gathered(param)
+                    hidden.append(param)
+            mark_gathered(*hidden)
         self.note_required_gradients()
 
     def note_required_gradients(self) -> None:
@@ -163,9 +165,9 @@ class FullBuffer:
     def hide(self, resolver: Resolver) -> None:
         """Take the values from the parameters: every use of one calls ``resolver`` first. The memory stays."""
         with DisableTorchFunctionSubclass():
-            for param, target, placeholder in zip(self._params, self.targets, self._placeholders, strict=True):
+            for target, placeholder in zip(self.targets, self._placeholders, strict=True):
                 target.data = placeholder
-                mark_released(param, resolver)
+            mark_released(*self._params, resolver=resolver)
 
     def free(self) -> None:
         """Free the memory. The parameters have been released."""

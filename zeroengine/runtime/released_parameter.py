@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ METADATA = {
 }
 # The attribute of a parameter that is called when user code takes ``data`` while the parameter is gathered.
 DATA_OBSERVER_ATTRIBUTE = "_zeroengine_data_observer"
-# The attributes of one whose gradient is watched; of one that is released or observed: its own class, and the resolver.
-_WATCHED, _OWN_CLASS, _RESOLVER = "_zeroengine_watched", "_zeroengine_class", "_zeroengine_resolver"
+# The attributes of one whose gradient may be watched; of one that is released or observed: its own class, and the
+# resolver.
+_WATCH, _OWN_CLASS, _RESOLVER = "_zeroengine_watch", "_zeroengine_class", "_zeroengine_resolver"
 # Metadata that the placeholder, which is expanded, does not have as the parameter has it while it is gathered.
 _STRIDES = {getattr(_T, name) for name in ("stride", "is_contiguous", "dim_order") if hasattr(_T, name)}
 _TAKE_DATA = _T.data.__get__
@@ -230,27 +231,32 @@ def class_of(param: torch.Tensor) -> Any:
     return param.__dict__.get(_OWN_CLASS, type(param))
 
 
-def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
-    """Let every use of ``param``'s values call ``resolver`` first, which marks it gathered or raises."""
+def mark_released(*params: nn.Parameter, resolver: Resolver) -> None:
+    """Let every use of values of ``params`` call ``resolver`` first, which marks them gathered or raises."""
     # A second call, with another resolver, must not record the released class as the parameter's own.
-    attributes, cls = param.__dict__, type(param)
-    if not issubclass(cls, ReleasedParameter):
-        param.__class__ = _released_class(attributes.setdefault(_OWN_CLASS, cls))
-        if WRAPPER_ATTRIBUTE in attributes:
-            mark_released(attributes[WRAPPER_ATTRIBUTE], _resolve_storages)
-    attributes[_RESOLVER] = resolver
+    for param in params:
+        attributes, cls = param.__dict__, type(param)
+        if not issubclass(cls, ReleasedParameter):
+            param.__class__ = _released_class(attributes.setdefault(_OWN_CLASS, cls))
+            if WRAPPER_ATTRIBUTE in attributes:
+                mark_released(attributes[WRAPPER_ATTRIBUTE], resolver=_resolve_storages)
+        attributes[_RESOLVER] = resolver
 
 
-def mark_gathered(param: nn.Parameter) -> None:
-    """Note that ``param`` has values. It has its own class again, unless its gradient or its data is observed."""
-    attributes = param.__dict__
-    if _WATCHED in attributes:
-        mark_released(param, _use_watched)
-    elif DATA_OBSERVER_ATTRIBUTE in attributes:
-        attributes.pop(_RESOLVER, None)
-        param.__class__ = _gathered_class(attributes.setdefault(_OWN_CLASS, type(param)))
-    else:
-        _restore_class(param)
+def mark_gathered(*params: nn.Parameter) -> None:
+    """Note that ``params`` have values.
+
+    Each has its own class again, unless its gradient or its data is observed.
+    """
+    for param in params:
+        attributes = param.__dict__
+        if _WATCH in attributes and attributes[_WATCH].is_on:
+            mark_released(param, resolver=_use_watched)
+        elif DATA_OBSERVER_ATTRIBUTE in attributes:
+            attributes.pop(_RESOLVER, None)
+            param.__class__ = _gathered_class(attributes.setdefault(_OWN_CLASS, type(param)))
+        else:
+            _restore_class(param)
 
 
 def stop_observing_data(param: nn.Parameter) -> None:
@@ -278,16 +284,34 @@ def _resolve_storages(wrapper: nn.Parameter, operation: str) -> None:
 # -- parameters whose values are here, but not their gradient ------------------------------------------
 
 
-def watch_gradient(param: nn.Parameter) -> None:
-    """Notice reads of ``param.grad`` and assignments to it. A released parameter has no values as before."""
-    param.__dict__[_WATCHED] = True
-    if not is_released_parameter(param):
-        mark_released(param, _use_watched)
+class GradientWatch:
+    """Notices reads of the gradients of parameters, and assignments to them, while it ``is_on``.
+
+    Args:
+        params: The parameters. They are observed as long as they do not ``stop_observing``.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.is_on = False
+        for param in params:
+            param.__dict__[_WATCH] = self
+
+    def switch(self, params: Iterable[nn.Parameter], *, on: bool) -> None:
+        """Begin to notice, or end.
+
+        Args:
+            params: Those that have values. A released one has none as before, and its class notices everything.
+            on: Whether to notice.
+        """
+        self.is_on = on
+        for param in params:
+            if on and not is_released_parameter(param):
+                mark_released(param, resolver=_use_watched)
+            elif not on:
+                _stop_watching(param)
 
 
-def stop_watching_gradient(param: nn.Parameter) -> None:
-    """Make ``param`` an ordinary parameter again, unless it is released."""
-    param.__dict__.pop(_WATCHED, None)
+def _stop_watching(param: nn.Parameter) -> None:
     if is_released_parameter(param) and not has_no_values(param):
         mark_gathered(param)
 
@@ -295,7 +319,8 @@ def stop_watching_gradient(param: nn.Parameter) -> None:
 def stop_observing(param: nn.Parameter) -> None:
     """Observe neither the gradient nor the data of ``param`` any more, because its engine ends."""
     param.__dict__.pop(DATA_OBSERVER_ATTRIBUTE, None)
-    stop_watching_gradient(param)
+    param.__dict__.pop(_WATCH, None)
+    _stop_watching(param)
     stop_observing_data(param)
 
 

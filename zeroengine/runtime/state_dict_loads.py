@@ -105,7 +105,7 @@ def stored_stand_in(name: str, shape: Sequence[int], dtype: torch.dtype, read: C
             tensor.data = read()
 
     stand_in.__dict__[_STORED] = name, version_of(stand_in)
-    mark_released(stand_in, resolve)
+    mark_released(stand_in, resolver=resolve)
     return stand_in
 
 

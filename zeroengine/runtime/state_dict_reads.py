@@ -182,7 +182,7 @@ class StandIns(TorchFunctionMode):
                 # It has a version of its own, which shows a write to it.
                 detached, placeholder = original.data, placeholder_of(original)
         if has_no_values(original):
-            mark_released(detached, self._resolve)  # type: ignore[arg-type]
+            mark_released(detached, resolver=self._resolve)  # type: ignore[arg-type]
         self._detached[id(detached)] = detached, original, placeholder, version_of(detached)
         return detached
 
@@ -216,7 +216,7 @@ class StandIns(TorchFunctionMode):
                 if placeholder is not None and self._unit_of.get(original) is unit:  # type: ignore[call-overload]
                     mark_gathered(tensor)  # type: ignore[arg-type]
                     tensor.data = placeholder
-                    mark_released(tensor, self._resolve)  # type: ignore[arg-type]
+                    mark_released(tensor, resolver=self._resolve)  # type: ignore[arg-type]
             del self._pinned[unit]
             self._gatherer.unpin(unit)
 

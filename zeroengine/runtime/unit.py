@@ -175,7 +175,9 @@ class Unit:
     @property
     def gets_gradients(self) -> bool:
         """Whether a backward computes gradients of its parameters. All of them may be frozen at the moment."""
-        return self.trainable and any(param.requires_grad for param in self.params)
+        # The class of a released parameter would look at what is asked of it.
+        with DisableTorchFunctionSubclass():
+            return self.trainable and any(param.requires_grad for param in self.params)
 
     @property
     def is_releasable(self) -> bool:
@@ -273,8 +275,7 @@ class Unit:
         if self.is_gathered:
             self.collect_writes()
             self.writes.collect_replaced(self.full_buffer.views, self.full_buffer.targets)
-        for param in self.params:
-            mark_released(param, resolver)
+        mark_released(*self.params, resolver=resolver)
         self.state, self.gather_work = GatherState.RELEASED, None
 
     def collect_writes(self) -> None:

@@ -23,7 +23,7 @@ backward every trained parameter has one, until it is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from zeroengine.runtime.engine_gradient import EngineGradient
-from zeroengine.runtime.released_parameter import stop_watching_gradient, watch_gradient
+from zeroengine.runtime.released_parameter import GradientWatch
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
@@ -65,7 +65,8 @@ class UserGradients:
             if not unit.trainable
             for param, slot in zip(unit.params, unit.layout.slots, strict=True)
         ]
-        self._is_watching = self._is_paused = False
+        self._watch, self._is_paused = GradientWatch(param for param, _, _ in self._trained), False
+        self._units = [unit_grads.unit for unit_grads in gradients]
         self._names = {param: grads.unit.layout.slots[index].name for param, grads, index in self._trained}
         # The parameters whose gradient the user has assigned to, perhaps None, since the last backward, with whether it
         # was set to zero; and the handles of hooks that run before autograd adds to what was assigned.
@@ -77,22 +78,21 @@ class UserGradients:
     def watch(self) -> None:
         """Notice reads of gradients, and assignments, from now on."""
         self._is_paused = False
-        if not self._is_watching:
-            self._is_watching = True
-            for param, _, _ in self._trained:
-                watch_gradient(param)
+        if not self._watch.is_on:
+            self._watch.switch(self._params_with_values(), on=True)
 
     def stop_watching(self) -> None:
         """Give the parameters their own class again."""
         self._is_paused = False
-        if self._is_watching:
-            self._is_watching = False
-            for param, _, _ in self._trained:
-                stop_watching_gradient(param)
+        if self._watch.is_on:
+            self._watch.switch(self._params_with_values(), on=False)
+
+    def _params_with_values(self) -> Iterator[nn.Parameter]:
+        return (param for unit in self._units if unit.is_gathered for param in unit.params)
 
     def pause(self) -> None:
         """Stop watching until ``resume``."""
-        is_paused = self._is_watching or self._is_paused
+        is_paused = self._watch.is_on or self._is_paused
         self.stop_watching()
         self._is_paused = is_paused
 
@@ -112,7 +112,7 @@ class UserGradients:
         Raises:
             ZeroEngineError: The gradient that the engine held earlier was assigned, which has no values.
         """
-        if not self._is_watching or param not in self._names:
+        if not self._watch.is_on or param not in self._names:
             return
         with DisableTorchFunctionSubclass():
             gradient = param.grad
