@@ -142,9 +142,10 @@ class GraphRoute:
         pending = [roots[index] for index in self._roots]
         while pending:
             node = pending.pop()
-            *put_off, edge = sorted(edges[node]) if node in edges else [None]
-            self._steps.append(_Step(node.__class__, edge, tuple(put_off), places.get(node, {})))
-            pending += [node.next_functions[index][0] for index in (*put_off, edge) if index is not None]
+            followed = sorted(edges[node]) if node in edges else []
+            edge, put_off = followed[-1] if followed else None, tuple(followed[:-1])
+            self._steps.append(_Step(node.__class__, edge, put_off, places.get(node, {})))
+            pending += [node.next_functions[index][0] for index in followed]
 
     def follow(self, roots: Sequence[Any]) -> list[tuple[Any, _Places]] | None:
         """Return the nodes that have saved views, and which. None: no way is known, or the graph is another one."""
@@ -152,7 +153,7 @@ class GraphRoute:
             return None
         nodes = []
         try:
-            pending = [roots[index] for index in self._roots]
+            pending: list[Any] = [roots[index] for index in self._roots]
             node = pending.pop()
             for node_class, edge, put_off, places in self._steps:
                 if node.__class__ is not node_class:
@@ -231,9 +232,9 @@ def _replace_on_route(
         return False
     for node, places in nodes:
         for name, positions in places.items():
-            saved_tensors = _saved_under(node, name) if node_number(node) >= first_node else None
+            saved_tensors = (_saved_under(node, name) if node_number(node) >= first_node else None) or ()
             for position in positions:
-                saved = saved_tensors[position] if saved_tensors and position < len(saved_tensors) else None
+                saved = saved_tensors[position] if position < len(saved_tensors) else None
                 unit = None if saved is None or saved.unpack_hook is not None else _unit_of_memory(saved.data, ranges)
                 if unit is None:
                     route.note_change()
