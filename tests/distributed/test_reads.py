@@ -320,6 +320,35 @@ def test_the_data_of_a_parameter_is_read_in_a_forward_as_in_plain_pytorch() -> N
     check_every_stage(Task(factory=ReadsData, steps=3), stages=(3,))
 
 
+class ChangingBlock(Block):
+    """Its graph changes from forward to forward.
+
+    In some forwards it saves a frozen parameter where it saves another tensor, in a node of the same class, in others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=False)
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Plain PyTorch runs the forwards of both ranks in turn.
+        step = self.num_calls // (1 if dist.is_initialized() else 2)
+        self.num_calls += 1
+        x = x * (self.scale if step % 3 == 1 else torch.ones(WIDTH))
+        return super().forward(x.sin() if step % 4 == 2 else x)
+
+
+class ChangingGraph(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ChangingBlock() for _ in range(3))
+
+
+def test_a_graph_that_saves_other_parameters_in_each_forward_trains_as_plain_pytorch() -> None:
+    check_every_stage(Task(factory=ChangingGraph, steps=8), stages=(3,))
+
+
 class ScalesOfNorms(TinyLM):
     """The graph saves parameters themselves, and no views of them, of modules that are never called."""
 
@@ -338,7 +367,7 @@ class ScalesOfNorms(TinyLM):
 
 
 def loop_with_packed_tensors(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
-    """What the graph saves goes through hooks of the user's, which keep parameters as they are.
+    """What the graph saves goes through hooks of the user's, which keep parameters as they are, but for the first step.
 
     In one step all units are gathered before the forward and released before the backward.
     """
@@ -348,7 +377,8 @@ def loop_with_packed_tensors(task: Task, engine: zeroengine.Engine) -> tuple[lis
             if step == 1:
                 stack.enter_context(zeroengine.gathered(engine.module.parameters()))
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0])
-            stack.enter_context(hooks)
+            if step:
+                stack.enter_context(hooks)
             loss = engine(*task.data(step, engine.rank))
         engine.backward(loss)
         engine.step()

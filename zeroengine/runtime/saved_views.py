@@ -104,7 +104,7 @@ class _Step(NamedTuple):
         places: The saved views that the node has.
     """
 
-    node_class: type
+    node_class: Any
     edge: int | None
     put_off: tuple[int, ...]
     places: _Places
