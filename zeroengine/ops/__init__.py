@@ -22,7 +22,7 @@ from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
 from zeroengine.ops.table import SegmentList, UpdateSegment, UpdateTable
-from zeroengine.ops.update import decode_moment, encode_moment, update_step
+from zeroengine.ops.update import PreparedArrays, decode_moment, encode_moment, prepare_arrays, update_step
 from zeroengine.ops.update_arrays import MOMENT_SIGNS, RULES, UpdateArrays
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "MOMENT_BLOCK",
     "MOMENT_SIGNS",
     "RULES",
+    "PreparedArrays",
     "SegmentList",
     "UpdateArrays",
     "UpdateSegment",
@@ -48,6 +49,7 @@ __all__ = [
     "kernels_in_use",
     "library",
     "packet_bytes",
+    "prepare_arrays",
     "quantize",
     "reload_written",
     "set_cpu_isa",

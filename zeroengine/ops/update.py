@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeroengine.ops import _cuda_library, _fallback
-from zeroengine.ops._library import MOMENT_BLOCK, UpdateArgs, library
+from zeroengine.ops._library import MOMENT_BLOCK, ArrayPointers, UpdateArgs, library
 from zeroengine.ops.update_arrays import RULES, UpdateArrays
+
+
+class PreparedArrays(NamedTuple):
+    """Arrays that were checked, as the library of their device takes them. It may be used as long as they live.
+
+    Attributes:
+        numel: Their elements.
+        device: Their device.
+        pointers: Their addresses.
+        arrays: They themselves, where there is no library.
+    """
+
+    numel: int
+    device: torch.device
+    pointers: ArrayPointers
+    arrays: UpdateArrays | None
+
+
+def prepare_arrays(rule: str, arrays: UpdateArrays, reload_written: bool) -> PreparedArrays:
+    """Check arrays for many steps of one rule. For the arguments see ``update_step``."""
+    arrays.check()
+    assert len(arrays.moments) == len(RULES[rule].signs), (rule, len(arrays.moments))
+    assert arrays.grad is not None or rule == "average_only", rule
+    device = arrays.param.device
+    has_library = _cuda_library.cuda_library(device) is not None or (device.type == "cpu" and library() is not None)
+    pointers = arrays.pointers(reload_written)
+    return PreparedArrays(arrays.param.numel(), device, pointers, None if has_library else arrays)
 
 
 def update_step(
     rule: str,
-    arrays: UpdateArrays,
+    arrays: UpdateArrays | PreparedArrays,
     *,
     step: int,
     lr: float,
@@ -42,7 +70,7 @@ def update_step(
     Args:
         rule: A name of ``RULES``. "adamw" and "lion" multiply the parameter by ``1 - lr * weight_decay``, and the
             others add ``weight_decay`` times the parameter to the gradient. The sources are in csrc/rules.h.
-        arrays: The buffers.
+        arrays: The buffers, or what ``prepare_arrays`` made of them for this rule and ``reload_written``.
         step: The step's number, counted from 1.
         lr, beta1, beta2, eps, weight_decay: As in torch's optimizers. Of "momentum_sgd", ``beta1`` is the momentum and
             ``beta2`` the dampening; of "adagrad", ``beta1`` is ``lr_decay``.
@@ -58,25 +86,23 @@ def update_step(
             seed and index, so a piece that begins at element i of a buffer takes offset i. With moments in uint8 it
             begins a block.
     """
-    arrays.check()
-    assert not arrays.scales or offset % MOMENT_BLOCK == 0, offset
+    prepared = arrays if isinstance(arrays, PreparedArrays) else prepare_arrays(rule, arrays, reload_written)
+    assert not prepared.pointers.scales[0] or offset % MOMENT_BLOCK == 0, offset
     # The library takes seed and offset as 64-bit numbers, and adds an element's index to the offset.
     assert step >= 1 and 0 <= seed < 1 << 63 and 0 <= offset < 1 << 63, (step, seed, offset)
-    assert len(arrays.moments) == len(RULES[rule].signs), (rule, len(arrays.moments))
-    assert arrays.grad is not None or rule == "average_only", rule
     args = UpdateArgs(
         *(lr, beta1, beta2, eps, weight_decay, grad_scale, average_weight, step, seed, offset),
         *(RULES[rule].code, maximize, nesterov),
     )
-    device, numel = arrays.param.device, arrays.param.numel()
-    if (cuda := _cuda_library.cuda_library(device)) is not None:
-        pointers = ctypes.byref(arrays.pointers(reload_written))
+    device, numel, pointers = prepared.device, prepared.numel, ctypes.byref(prepared.pointers)
+    if prepared.arrays is not None:
+        _fallback.update_step(rule, RULES[rule].signs, prepared.arrays, args, reload_written)
+    elif (cuda := _cuda_library.cuda_library(device)) is not None:
         _cuda_library.call(cuda, "ze_cuda_update", device, pointers, numel, ctypes.byref(args))
-    elif device.type == "cpu" and (cpu := library()) is not None:
-        pointers = ctypes.byref(arrays.pointers(reload_written))
-        cpu.ze_update(pointers, numel, ctypes.byref(args), torch.get_num_threads())
     else:
-        _fallback.update_step(rule, RULES[rule].signs, arrays, args, reload_written)
+        cpu = library()
+        assert cpu is not None
+        cpu.ze_update(pointers, numel, ctypes.byref(args), torch.get_num_threads())
 
 
 def decode_moment(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:

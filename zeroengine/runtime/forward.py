@@ -48,6 +48,7 @@ from zeroengine.schedule.events import (
     Used,
 )
 from zeroengine.schedule.lists import ListWalk
+from zeroengine.schedule.residency import GatherState
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.tensors import tensors_in
 from zeroengine.utils.torch_internals import (
@@ -379,7 +380,7 @@ class Forward:
     def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
         """Return a tensor that the graph saved as a view of a parameter. A backward that reads it calls this."""
         unit = view.unit
-        if not unit.is_gathered:
+        if unit.state is not GatherState.GATHERED:
             with outside_torch_func():
                 if not (self.backward.follow() or self._residency.num_forwards):
                     raise ReleasedParameterError(

@@ -152,7 +152,8 @@ class Reducer:
         """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""
         # A backward with create_graph=True gives the gradient a history.
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        gradient = local_gradient(unit_grads.unit.params[index], gradient)
+        if unit_grads.has_slices:
+            gradient = local_gradient(unit_grads.unit.params[index], gradient)
         if fate is Fate.TAKEN:
             self.launcher.copy_to_slot(unit_grads, index, gradient)
             return

@@ -28,6 +28,7 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.offload.placement_plan import can_offload_gradients
 from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.slices import slice_of
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit import Unit
 from zeroengine.schedule.events import GradientArrived
@@ -121,6 +122,7 @@ class UnitGradients:
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
         deferred_grads: By the parameter's index, in its shape, of ``dtype``.
         squared_norm: 0-D, float64.
+        has_slices: Whether parameters are slices of the model's, so that gradients may have other shapes.
         arrivals: By the parameter's index, the event that its gradient has arrived.
     """
 
@@ -158,6 +160,7 @@ class UnitGradients:
         self._unreplicated = slice(start - base, stop - base)
         # The note at the top of this file says what sets and clears the following attributes.
         num_params = len(unit.params)
+        self.has_slices = any(slice_of(param) is not None for param in unit.params)
         self.arrivals = [GradientArrived(unit.number, index) for index in range(num_params)]
         self.squared_norm: torch.Tensor | None = None
         self.deferred_grads: dict[int, torch.Tensor] = {}

@@ -115,7 +115,11 @@ class ReduceOrder:
 
     def fate(self, unit: int) -> Fate:
         """Return what becomes of a gradient of ``unit`` that this rank computes now."""
-        arrivals, is_reduced = self._arrivals[unit], self._is_reduced_in_backward(unit)
+        arrivals = self._arrivals[unit]
+        if arrivals.num_pending and self._reduces and self._units[unit].is_sharded:
+            # What follows gives the same answer. This is nearly every gradient.
+            return Fate.TAKEN
+        is_reduced = self._is_reduced_in_backward(unit)
         if is_reduced:
             # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
             waits = not arrivals.num_pending

@@ -54,6 +54,9 @@ class FusedUpdate:
             )
             for shard, unit in ((shard, shard.unit) for shard in parts.shards)
         }
+        # By shard, if all of it is on the device: the addresses of its arrays, and the arrays of each segment and rule
+        # as the kernel takes them, which are those of the last step nearly always.
+        self._prepared: dict[int, tuple[list[int], dict[tuple[Segment, str], ops.PreparedArrays]]] = {}
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateRule``."""
@@ -100,8 +103,18 @@ class FusedUpdate:
     def _update_on_device(
         self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups, arrays: UpdateArrays
     ) -> None:
+        addresses = [tensor.data_ptr() for tensor in arrays.tensors()]
+        known, prepared = self._prepared.get(shard.index, ([], {}))
+        if known != addresses or len(prepared) > MAX_CACHED_LISTS * len(shard.unit.params):
+            prepared = {}
+            self._prepared[shard.index] = addresses, prepared
         with self._parts.timer.span("update", shard.unit.name, "update"):
-            self._run_kernel(shard, segments, groups, 0, shard.param.numel(), arrays)
+            for segment in segments:
+                key = segment, groups[segment.group]["rule"]
+                if key not in prepared:
+                    part = arrays.part(segment.start, segment.stop).of_rule(key[1])
+                    prepared[key] = ops.prepare_arrays(key[1], part, shard.may_be_written)
+                self._run_kernel(shard, segment, groups, segment.start, prepared[key])
 
     def _update_with_offloaded_param(
         self,
@@ -163,34 +176,33 @@ class FusedUpdate:
         *tensors: torch.Tensor,
     ) -> None:
         """Update elements ``start`` to ``stop`` of a shard, which are those of ``tensors``, ordered as its arrays."""
-        self._run_kernel(shard, segments, groups, start, stop, self.state.arrays(shard).like(tensors))
+        arrays = self.state.arrays(shard).like(tensors)
+        for segment in segments:
+            first, last = max(segment.start, start), min(segment.stop, stop)
+            part = arrays.part(first - start, last - start).of_rule(groups[segment.group]["rule"])
+            self._run_kernel(shard, segment, groups, first, part)
 
     def _run_kernel(
         self,
         shard: OptimizerShard,
-        segments: Sequence[Segment],
+        segment: Segment,
         groups: Groups,
-        start: int,
-        stop: int,
-        arrays: UpdateArrays,
+        first: int,
+        arrays: UpdateArrays | ops.PreparedArrays,
     ) -> None:
-        """Update elements ``start`` to ``stop`` of a shard, which are those of ``arrays``."""
-        last_step = max(self.state.steps[shard.index], default=0)
-        for segment in segments:
-            step, settings = last_step - segment.steps_behind, groups[segment.group]
-            first, last = max(segment.start, start), min(segment.stop, stop)
-            part = arrays.part(first - start, last - start)
-            ops.update_step(
-                arrays=part.of_rule(settings["rule"]),
-                **settings,
-                step=step,
-                average_weight=shard.average_weight,
-                reload_written=shard.may_be_written,
-                # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is
-                # the same at every stage and in chunks of any size.
-                seed=shard.index << 32 | step,
-                offset=shard.offset + first,
-            )
+        """Update a part of a segment, which begins with element ``first`` of the shard."""
+        step = max(self.state.steps[shard.index], default=0) - segment.steps_behind
+        ops.update_step(
+            arrays=arrays,
+            **groups[segment.group],
+            step=step,
+            average_weight=shard.average_weight,
+            reload_written=shard.may_be_written,
+            # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is the
+            # same at every stage and in chunks of any size.
+            seed=shard.index << 32 | step,
+            offset=shard.offset + first,
+        )
 
     def _wait_for_first(self, writebacks: deque[tuple[OffloadStore, Work]]) -> None:
         store, writeback = writebacks.popleft()
