@@ -37,10 +37,8 @@ class OriginalParameters:
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._params, self._layout = params, layout
         self.dtypes = [param.dtype for param in params]
-        local = map(local_tensor, params)
-        strided = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in local)
         # Of their dtypes and, where these leave no gaps, strides.
-        self._templates = [torch.empty_like(tensor) for tensor in strided]
+        self._templates = [_template_of(local_tensor(param)) for param in params]
         self.unset: set[str] = set()
         self.changed: list[str] = []
 
@@ -127,8 +125,17 @@ def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
     return any(not torch.equal(a.view(torch.uint8), b.to(a.dtype).view(torch.uint8)) for a, b in parts)
 
 
+def _template_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device with the dtype of ``tensor``, and its strides where these leave no gaps."""
+    strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    # On the meta device ``empty_like`` imports sympy, which keeps 30 MiB. A contiguous tensor leaves no gaps.
+    return strided if strided.is_contiguous() else torch.empty_like(strided)
+
+
 def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
-    copy = torch.empty_like(template, device=values.device).copy_(values)
+    # See ``_template_of`` for why this is not ``empty_like``.
+    copy = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device=values.device)
+    copy.copy_(values)
     if is_dtensor(param):
         set_local_tensor(param, copy)
     else:
