@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,3 +71,26 @@ def test_memory_prints_as_a_table() -> None:
         *("parameters", "gradients", "master", "optimizer", "buckets", "gathered", "total")
     ]
     assert all(line.endswith("MiB") for line in lines[1:])
+
+
+def private_and_shared_bytes() -> int:
+    """Return the resident bytes of this process that belong to no file of the system, such as a library."""
+    sizes = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert len(sizes) == 2
+    return sum(map(int, sizes)) << 10
+
+
+def growth_in_initialize(width: int) -> tuple[int, int, int]:
+    """What this process has more after ``initialize`` than before its model, the states, and the model's bytes."""
+    before = private_and_shared_bytes()
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(16)))
+    numel = sum(p.numel() for p in model.parameters())
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    engine = zeroengine.initialize(model, config=config)
+    return private_and_shared_bytes() - before, engine.memory().states, numel * 4
+
+
+def test_after_initialize_a_process_holds_its_states_and_not_the_model_that_was_passed() -> None:
+    for growth, states, model in run_ranks(2, growth_in_initialize, 1024):
+        assert states == pytest.approx(4 * model / 2, rel=0.03)
+        assert states <= growth <= states + (8 << 20)

@@ -269,10 +269,11 @@ model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
 engine = zeroengine.initialize(model, config={"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}})
 engine.backward(engine(torch.ones(2, 3)).sum())
 assert engine.step()
-assert "torch._dynamo" not in sys.modules
+engine.close()
+assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
 """
 
 
 def test_training_without_torch_compile_does_not_load_the_compiler() -> None:
-    """It takes 70 MB and a second on every rank."""
+    """It takes 70 MB and a second on every rank. Sympy, which parts of it load, takes half of that."""
     subprocess.run([sys.executable, "-c", LEAN], check=True, timeout=60)
