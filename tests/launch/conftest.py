@@ -55,9 +55,9 @@ def script(tmp_path: Path) -> Script:
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the waits for ranks that do not end, and for the failures of other ranks, in runs of `launch`."""
-    from zeroengine.launch.local import agent, rank
+    from zeroengine.launch.local import rank
 
-    monkeypatch.setattr(agent, "PEER_FAILURE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(rank, "PEER_FAILURE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(rank, "SIGKILL_TIMEOUT_S", 1.2)
 
 

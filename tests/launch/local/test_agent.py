@@ -147,6 +147,17 @@ raise RuntimeError("rank 1 is gone at blocks.4")
     ]
 
 
+def test_after_a_kill_the_others_are_ended_without_being_heard(launch: Launch, script: Script) -> None:
+    body = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(4)
+raise RuntimeError("rank 1 is gone at blocks.4")
+"""
+    result = launch(script(body))
+    assert (result.code, "blocks.4" in result.err) == (137, False)
+
+
 @pytest.mark.usefixtures("short_waits")
 def test_a_rank_that_hangs_after_its_failure_is_ended(launch: Launch, script: Script) -> None:
     body = """

@@ -26,7 +26,13 @@ from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
-from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
+from zeroengine.launch.local.rank import (
+    PEER_FAILURE_TIMEOUT_S,
+    SIGKILL_TIMEOUT_S,
+    RankFailure,
+    RunOutcome,
+    peer_failure_timeout_s,
+)
 from zeroengine.launch.local.repeated_failures import count_equal_failures
 from zeroengine.launch.local.run_events import LauncherEvents
 from zeroengine.launch.local.worker import STEADY_ROUND_S
@@ -256,7 +262,7 @@ class RestartLoop:
                     any(failure.summary for failure in _failures(members))
                     or all(node.end_report or node.loss or node.has_finished for node in members)
                 ),
-                PEER_FAILURE_TIMEOUT_S,
+                min((peer_failure_timeout_s(f.code) for f in _failures(members)), default=PEER_FAILURE_TIMEOUT_S),
             )
         self._stop_ranks(members, signal.SIGTERM)
         # A node that ends without being told to, and without a failure, was stopped by a signal on its own machine.

@@ -28,7 +28,7 @@ from zeroengine.launch.local.console import STDERR, STDOUT
 from zeroengine.launch.local.guard import LAUNCH_ID_VARIABLE, ProcessGuard
 from zeroengine.launch.local.job import Job
 from zeroengine.launch.local.pipes import Pipes
-from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, RankFailure, RankProcess, RunOutcome, stop_ranks
+from zeroengine.launch.local.rank import RankFailure, RankProcess, RunOutcome, peer_failure_timeout_s, stop_ranks
 from zeroengine.launch.local.rendezvous import Rendezvous
 from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
 from zeroengine.utils.launcher import STEP_FILE
@@ -215,7 +215,8 @@ class NodeAgent(LocalElasticAgent):
         # A rank that left a reason has written it to its file.
         has_reason = any(process.failure_file.exists() for process in failed)
         # The wait is counted from the moment when the rank was last seen alive, which is close to its end.
-        waited = any(time.monotonic() > process.last_seen_running + PEER_FAILURE_TIMEOUT_S for process in failed)
+        now = time.monotonic()
+        waited = any(now > process.last_seen_running + peer_failure_timeout_s(process.code) for process in failed)
         if running and not has_reason and not waited:
             return RunResult(WorkerState.HEALTHY)
         # The others hang in a collective or compute for nothing, so they end now. Failures that this causes are not

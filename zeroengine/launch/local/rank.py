@@ -18,6 +18,8 @@ SIGTERM_TIMEOUT_S = 1.0
 SIGKILL_TIMEOUT_S = 3.0
 # The seconds that the other ranks may run on after one has died without a reason.
 PEER_FAILURE_TIMEOUT_S = 5.0
+# The same after SIGKILL, which says itself why the rank died: what it was in the midst of would not explain it.
+PEER_FAILURE_AFTER_KILL_S = 0.5
 # A run ends after so many equal failures in a row.
 MAX_EQUAL_FAILURES = 3
 
@@ -114,6 +116,11 @@ class RankProcess:
             # The worker renames the file into place, so it is complete whenever it exists.
             return RankFailure(self.rank, **json.loads(self.failure_file.read_text()))
         return RankFailure(self.rank, self.last_seen_running, self.code or 0)
+
+
+def peer_failure_timeout_s(code: int | None) -> float:
+    """Return the seconds that the others may run on after a rank has ended with this exit code, without a reason."""
+    return PEER_FAILURE_AFTER_KILL_S if code == 128 + signal.SIGKILL else PEER_FAILURE_TIMEOUT_S
 
 
 def stop_ranks(processes: Iterable[RankProcess], number: signal.Signals = signal.SIGTERM) -> None:
