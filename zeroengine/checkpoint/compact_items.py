@@ -1,83 +1,122 @@
-"""Write small items of a checkpoint without what `torch.save` adds to each and `torch.load` does not need.
+"""Write the items of a checkpoint's file: archives with the records alone that `torch.load` reads.
 
-`torch.save` writes a zip archive of seven records, each aligned to 64 bytes, which is 1.5 KB for a tensor. An adapter's
-checkpoint has hundreds of tensors of a few KB.
+`torch.save` writes seven records, each aligned to 64 bytes, which is 1.5 KB for a tensor; an adapter's checkpoint has
+hundreds of tensors of a few KB. It also reads a tensor for its checksum before it reads it again to write it. Here a
+tensor is read once, in blocks that stay in the processor's cache while they are hashed and written, and each call on a
+block releases the interpreter's lock, which the training thread needs.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
+from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+import torch
 
+from zeroengine.checkpoint.dcp_metadata import ByteRange, DigestOfItems
 from zeroengine.checkpoint.entries import OPTIMIZER
+from zeroengine.utils.tensors import with_own_storage
+from zeroengine.utils.torch_internals import storage_dtypes
 
-# Larger items are written as torch.save writes them, without a copy in memory.
-MAX_BYTES = 1 << 20
+BLOCK_BYTES = 4 << 20
+# A smaller item is put together in memory and written at once.
+SMALL_BYTES = 1 << 16
+
+Records = dict[str, bytes | memoryview]
 
 
-class CompactTransforms:
-    """Gives DCP a stream for each item, which leaves records out where the item is small.
+class ItemWriter:
+    """Writes items into a file, one behind the other.
+
+    Args:
+        file: A file with `write` and `tell`.
 
     Attributes:
-        repeated: The items that are not written because they are equal to an earlier one, with that one. They are
-            numbers of the optimizer, such as the step of each parameter.
+        digest: As `digest_of_items` computes it from the file.
     """
 
-    def __init__(self, transforms: Any) -> None:
-        self._transforms = transforms
-        self.repeated: dict[MetadataIndex, MetadataIndex] = {}
-        self._written: dict[bytes, MetadataIndex] = {}
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._numbers: dict[tuple[torch.dtype, bytes], ByteRange] = {}
+        self.digest = DigestOfItems()
 
-    def transform_save_stream(self, write_item: WriteItem, raw_stream: io.IOBase) -> tuple[Any, list[str]]:
-        """Return the stream that an item is written to."""
-        stream, descriptors = self._transforms.transform_save_stream(write_item, raw_stream)
-        data = write_item.tensor_data
-        if data is not None and data.chunk.sizes.numel() * data.properties.dtype.itemsize > MAX_BYTES:
-            return stream, descriptors
-        return _CompactStream(self, write_item, stream), descriptors
+    def write(self, name: str, value: torch.Tensor | io.BytesIO) -> ByteRange:
+        """Write an item, and return where it is.
 
-    def write(self, item: WriteItem, content: bytes, stream: Any) -> None:
-        """Write a small item, unless it repeats one."""
-        index, data = item.index, item.tensor_data
-        if data is not None and index.fqn.startswith(OPTIMIZER) and data.size.numel() == 1:
-            first = self._written.setdefault(content, index)
-            if first is not index:
-                self.repeated[index] = first
-                return
-        stream.write(content)
+        Args:
+            name: The name of the tensor or object.
+            value: A contiguous tensor in CPU memory, or an object as `torch.save` writes it.
+        """
+        if isinstance(value, io.BytesIO):
+            return self._write(_records_of_object(value))
+        records = _records_of_tensor(value)
+        if not name.startswith(OPTIMIZER) or value.numel() != 1:
+            return self._write(records)
+        # Numbers of the optimizer, such as the step of each parameter, mostly repeat one another.
+        key = value.dtype, b"".join(records.values())
+        if key not in self._numbers:
+            self._numbers[key] = self._write(records)
+        return self._numbers[key]
 
-
-class _CompactStream(io.BytesIO):
-    """Takes what `torch.save` writes of one item, and hands on the necessary records when it is closed."""
-
-    def __init__(self, transforms: CompactTransforms, item: WriteItem, stream: Any) -> None:
-        super().__init__()
-        self._transforms, self._item, self._stream = transforms, item, stream
-
-    def close(self) -> None:
-        """Write the item."""
-        if not self.closed:
-            self._transforms.write(self._item, compacted(self.getvalue()), self._stream)
-            self._stream.close()
-        super().close()
-
-
-def compacted(item: bytes) -> bytes:
-    """Return an archive of `torch.save` with the records alone that `torch.load` reads; other bytes as they are."""
-    compact = io.BytesIO()
-    try:
-        with zipfile.ZipFile(io.BytesIO(item)) as archive, zipfile.ZipFile(compact, "w") as target:
-            for name in archive.namelist():
-                # The archive's own name is a folder around all records, and may be any.
-                record = name.partition("/")[2]
-                if record in ("data.pkl", "version") or record.startswith("data/"):
-                    # Values stay as they are, because readers look them up in the file.
-                    method = zipfile.ZIP_DEFLATED if record == "data.pkl" else zipfile.ZIP_STORED
-                    target.writestr(zipfile.ZipInfo(f"a/{record}"), archive.read(name), method)
-    except zipfile.BadZipFile:
+    def _write(self, records: Records) -> ByteRange:
+        start, nbytes = self._file.tell(), sum(map(len, records.values()))
+        buffer = io.BytesIO()
+        # An archive counts offsets from the beginning of its item, so it must not see the position in the file.
+        stream: Any = SimpleNamespace(write=self._file.write, flush=bool) if nbytes > SMALL_BYTES else buffer
+        with zipfile.ZipFile(stream, "w") as archive:
+            for name, content in records.items():
+                info = zipfile.ZipInfo(f"a/{name}")
+                # Values stay as they are, because readers look them up in the file.
+                info.compress_type = zipfile.ZIP_DEFLATED if name == "data.pkl" else zipfile.ZIP_STORED
+                info.file_size = len(content)
+                with archive.open(info, "w") as record:
+                    for block in range(0, len(content), BLOCK_BYTES):
+                        record.write(content[block : block + BLOCK_BYTES])
+        if stream is buffer:
+            self._file.write(buffer.getbuffer())
+        item = ByteRange(start, self._file.tell() - start)
+        self.digest.add(item, archive)
         return item
-    return compact.getvalue()
+
+
+def _records_of_object(saved: io.BytesIO) -> Records:
+    records: Records = {}
+    with zipfile.ZipFile(saved) as archive:
+        for info in archive.infolist():
+            # The archive's own name is a folder around all records, and may be any.
+            name = info.filename.partition("/")[2]
+            if name in ("data.pkl", "version") or name.startswith("data/"):
+                # torch can be told to leave checksums unset, and these bytes have never left the memory.
+                info.CRC = None  # type: ignore[assignment]
+                records[name] = archive.read(info)
+    return records
+
+
+def _records_of_tensor(tensor: torch.Tensor) -> Records:
+    # A pickled view tells of all of its storage.
+    tensor = with_own_storage(tensor.detach()) if tensor.numel() else torch.empty_like(tensor)
+    pickled = io.BytesIO()
+    _TensorPickler(pickled, tensor).dump(tensor)
+    content = tensor.view(-1).view(torch.uint8).numpy().data
+    return {"data.pkl": pickled.getvalue(), "version": b"3\n", "data/0": content}
+
+
+class _TensorPickler(pickle.Pickler):
+    """Pickles a tensor as `torch.save` does: its storage is a record of its own."""
+
+    def __init__(self, file: io.BytesIO, tensor: torch.Tensor) -> None:
+        super().__init__(file, protocol=2)
+        self._tensor = tensor
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what stands for the storage; None for other objects."""
+        # Of dtypes that have no class of storages the bytes are counted.
+        if isinstance(value, torch.UntypedStorage):
+            return "storage", torch.UntypedStorage, "0", "cpu", self._tensor.nbytes
+        if isinstance(value, torch.storage.TypedStorage):
+            name = next(name for name, dtype in storage_dtypes().items() if dtype == self._tensor.dtype)
+            return "storage", getattr(torch, name), "0", "cpu", self._tensor.numel()
+        return None

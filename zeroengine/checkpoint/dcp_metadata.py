@@ -126,21 +126,38 @@ def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -
     return tied
 
 
+class DigestOfItems:
+    """A digest of the checksums (CRC-32) that the items of a file have in the file itself."""
+
+    def __init__(self) -> None:
+        self._total = xxhash.xxh3_64()
+
+    def add(self, item: ByteRange, archive: zipfile.ZipFile | None) -> None:
+        """Add an item, in the order of the file. One that is no archive has no checksums: its position counts alone."""
+        for info in archive.infolist() if archive is not None else ():
+            self._total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
+        self._total.update(f"{item.start} {item.length}\n".encode())
+
+    def hexdigest(self) -> str:
+        """Return the digest, in hexadecimal digits."""
+        return self._total.hexdigest()
+
+
 def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
-    """Return a digest of the checksums (CRC-32) that the items of a file have in the file itself.
+    """Return the digest of the items of a file.
 
     Each item is a zip archive, whose directory is all that is read.
     """
-    total = xxhash.xxh3_64()
+    digest = DigestOfItems()
     with open(path, "rb") as file:
         # The order of the items depends on the writer, and the digest must not.
         for item in sorted(set(items)):
-            # An item that torch.save did not write has no checksums, so only its position counts.
+            archive = None
+            # torch.save did not write this item.
             with contextlib.suppress(zipfile.BadZipFile):
-                for info in zipfile.ZipFile(FileWindow(file, item.start, item.length)).infolist():
-                    total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
-            total.update(f"{item.start} {item.length}\n".encode())
-    return total.hexdigest()
+                archive = zipfile.ZipFile(FileWindow(file, item.start, item.length))
+            digest.add(item, archive)
+    return digest.hexdigest()
 
 
 class FileWindow(io.RawIOBase):

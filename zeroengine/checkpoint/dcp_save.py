@@ -1,10 +1,9 @@
 """Write the entries of a checkpoint to files of torch Distributed Checkpoint (DCP), which plain PyTorch reads too.
 
 [Note: Memory while saving]
-DCP asks for one item after the other (`lookup_object`) and writes it with `torch.save`, which copies a view together
-with all of its storage, and keeps what it was given until the file ends. A piece of a shard is a view of a large flat
-buffer. So pieces in CPU memory are written through a storage that covers the piece alone, with no copy; pieces on a
-GPU are copied to memory that is given back to the system when the next piece is asked for.
+One item after the other is asked for (`lookup_object`) and written. A piece of a shard is a view of a large flat
+buffer. Pieces in CPU memory are written from where they lie, with no copy; pieces on a GPU are copied to memory that is
+given back to the system when the next piece is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import mmap
 import os
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,16 +33,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from zeroengine.checkpoint.compact_items import CompactTransforms
-from zeroengine.checkpoint.dcp_metadata import METADATA, ByteRange, digest_of_items
+from zeroengine.checkpoint.compact_items import ItemWriter
+from zeroengine.checkpoint.dcp_metadata import METADATA
 from zeroengine.checkpoint.entries import StateEntries
 from zeroengine.checkpoint.manifest import FileRecord
 from zeroengine.disk.mapped_memory import populate, populate_pages
 from zeroengine.disk.sequential_files import DirectFile, SyncedFile, create
 from zeroengine.partition.boxes import Box
 from zeroengine.utils.progress import Report
-from zeroengine.utils.tensors import with_own_storage
+from zeroengine.utils.torch_internals import storage_info
 
 
 def save_files(
@@ -69,8 +68,6 @@ def save_files(
         What the manifest records of the files that this rank wrote, by name.
     """
     writer = _DcpWriter(path, aliases, report)
-    # DCP copies the next items ahead by default, and would hold several pieces in memory.
-    writer.per_thread_copy_ahead = 0
     planner = _SavePlanner(entries, objects)
     # Without a process group DCP warns about its own argument, which is passed on purpose.
     if group is None:
@@ -88,25 +85,19 @@ class _HashedFile:
     def __init__(self, file: DirectFile | SyncedFile, report: Report) -> None:
         self._file, self._report = file, report
         self.hash = xxhash.xxh3_64()
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Hash and write ``data``; return the bytes written."""
         # The hash covers what was asked for rather than what is on the disk, so a later check finds bytes that the disk
         # lost.
         self.hash.update(data)
-        try:
-            count = int(self._file.write(data))
-        # DCP and torch.save may replace this error by one of their own, so the first failure is kept.
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        count = int(self._file.write(data))
         self._report(count)
         return count
 
-    def __getattr__(self, name: str) -> Any:
-        # torch asks for other methods of a file, such as `tell` and `flush`.
-        return getattr(self._file, name)
+    def tell(self) -> int:
+        """Return the bytes written so far."""
+        return int(self._file.tell())
 
 
 class _HashingFileSystem(FileSystem):
@@ -114,20 +105,20 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self, report: Report) -> None:
         self.checksums: dict[str, str] = {}
-        # What the next file holds for certain.
-        self.known_bytes = 0
         self._report = report
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a new file, and note its checksum when it is closed."""
-        with create(path, self.known_bytes) as file:
+    def create_stream(self, path: str | os.PathLike[str], mode: str, known_bytes: int = 0) -> Iterator[Any]:
+        """Open a new file, and note its checksum when it is closed.
+
+        Args:
+            path: The file.
+            mode: As DCP asks for it: to write bytes.
+            known_bytes: What it will hold for certain.
+        """
+        with create(path, known_bytes) as file:
             hashed = _HashedFile(file, self._report)
-            try:
-                yield hashed
-            except Exception as error:
-                # torch.save raises an error of its own after a failed write. The failed write is the reason.
-                raise hashed.error or error  # noqa: B904
+            yield hashed
         # A file that failed gets no checksum, so it cannot appear in a manifest.
         self.checksums[Path(path).name] = hashed.hash.hexdigest()
 
@@ -139,33 +130,27 @@ class _DcpWriter(FileSystemWriter):
         # Files are synced when they are closed, so DCP need not do it.
         # The directory is new. A file that exists there already would be a mistake.
         super().__init__(path, overwrite=False, sync_files=False)
-        self.transforms: Any = CompactTransforms(self.transforms)
-        self._compact = self.transforms
         self.fs = self._hashing = _HashingFileSystem(report)
         self._path, self._aliases = path, aliases
         self.files: dict[str, FileRecord] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's items, and describe the files. DCP makes an error in here an error of all ranks."""
-        # All items go to one file, since there is one thread.
-        self._hashing.known_bytes = sum(
+        """Write this rank's items, and describe the file. DCP makes an error in here an error of all ranks."""
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        known_bytes = sum(
             data.chunk.sizes.numel() * data.properties.dtype.itemsize
             for data in (item.tensor_data for item in plan.items)
             if data is not None
         )
-        results = super().write_data(plan, planner)
-        self._hashing.known_bytes = 0
-        written = {result.index: result.storage_data for result in results.value()}
-        # Where an item lies is known only after it was written, since its size depends on torch.save.
-        items: defaultdict[str, list[ByteRange]] = defaultdict(list)
-        for i, result in enumerate(results.value()):
-            info = written[self._compact.repeated.get(result.index, result.index)]
-            results.value()[i] = replace(result, storage_data=info)
-            items[info.relative_path].append(ByteRange(info.offset, info.length))
-        for name, ranges in items.items():
-            # The digest is computed from the written file, so it also shows that the file can be read back.
-            self._describe(name, self._hashing.checksums[name], digest_of_items(self._path / name, ranges))
-        return results
+        with self._hashing.create_stream(self._path / name, "wb", known_bytes) as file:
+            items = ItemWriter(file)
+            for item in plan.items:
+                place = items.write(item.index.fqn, planner.resolve_data(item))
+                results.append(WriteResult(item.index, place.length, storage_info(name, *place)))
+        self._describe(name, self._hashing.checksums[name], items.digest.hexdigest())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def _describe(self, name: str, checksum: str, digest: str | None) -> None:
         self.files[name] = FileRecord(bytes=(self._path / name).stat().st_size, xxh3=checksum, items=digest)
@@ -223,8 +208,6 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._entries, self._objects = entries, objects
         self._pieces: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
-        # This is the memory of the last piece that was copied.
-        self._copy_memory: mmap.mmap | None = None
 
     def create_local_plan(self) -> SavePlan:
         """Return the items of this rank's boxes and objects."""
@@ -252,15 +235,8 @@ class _SavePlanner(DefaultSavePlanner):
         if tensor.is_cpu and tensor.is_contiguous():
             # It may also be in another mapped file, such as one that is imported.
             populate_pages(tensor)
-            return with_own_storage(tensor.detach())
-        copy = self._allocate(tensor.dtype, box)
-        return copy.copy_(tensor.detach())
-
-    def _allocate(self, dtype: torch.dtype, box: Box) -> torch.Tensor:
-        """Return memory for a piece, and give back that of the piece before, which has been written."""
-        if self._copy_memory is not None:
-            # DCP may still refer to the mapping, so its pages are given back although it cannot be closed.
-            self._copy_memory.madvise(mmap.MADV_DONTNEED)
+            return tensor.detach()
         # A private mapping goes back to the system at once, whereas the allocator might keep freed memory for itself.
-        self._copy_memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(self._copy_memory, dtype=dtype, count=box.numel).view(box.sizes)
+        memory = mmap.mmap(-1, max(box.numel * tensor.dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        copy = torch.frombuffer(memory, dtype=tensor.dtype, count=box.numel).view(box.sizes)
+        return copy.copy_(tensor.detach())

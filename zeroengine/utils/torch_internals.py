@@ -376,3 +376,11 @@ COLLECTIVES = "_c10d_functional"
 # Storages of pickles by name, and the function that makes a tensor of one.
 storage_dtypes: Callable[[], dict[str, torch.dtype]] = _find("torch.storage._storage_type_to_dtype_map")
 rebuild_tensor: Any = _find("torch._utils._rebuild_tensor_v2")
+
+
+def storage_info(file: str, start: int, length: int) -> Any:
+    """Return what the metadata of a checkpoint records of an item: its file, first byte and number of bytes."""
+    # Its module takes long to import, and only a save needs it.
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo(file, start, length)
