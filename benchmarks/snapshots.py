@@ -100,7 +100,7 @@ def measure(engine: Any, step: Any, rounds: int) -> dict[str, Any]:
     from zeroengine.recovery.server import PeerConnection
 
     snapshots = engine._parts.loop.snapshots
-    sent, pauses, durations = [0], [], []
+    sent, pauses, durations, thread_cpu = [0], [], [], []
     put, take, keep = PeerConnection.put, engine._checkpoints.take_snapshot, snapshots._keep
 
     def counted_put(self: Any, tag: str, path: Path) -> None:
@@ -113,18 +113,22 @@ def measure(engine: Any, step: Any, rounds: int) -> dict[str, Any]:
         pauses.append(time.perf_counter() - began)
 
     def timed_keep(*arguments: Any) -> None:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         keep(*arguments)
+        thread_cpu.append(time.thread_time() - cpu_began)
         durations.append(time.perf_counter() - began)
 
     PeerConnection.put, engine._checkpoints.take_snapshot = counted_put, timed_take  # type: ignore[method-assign]
     snapshots._keep = timed_keep
     without: list[float] = []
     beside: list[list[float]] = []
+    extra_cpu: list[float] = []
     most = 0
     for turn in range(rounds + 1):
         snapshots._next_time = FAR
+        cpu = [time.process_time()]
         plain = [step() for _ in range(4)]
+        cpu.append(time.process_time())
         snapshots._next_time = 0.0
         busy: list[float] = []
         done = torch.zeros(1)
@@ -136,12 +140,15 @@ def measure(engine: Any, step: Any, rounds: int) -> dict[str, Any]:
             # The slowest rank ends the turn.
             done = torch.tensor([float(len(durations) > turn)])
             dist.all_reduce(done, dist.ReduceOp.MIN)
+        cpu.append(time.process_time())
         # The first snapshot takes new memory, which later ones have.
         if turn:
+            extra_cpu.append(cpu[2] - cpu[1] - len(busy) * (cpu[1] - cpu[0]) / len(plain))
             without += plain
             beside.append(busy)
     return {
         "without": without, "beside": beside, "pauses": pauses, "durations": durations,
+        "thread_cpu": thread_cpu, "extra_cpu": extra_cpu,
         "sent": sent[0] / (rounds + 1), "folder": most, "copy": snapshots.copy_bytes,
 
     }  # fmt: skip
@@ -204,6 +211,10 @@ def cost(mb: int, rounds: int) -> None:
     extra = statistics.median(sum(turn) - len(turn) * plain for turn in turns)
     pause = [max(row["pauses"][turn + 1] for row in facts) for turn in range(rounds)]
     whole = [max(row["durations"][turn + 1] for row in facts) for turn in range(rounds)]
+
+    def cpu_of(key: str, first: int) -> list[float]:
+        return [sum(row[key][turn + first] for row in facts) for turn in range(rounds)]
+
     # The states of one rank, as the run itself has copied them.
     nbytes = facts[0]["copy"]
     memory = sum(facts[host * SLOTS]["folder"] for host in range(NUM_HOSTS)) + sum(row["copy"] for row in facts)
@@ -214,6 +225,8 @@ def cost(mb: int, rounds: int) -> None:
         ("a step beside one", f"{statistics.median(t for turn in turns for t in turn):.2f} s"),
         ("the pause of training", f"{spread(pause)}, {100 * statistics.median(pause) / plain:.1f} % of a step"),
         ("a snapshot, from the copy to the end", spread(whole)),
+        ("CPU seconds of its threads, all ranks", spread(cpu_of("thread_cpu", 1))),
+        ("CPU seconds of the ranks beyond those of their steps", spread(cpu_of("extra_cpu", 0))),
         ("a run loses for each", f"{extra:.2f} s, {100 * extra / 60:.1f} % at every_seconds: 60"),
         ("sent by a rank", f"{facts[-1]['sent'] / MB:.1f} MB, planned {nbytes / MB:.1f} MB"),
         ("memory of both hosts", f"{memory / MB:.0f} MB, planned {planned / MB:.0f} MB"),

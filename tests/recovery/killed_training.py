@@ -142,7 +142,7 @@ def make_long(folder: Path, rng: random.Random) -> None:
             mark.unlink(missing_ok=True)
 
     save_files, sendfile = snapshots.save_files, socket.socket.sendfile
-    commit, remove = CheckpointFolder.commit, CheckpointFolder.remove
+    commit, remove, hide = CheckpointFolder.commit, CheckpointFolder.remove, CheckpointFolder.hide
 
     def long_save(*arguments: Any) -> Any:
         with at("files"):
@@ -169,10 +169,15 @@ def make_long(folder: Path, rng: random.Random) -> None:
             with at("removal"):
                 remove(self, [tag])
 
+    def long_hide(self: Any, name: str) -> Any:
+        with at("removal"):
+            return hide(self, name)
+
     snapshots.save_files = long_save
     socket.socket.sendfile = long_send  # type: ignore[method-assign]
     CheckpointFolder.commit = long_commit  # type: ignore[method-assign]
     CheckpointFolder.remove = long_remove  # type: ignore[method-assign]
+    CheckpointFolder.hide = long_hide  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

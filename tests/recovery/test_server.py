@@ -83,10 +83,15 @@ def test_what_is_not_being_written_takes_no_file_and_gives_none(server: Snapshot
         connection.put("step-1.2-00000000", tmp_path / "first")
     with connect(server) as connection, pytest.raises(OSError, match="does not exist"):
         connection.read_into(memoryview(bytearray(1)), "step-9", "first", 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 5000, 20000])
+def test_a_file_is_written_over_an_earlier_one_of_any_size(server: SnapshotServer, tmp_path: Path, nbytes: int) -> None:
+    (server.writing[TAG] / "first").write_bytes(b"x" * 10000)
+    (tmp_path / "first").write_bytes(content := os.urandom(nbytes))
     with connect(server) as connection:
         connection.put(TAG, tmp_path / "first")
-    with connect(server) as connection, pytest.raises(OSError, match="File exists"):
-        connection.put(TAG, tmp_path / "first")
+    assert (server.writing[TAG] / "first").read_bytes() == content
 
 
 def test_who_does_not_know_the_token_gets_nothing(server: SnapshotServer, tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def go_on(memory: Path, num_hosts: int, disk: Path | None = None, **more: Any) -
     return resumed, begin, losses, "\n".join(line for line in lines if any(word in line for word in said))
 
 
+def inodes(memory: Path) -> list[set[int]]:
+    """Those of the files with values in the folder of this rank's host, after each of four snapshots."""
+    engine, found = engine_on(memory, 2), []
+    for step in range(4):
+        take_steps(engine, range(step, step + 1))
+        take(engine)
+        folder = memory / os.environ["ZEROENGINE_HOST"]
+        found.append({path.stat().st_ino for path in folder.glob("step-*/*.distcp")})
+    engine.close()
+    return found
+
+
+def test_a_snapshot_is_written_over_the_files_of_the_one_before_the_last(memory: Path) -> None:
+    for first, second, third, fourth in run_ranks(2, inodes, memory):
+        assert len(first) == 2 and not first & second, "a rank's own file and the copy of another's"
+        assert (third, fourth) == (first, second)
+    assert list(memory.rglob(".step-*")) == []
+
+
 def reference(steps: int) -> list[float]:
     return take_steps(engine_at(3), range(steps))
 
@@ -259,7 +278,8 @@ def fail_once(memory: Path) -> tuple[int | None, list[str]]:
     module.PeerConnection.put = put  # type: ignore[method-assign]
     take_steps(engine, range(2, 3))
     take(engine)
-    assert not list(memory.rglob(".*.writing"))
+    # Nothing is left of the one that failed. The next one will be written over the files of the first.
+    assert not [path.name for path in memory.rglob(".*.writing") if not path.name.startswith(".step-1.")]
     again = snapshots_of(engine).find().found
     engine.close()
     assert again is not None and again.manifest.step == 3

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from zeroengine.utils.tensors import with_own_storage
 from zeroengine.utils.torch_internals import storage_dtypes
 
 BLOCK_BYTES = 4 << 20
-# A smaller item is put together in memory and written at once.
+# Smaller pieces are joined before they are written.
 SMALL_BYTES = 1 << 16
 
 Records = dict[str, bytes | memoryview]
@@ -62,11 +61,8 @@ class ItemWriter:
         return self._numbers[key]
 
     def _write(self, records: Records) -> ByteRange:
-        start, nbytes = self._file.tell(), sum(map(len, records.values()))
-        buffer = io.BytesIO()
-        # An archive counts offsets from the beginning of its item, so it must not see the position in the file.
-        stream: Any = SimpleNamespace(write=self._file.write, flush=bool) if nbytes > SMALL_BYTES else buffer
-        with zipfile.ZipFile(stream, "w") as archive:
+        start, stream = self._file.tell(), _JoinedWrites(self._file)
+        with zipfile.ZipFile(stream, "w") as archive:  # type: ignore[call-overload]
             for name, content in records.items():
                 info = zipfile.ZipInfo(f"a/{name}")
                 # Values stay as they are, because readers look them up in the file.
@@ -75,11 +71,38 @@ class ItemWriter:
                 with archive.open(info, "w") as record:
                     for block in range(0, len(content), BLOCK_BYTES):
                         record.write(content[block : block + BLOCK_BYTES])
-        if stream is buffer:
-            self._file.write(buffer.getbuffer())
+        stream.end()
         item = ByteRange(start, self._file.tell() - start)
         self.digest.add(item, archive)
         return item
+
+
+class _JoinedWrites:
+    """Hands on the bytes of an archive, small pieces as one.
+
+    It has no position: an archive counts from the beginning of its item, and must not see that of the file.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._pending = file, bytearray()
+
+    def write(self, data: Any) -> int:
+        """Write ``data``, now or with what follows."""
+        if len(data) < SMALL_BYTES:
+            self._pending += data
+        else:
+            self.end()
+            self._file.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: an archive flushes after each record."""
+
+    def end(self) -> None:
+        """Write what is left."""
+        if self._pending:
+            self._file.write(self._pending)
+            self._pending = bytearray()
 
 
 def _records_of_object(saved: io.BytesIO) -> Records:

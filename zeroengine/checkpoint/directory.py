@@ -218,18 +218,22 @@ class CheckpointFolder:
         """Unlock the folder."""
         self._lock.release()
 
-    def begin(self, tag: str, nbytes: int) -> Path:
-        """Return a new directory to write a checkpoint into.
+    def begin(self, tag: str, nbytes: int, reused: Path | None = None) -> Path:
+        """Return a directory to write a checkpoint into.
 
         Args:
             tag: The checkpoint's name.
             nbytes: The bytes that will be written at least.
+            reused: What `hide` returned of a checkpoint with files of the same names, to write over; None begins with
+                an empty directory.
 
         Raises:
             CheckpointError: The disk has not as many bytes free, or the tag is too long.
         """
         # The free space is checked first, since a full disk would otherwise be found only after a long write.
         free = shutil.disk_usage(self.path).free
+        if reused is not None:
+            free += sum(entry.stat().st_blocks * 512 for entry in reused.iterdir())
         if free < nbytes:
             raise CheckpointError(
                 f"the disk of {self.path} is full: the checkpoint takes {nbytes / 2**20:,.0f} MiB, "
@@ -239,7 +243,10 @@ class CheckpointFolder:
             raise CheckpointError(f"a tag has at most {MAX_TAG} characters; found {len(tag)}")
         # A random part keeps the name free even if a removal of an earlier attempt failed.
         path = self.path / f".{tag}.{secrets.token_hex(4)}.writing"
-        path.mkdir()
+        if reused is None:
+            path.mkdir()
+        else:
+            reused.rename(path)
         return path
 
     def abandon(self, writing: Path) -> None:
@@ -297,23 +304,31 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> None:
         """Remove the directory of a checkpoint, unless somebody reads it: then a later save or job removes it."""
-        removed = self.path / f".{tag_of(path.name)}.{secrets.token_hex(4)}.writing"
+        # Removing is housekeeping and must not fail a save. The next job tries again.
+        if (removed := self.hide(path.name)) is not None:
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def hide(self, name: str) -> Path | None:
+        """Hide the directory of a checkpoint from readers, and return its new path; None if somebody reads it.
+
+        A directory that is neither removed nor reused afterwards is cleared by the next job.
+        """
+        path, hidden = self.path / name, self.path / f".{tag_of(name)}.{secrets.token_hex(4)}.writing"
         try:
             # NFS locks a file exclusively only where it is open for writing.
             with open(path / MANIFEST, "r+b") as file:
                 if not try_lock(file, fcntl.LOCK_EX):
-                    return
+                    return None
                 # The rename hides the checkpoint from new readers before its files begin to disappear.
-                path.rename(removed)
+                path.rename(hidden)
         except FileNotFoundError:
             # A directory without a manifest cannot be read, so nobody holds a lock of it.
-            if path.exists():
-                path.rename(removed)
-        # Removing is housekeeping and must not fail a save. The next job tries again.
+            if not path.exists():
+                return None
+            path.rename(hidden)
         except OSError:
-            return
-        # A crash in here leaves a `.writing` directory, which the next job clears.
-        shutil.rmtree(removed, ignore_errors=True)
+            return None
+        return hidden
 
 
 def tag_of(name: str) -> str:

@@ -10,13 +10,9 @@ from zeroengine.errors import CheckpointError, ZeroEngineError
 
 
 def failure_reason(error: BaseException) -> str:
-    """Return the reason of the innermost error in one line, with the rank that it came from."""
-    # DCP nests its exceptions, one for each level of calls, and keeps the errors of the ranks in `failures`.
-    failures = getattr(error, "failures", None)
-    # Several ranks often fail for one reason, such as a full disk, so the first of them stands for all.
-    if failures:
-        rank, (inner, _) = next(iter(failures.items()))
-        return f"rank {rank}: {failure_reason(inner)}"
+    """Return the reason of an error in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         # Both codes have one remedy, so the message uses the same words for a full disk and for an exceeded quota.
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror

@@ -286,7 +286,7 @@ def _write(
                 reason = failure_reason(error)
         # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
         reason = exchanges.all_gather_object(reason, "to commit a checkpoint")[0]
-    # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
+    # An error that escaped the thread would be lost.
     except BaseException as error:
         # An interrupt of a save within `save_checkpoint` ends the program, as an interrupt anywhere does.
         if isinstance(error, KeyboardInterrupt | SystemExit):

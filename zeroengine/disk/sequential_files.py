@@ -29,7 +29,7 @@ DIRECT_FILESYSTEMS = ("ext4", "xfs", "btrfs", "f2fs", "overlay")
 
 
 def create(path: str | os.PathLike[str], known_bytes: int = 0) -> DirectFile | SyncedFile:
-    """Return a new file, or an empty one in the place of another: a ``DirectFile`` on a local disk.
+    """Return a new file, or one in the place of another: a ``DirectFile`` on a local disk.
 
     Args:
         path: Its path.
@@ -43,16 +43,17 @@ def create(path: str | os.PathLike[str], known_bytes: int = 0) -> DirectFile | S
         with contextlib.suppress(OffloadError):
             _aio.library()
             return DirectFile(path, known_bytes)
-    return SyncedFile(io.FileIO(path, "w"))
+    # The pages of an earlier file are written over, because new ones would take longer than what is written.
+    return SyncedFile(io.FileIO(path, "w", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)))
 
 
 class SyncedFile(io.BufferedWriter):
-    """A file that goes through the page cache and is synced by ``close``."""
+    """A file that goes through the page cache. ``close`` cuts it to what was written, and syncs it."""
 
     def close(self) -> None:
-        """Write what is buffered, sync and close."""
+        """Write what is buffered, cut off what the file held before, sync and close."""
         if not self.closed:
-            self.flush()
+            self.truncate()
             os.fsync(self.fileno())
         super().close()
 

@@ -3,8 +3,8 @@
 [Note: Requests]
 A client sends a line with the token of the run, then requests: a line of JSON each. The answer is a line of JSON:
 `{"error": null}`, or with a reason. Then bytes follow: those of a `put` to the server, which answers once more when it
-has them, and those of a `read` to the client. `put` writes a new file into the directory
-that the host is writing under a tag, and nowhere else. `read` reads part of a file of a whole snapshot.
+has them, and those of a `read` to the client. `put` writes a file into the directory that the host is writing under a
+tag, and nowhere else. `read` reads part of a file of a whole snapshot.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class _ClientConnection(socketserver.StreamRequestHandler):
         # A client that comes late finds that nothing is written under its tag any more.
         if (folder := self.server.writing.get(tag)) is None:
             raise FileNotFoundError(f"{tag} is not being written")
-        with open(folder / name, "xb", buffering=0) as file:
+        with open(folder / name, "wb", buffering=0, opener=_keep_memory) as file:
             # The memory is taken before the client sends, which cannot read an answer in the midst of that.
+            os.truncate(file.fileno(), nbytes)
             if nbytes:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             self._answer()
@@ -131,6 +132,10 @@ class _ClientConnection(socketserver.StreamRequestHandler):
         with open(self.server.folder.checkpoint(tag) / name, "rb") as file:
             self._answer()
             self.connection.sendfile(file, offset, nbytes)
+
+
+def _keep_memory(name: str, flags: int) -> int:
+    return os.open(name, flags & ~os.O_TRUNC, 0o600)
 
 
 class PeerConnection:

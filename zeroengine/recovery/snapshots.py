@@ -8,7 +8,8 @@ every host has the metadata and the manifest. `generations` says which snapshot 
 - *Taking one*: the states are copied, which is all that training waits for. A thread of each rank writes its file into
   the folder of its host and sends it to other hosts. The first rank of a host keeps the folder and serves its files.
 - *Two phases*: when all files are everywhere, each host renames its directory and keeps the snapshot before. When all
-  have renamed, each removes the one before. So at every moment one snapshot is whole, also without any single host.
+  have renamed, each hides the one before, and the next one is written over its files. So at every moment one snapshot
+  is whole, also without any single host.
 - *The order*: rank 0 numbers snapshots, each above all that any host has. So after a return to an earlier checkpoint
   the later snapshots count.
 """
@@ -104,6 +105,9 @@ class MemorySnapshots:
         self._token = rows[0][2]
         self._folder = CheckpointFolder(path)
         self._server: SnapshotServer | None = None
+        # The hidden directory of the snapshot before, which the next one writes over: taking memory takes longer than
+        # filling it.
+        self._reusable: Path | None = None
         self._step: mmap.mmap | None = None
         resources = contextlib.ExitStack()
         # An engine that is not closed ends these when it is deleted, or when the process exits.
@@ -201,8 +205,7 @@ class MemorySnapshots:
         """Write a snapshot, all ranks together, beside training."""
         try:
             self._write(gloo_group, content)
-        # A CheckpointException of DCP derives from BaseException.
-        except BaseException as error:
+        except Exception as error:
             if self._group.rank == 0:
                 reason = str(error) if isinstance(error, ZeroEngineError) else failure_reason(error)
                 step = content.about["step"]
@@ -228,7 +231,8 @@ class MemorySnapshots:
                     self._folder.open()
                     # What an earlier attempt has left takes memory that this snapshot needs.
                     self._folder.remove(removable(hosts) & hosts[ranks.host].keys())
-                    writing = self._folder.begin(tag, sum(rows[rank][3] for rank in ranks.ranks[ranks.host]))
+                    nbytes = sum(rows[rank][3] for rank in ranks.ranks[ranks.host])
+                    writing, self._reusable = self._folder.begin(tag, nbytes, self._reusable), None
                     new_directories.append(writing)
                     if self._server is not None:
                         self._server.writing[tag] = writing
@@ -243,7 +247,10 @@ class MemorySnapshots:
                     self._folder.commit(writing, Manifest(**manifest, sequence=sequence), None)
             # The exchange above tells that every host has renamed its directory. Damaged ones go as well.
             if is_first:
-                self._folder.remove({path.name for path in self._folder.path.glob("step-*")} - {tag})
+                earlier = {path.name for path in self._folder.path.glob("step-*")} - {tag}
+                before = next((tag for tag in newest_first(hosts) if tag in earlier), "")
+                self._folder.remove(earlier - {before})
+                self._reusable = self._folder.hide(before) if before else None
         finally:
             if self._server is not None:
                 self._server.writing.pop(tag, None)
@@ -325,6 +332,8 @@ class MemorySnapshots:
         self._writer.wait()
         self._writer.close()
         self._agreement.close()
+        if self._reusable is not None:
+            self._folder.abandon(self._reusable)
         self._folder.close()
         self._end()
 

@@ -450,7 +450,7 @@ def test_where_it_cannot_be_written(
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
         assert "disk of" in refusal(capsys, run, fresh)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_save._DcpWriter, "write_data", _full)
+        patch.setattr(dcp_save, "create", _full)
         assert "was not written: the disk is full" in refusal(capsys, run, fresh)
     assert not fresh.exists()
     assert checkpoint_commands.import_deepspeed([str(run), str(fresh)]) == 0

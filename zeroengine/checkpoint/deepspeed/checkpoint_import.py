@@ -94,9 +94,8 @@ def _write(content: CheckpointContent, out: Path, tag: str) -> Manifest:
         manifest = Manifest(format=FORMAT, tag=tag, files=files, **content.about)
         directory.commit(writing, manifest, None)
         return manifest
-    # DCP's own error derives from BaseException, so `except Exception` would miss it.
     except BaseException as error:
-        # Nothing is left of an import that failed, but a folder that existed before stays.
+        # Nothing is left of an import that failed or was interrupted, but a folder that existed before stays.
         if is_new:
             shutil.rmtree(out, ignore_errors=True)
         elif writing is not None:
@@ -104,6 +103,6 @@ def _write(content: CheckpointContent, out: Path, tag: str) -> Manifest:
         # These errors have a message of their own, and an interrupt must stay one.
         if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
             raise
-        raise CheckpointError(f"{out} was not written: {failure_reason(error).removeprefix('rank 0: ')}") from error
+        raise CheckpointError(f"{out} was not written: {failure_reason(error)}") from error
     finally:
         directory.close()
