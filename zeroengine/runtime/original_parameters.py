@@ -37,8 +37,7 @@ class OriginalParameters:
     def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._params, self._layout = params, layout
         self.dtypes = [param.dtype for param in params]
-        # Of their dtypes and, where these leave no gaps, strides.
-        self._templates = [_template_of(local_tensor(param)) for param in params]
+        self._templates = [_without_values(local_tensor(param)) for param in params]
         self.unset: set[str] = set()
         self.changed: list[str] = []
 
@@ -125,15 +124,14 @@ def _is_changed(source: torch.Tensor, cast: torch.Tensor) -> bool:
     return any(not torch.equal(a.view(torch.uint8), b.to(a.dtype).view(torch.uint8)) for a, b in parts)
 
 
-def _template_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the dtype of ``tensor``, and its strides where these leave no gaps."""
-    strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    # On the meta device ``empty_like`` imports sympy, which keeps 30 MiB. A contiguous tensor leaves no gaps.
-    return strided if strided.is_contiguous() else torch.empty_like(strided)
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without values, of the same dtype and, where these leave no gaps, strides."""
+    template = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    # ``empty_like`` would give the same strides, but on the meta device it imports sympy, which takes half a second.
+    return template if template.is_contiguous() else torch.empty_like(template)
 
 
 def _set_data(param: nn.Parameter, values: torch.Tensor, template: torch.Tensor) -> None:
-    # See ``_template_of`` for why this is not ``empty_like``.
     copy = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device=values.device)
     copy.copy_(values)
     if is_dtensor(param):
