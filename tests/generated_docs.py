@@ -59,27 +59,28 @@ def _honored(model: type[BaseModel], prefix: str, kind: str = "") -> Iterator[tu
 
     The last value is the type of optimizer or schedule whose parameter the key is, or empty.
     """
+    texts = reference.field_docstrings(model)
     for name, info in model.model_fields.items():
         path, inner = f"{prefix}{info.alias or name}", checked_models(info)
         if name in ("optimizer", "scheduler"):
-            yield path, "`null`", info.description or "", ""
+            yield path, "`null`", texts[name], ""
             for member in inner:
-                field = member.model_fields["type"]
+                field, member_texts = member.model_fields["type"], reference.field_docstrings(member)
                 # A class named by its import path has no fixed name that could stand in the table.
                 named = member is not ImportedOptimizerConfig
                 type_name = get_args(field.annotation)[0] if named else "package.Class"
-                yield f'{path}.type = "{type_name}"', "", field.description or "", ""
+                yield f'{path}.type = "{type_name}"', "", member_texts["type"], ""
                 for params in checked_models(member.model_fields["params"]):
                     yield from _honored(params, f"{path}.params.", type_name)
                 if not named:
-                    yield f"{path}.params", "`{}`", member.model_fields["params"].description or "", ""
+                    yield f"{path}.params", "`{}`", member_texts["params"], ""
         elif inner:
             for section in inner:
                 yield from _honored(section, f"{path}.")
         else:
             value = None if info.is_required() else info.get_default(call_default_factory=True)
             default = "required" if info.is_required() else f"`{json.dumps(value)}`"
-            yield path, default, info.description or "", kind
+            yield path, default, texts[name], kind
 
 
 def migration_tables() -> Iterator[str]:

@@ -12,6 +12,7 @@ import torch
 from zeroengine.config import Config, load
 from zeroengine.config.fields import Section
 from zeroengine.config.keys import checked_models
+from zeroengine.config.reference import field_docstrings
 from zeroengine.errors import ConfigError
 
 BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters")
@@ -188,7 +189,7 @@ def test_every_field_has_a_docstring() -> None:
     def walk(model: type[pydantic.BaseModel]) -> None:
         assert issubclass(model, Section)
         for name, info in model.model_fields.items():
-            assert info.description, f"{model.__name__}.{name}"
+            assert field_docstrings(model).get(name), f"{model.__name__}.{name}"
             for inner in checked_models(info):
                 walk(inner)
 

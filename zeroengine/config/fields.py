@@ -59,10 +59,10 @@ CHOSEN = "auto"
 class Section(BaseModel):
     """One object of the configuration file: frozen, strictly typed, without unknown keys."""
 
-    # Strict types refuse "1" for 1: a quoted number is a mistake, and a silent conversion would hide it.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    # Strict types refuse "1" for 1: a quoted number is a mistake, and a silent conversion would hide it. A model is
+    # built when it is first used, mostly as a part of another one. Docstrings of fields are read where they are shown
+    # (`reference.field_docstrings`): pydantic would parse the source of every model whenever zeroengine is imported.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

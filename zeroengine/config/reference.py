@@ -1,11 +1,18 @@
-"""Generate the JSON Schema from the models and from DeepSpeed's table."""
+"""Generate the JSON Schema from the models, the docstrings of their fields, and DeepSpeed's table."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
+from pydantic import BaseModel
+
 from zeroengine.config import deepspeed_keys
+from zeroengine.config.fields import Section
+from zeroengine.config.keys import checked_models
 from zeroengine.config.model import Config
 
 Schema = dict[str, Any]
@@ -14,6 +21,12 @@ Schema = dict[str, Any]
 def json_schema() -> Schema:
     """Return a JSON Schema (draft 2020-12) of the file, with second spellings and DeepSpeed's other keys."""
     schema = Config.model_json_schema()
+    for model in _models_below(Config):
+        properties = (schema if model is Config else schema["$defs"][model.__name__])["properties"]
+        for field, text in field_docstrings(model).items():
+            item = properties[model.model_fields[field].alias or field]
+            # pydantic sorts the keys, too.
+            properties[model.model_fields[field].alias or field] = dict(sorted({**item, "description": text}.items()))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "zeroengine configuration"
     # The loader accepts second spellings, so an editor that uses the schema must not mark them.
@@ -37,6 +50,25 @@ def json_schema() -> Schema:
             if isinstance(item.get("default"), dict):
                 del item["default"]
     return schema
+
+
+def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the strings below the fields of a model and of the models that it inherits from, by the field's name."""
+    texts = field_docstrings(base) if (base := model.__base__) and base not in (BaseModel, Section) else {}
+    definition = ast.parse(inspect.getsource(model)).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                texts[field.target.id] = inspect.cleandoc(below.value.value)
+    return {name: texts[name] for name in model.model_fields if name in texts}
+
+
+def _models_below(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for info in model.model_fields.values():
+        for inner in checked_models(info):
+            yield from _models_below(inner)
 
 
 def _sections(root: Schema, schema: Schema, path: list[str]) -> Iterator[Schema]:
