@@ -9,8 +9,10 @@ from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.errors import DivergenceError
 from zeroengine.utils.formats import listed
 
-# Every exchange begins with as many bytes from each rank, whatever it is for, so that any two exchanges can meet.
+# Every exchange begins with as many bytes from each rank, whatever it is for, so that any two exchanges can meet: a
+# label, and the beginning of the object. Most objects are no longer, and need no second collective.
 LABEL_BYTES = 1024
+ATTACHED_BYTES = 512
 # A longer purpose is cut, so that there is room for an error.
 PURPOSE_LENGTH = 200
 # A message about ranks that differ shows at most this many values, and this many ranks of each.
@@ -24,7 +26,7 @@ class ExchangeLabel(NamedTuple):
         engine: See ``Divergence``.
         call: The public call that the rank is in, such as "save_checkpoint()".
         purpose: The purpose of the exchange, such as "to save a checkpoint".
-        numel: The bytes of the object that follows.
+        numel: The bytes of the object.
         failure: The message of the divergence that keeps the rank from taking part.
     """
 

@@ -17,7 +17,14 @@ from torch import nn
 
 from zeroengine.comm.alarm_board import SAME_CALLS_ADVICE, ranks_by_value
 from zeroengine.comm.divergence import Divergence, of_engine
-from zeroengine.comm.exchange_label import LABEL_BYTES, MAX_SHOWN, ExchangeLabel, check_labels, described
+from zeroengine.comm.exchange_label import (
+    ATTACHED_BYTES,
+    LABEL_BYTES,
+    MAX_SHOWN,
+    ExchangeLabel,
+    check_labels,
+    described,
+)
 from zeroengine.comm.host_layout import HostLayout
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.watchdog import Watchdog, host_name
@@ -127,32 +134,35 @@ class Group:
             dist.all_gather_object(values, value, self.process_group)
             return values
         content = pickle.dumps(value)
-        with self._meeting(purpose, len(content), call) as numels:
-            return [pickle.loads(row) for row in all_gather_bytes(self._objects, content, numels, self._patience)]
+        with self._meeting(purpose, content, call) as (numels, contents):
+            if max(numels) > ATTACHED_BYTES:
+                contents = all_gather_bytes(self._objects, content, numels, self._patience)
+            return [pickle.loads(row) for row in contents]
 
     @contextlib.contextmanager
-    def _meeting(self, purpose: str, numel: int = 0, call: str = "") -> Iterator[list[int]]:
+    def _meeting(self, purpose: str, content: bytes = b"", call: str = "") -> Iterator[tuple[list[int], list[bytes]]]:
         """Compare with the other ranks what is exchanged inside, and surround the wait. A collective.
 
         Every exchange goes through here, so that ranks in different ones find out before any of them reads a value.
 
         Args:
             purpose: See ``all_gather_object``.
-            numel: A number of this rank for the others.
+            content: This rank's bytes for the others.
             call: See ``all_gather_object``.
 
         Yields:
-            The numbers of all ranks.
+            The lengths of all ranks' bytes, and their first ``ATTACHED_BYTES``.
         """
         number, call = self.numbers[self.rank], call or public_call()
-        label = ExchangeLabel(self.divergence.engine, call, purpose, numel)
+        label = ExchangeLabel(self.divergence.engine, call, purpose, len(content))
         self.divergence.check(f"exchange {purpose}")
         assert self._objects is not None
         try:
             with self.long_wait(str(label)):
-                numels = [LABEL_BYTES] * self.world_size
-                rows = all_gather_bytes(self._objects, label.encoded(), numels, self._patience)
-                labels = [ExchangeLabel.decoded(row) for row in rows]
+                lengths = [LABEL_BYTES + ATTACHED_BYTES] * self.world_size
+                own_row = label.encoded() + content[:ATTACHED_BYTES]
+                rows = all_gather_bytes(self._objects, own_row, lengths, self._patience)
+                labels = [ExchangeLabel.decoded(row[:LABEL_BYTES]) for row in rows]
                 for failed, (engine, *_, failure) in zip(self.numbers, labels, strict=True):
                     if failure:
                         message = f"rank {failed} has diverged while rank {number} is in {label}. It said: {failure}"
@@ -161,7 +171,8 @@ class Group:
                 # An error of all ranks ends a stream of the weights, which another call of one rank has met.
                 self.num_errors += len({other[:3] for other in labels}) > 1
                 check_labels(labels, self.numbers)
-                yield [other.numel for other in labels]
+                numels = [other.numel for other in labels]
+                yield numels, [row[LABEL_BYTES:][:numel] for row, numel in zip(rows, numels, strict=True)]
         except RuntimeError as error:
             raise self.divergence.error(
                 f"rank {number} lost its peers: one has ended, or cannot be reached "
@@ -175,7 +186,7 @@ class Group:
             # The peers may have ended.
             with contextlib.suppress(RuntimeError):
                 content = ExchangeLabel(self.divergence.engine, public_call(), "", 0, failure).encoded()
-                _, rows = start_all_gather_bytes(self._objects, content, LABEL_BYTES)
+                _, rows = start_all_gather_bytes(self._objects, content, LABEL_BYTES + ATTACHED_BYTES)
                 leave_to_threads(self._objects, rows)
 
     @contextlib.contextmanager
@@ -258,10 +269,13 @@ class Group:
         yield values
         tensor.copy_(values)
 
-    def ranks_per_node(self) -> int:
-        """Return the number of ranks on each machine; 0 if they differ or are not consecutive. A collective."""
-        names = self.all_gather_object(host_name() or socket.gethostname(), "to count the ranks of each machine")
-        hosts = list(ranks_by_value(dict(enumerate(names))).values())
+    def ranks_per_node(self, machines: Sequence[str]) -> int:
+        """Return the number of ranks on each machine; 0 if they differ or are not consecutive.
+
+        Args:
+            machines: The name of each rank's machine.
+        """
+        hosts = list(ranks_by_value(dict(enumerate(machines))).values())
         size = len(hosts[0])
         return size if hosts == HostLayout(self.rank, len(hosts), size).ranks_by_host() else 0
 

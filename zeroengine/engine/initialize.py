@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from zeroengine.comm.model_group import check_model_groups, open_expert_group, o
 from zeroengine.comm.process_group_argument import as_process_group, shard_ranks_of
 from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
+from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
 from zeroengine.engine import model_checks
@@ -121,14 +123,15 @@ def make_engine(
         join_launched_ranks()
         ranks = as_process_group(process_group)
         group = Group(ranks, device_of_model(model, ranks))
-        ranks_per_node, shard_ranks = group.ranks_per_node(), shard_ranks_of(process_group)
-        own = _OwnFacts(uuid.uuid4().hex)
+        shard_ranks = shard_ranks_of(process_group)
+        own = _OwnFacts(uuid.uuid4().hex, host_name() or socket.gethostname())
         # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits: here
         # before the ranks split a model together, and below.
         with group.collective_errors("to initialize", own) as asked:
             _check_model(model, optimizer)
             settings = config if isinstance(config, Config) else load(config)
             own.split = split_of_config(model, settings, ranks, mpu)
+        ranks_per_node = group.ranks_per_node([fact.machine for fact in asked])
         with group.collective_errors("to initialize", own) as facts:
             split_quantized_parameters(model, undo)
             split_model(model, optimizer, [fact.split for fact in asked])
@@ -239,11 +242,13 @@ class _OwnFacts:
 
     Attributes:
         engine_name: A random name, of which that of rank 0 counts.
+        machine: The name of the rank's machine.
         split: How the model is to be split.
         split_over: The ranks that the model is split over.
     """
 
     engine_name: str
+    machine: str
     split: Split = (1, 1, ())
     split_over: SplitOver = field(default_factory=SplitOver)
 

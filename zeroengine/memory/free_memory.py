@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,10 +49,10 @@ def measure_free_memory(group: Group, nvme_paths: Collection[str]) -> FreeMemory
         group: The ranks.
         nvme_paths: The folders that states may go to.
     """
-    with group.collective_errors("to measure free memory"):
+    own: list[Any] = []
+    with group.collective_errors("to measure free memory", own) as rows:
         host = int(min(available_memory(), UNKNOWN_BYTES))
-        own = (host_name() or platform.node(), host, free_device_bytes(group.device), _free_disk_bytes(nvme_paths))
-    rows = group.all_gather_object(own, "to measure free memory")
+        own += [host_name() or platform.node(), host, free_device_bytes(group.device), _free_disk_bytes(nvme_paths)]
     # The fake backend has no peers, so this process has its machine alone.
     ranks_of = {row[0]: 1 if not group.has_peers else sum(row[0] == other[0] for other in rows) for row in rows}
     hosts = [row[1] // ranks_of[row[0]] for row in rows]
