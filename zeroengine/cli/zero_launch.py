@@ -120,10 +120,12 @@ def open_console(options: argparse.Namespace) -> tuple[Console, LauncherEvents]:
     """Return where the ranks' output goes, and where restarts and failures are noted."""
     from zeroengine.launch.local.console import STDERR, Console
     from zeroengine.launch.local.run_events import LauncherEvents
-    from zeroengine.view.live_line import LiveLine
 
     if options.run_folder is None:
         return Console(options.log_dir), LauncherEvents()
+    # It needs rich, which most runs start without.
+    from zeroengine.view.live_line import LiveLine
+
     folder = Path(options.run_folder).absolute()
     # The folder is made, or refused, before anything else begins.
     events = LauncherEvents(folder)

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from pydantic import ByteSize, TypeAdapter
-
 # -- sizes -------------------------------------------------------------------------------------------
 
 
@@ -26,6 +24,9 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
     Raises:
         Exception: `error`, if `text` is no size of at least one byte.
     """
+    # Commands such as zero-launch, which import this file and read no size, start without pydantic.
+    from pydantic import ByteSize, TypeAdapter
+
     # The form is checked first, because ByteSize takes units of bits, such as "8gbit", and ignores all text after the
     # first number and word: it would read "1,5GB" as one byte.
     nbytes = TypeAdapter(ByteSize).validate_python(str(text)) if _SIZE.fullmatch(str(text)) else 0
@@ -36,6 +37,8 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
 
 def format_byte_size(nbytes: float) -> str:
     """Return a size in words, in the largest binary unit that keeps it at or above one: ``1.5 GiB``."""
+    from pydantic import ByteSize
+
     return ByteSize(nbytes).human_readable(separator=" ")
 
 

@@ -16,9 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroengine.errors import LaunchError
-from zeroengine.view.live_line import LiveLine
+
+if TYPE_CHECKING:  # it needs rich, and only a run with a run folder has such a line
+    from zeroengine.view.live_line import LiveLine
 
 STDOUT, STDERR = 1, 2
 COLORS = (36, 35, 33, 32, 34, 31)
