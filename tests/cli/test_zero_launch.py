@@ -257,3 +257,13 @@ def test_the_command_works_from_a_checkout(tmp_path: Path, script: Script) -> No
         env=environment,
     )
     assert (done.returncode, done.stdout) == (0, "[rank 0] zeroengine\n"), done.stderr
+
+
+def test_the_launcher_imports_what_it_needs_alone(tmp_path: Path) -> None:
+    """Only a run with a run folder draws with rich, and only a configuration needs pydantic."""
+    (tmp_path / "script.py").write_text("")
+    command = [sys.executable, "-X", "importtime", "-m", "zeroengine.cli.zero_launch", "--nproc", "1", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "torch.distributed.elastic.agent.server.api" in modules
+    assert not modules & {"pydantic", "rich.console", "zeroengine.config", "zeroengine.view.live_line"}
