@@ -5,7 +5,8 @@
 Every run launches the ranks anew, trains a small model for one step with AdamW, and ends. The engines take turns for
 --rounds rounds; the table has medians. A phase counts from the end of the one before it on rank 0. Beside the seconds
 on the clock stand the seconds of CPU time of the launcher and all ranks, which other work on the machine changes less.
-The imports of an engine count as its own even where a script would import the same for other reasons.
+The imports of an engine count as its own even where a script would import the same for other reasons. "engine" is what
+is neither the launcher's nor the import of torch: from that import to the end of the first step.
 
 With --other the engine of another checkout has rows of its own.
 """
@@ -97,6 +98,7 @@ def run(engine: str, root: Path, args: argparse.Namespace) -> dict[str, float]:
     marks["end"] = end
     ends = [0.0, *(marks[phase] for phase in PHASES)]
     phases = {phase: after - before for phase, before, after in zip(PHASES, ends, ends[1:], strict=False)}
+    phases["engine"] = sum(phases[phase] for phase in ("import", "group", "initialize", "step"))
     return phases | {"to the step": marks["step"], "whole": end, "CPU": cpu_seconds() - used, "loss": marks["loss"]}
 
 
@@ -152,20 +154,20 @@ def show(measured: dict[str, list[dict[str, float]]], args: argparse.Namespace) 
         return statistics.median(row[key] for row in rows)
 
     print(f"{machine()}; {args.launcher}, {args.ranks} ranks, {args.rounds} rounds; seconds, medians")
-    columns: list[Any] = [*PHASES, "to the step", "lowest", "highest", "whole", "CPU"]
+    columns: list[Any] = [*PHASES, "engine", "to the step", "lowest", "highest", "whole", "CPU"]
     print("| engine | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
     for name, rows in measured.items():
         until = [row["to the step"] for row in rows]
-        figures = [*(median(rows, phase) for phase in PHASES), median(rows, "to the step"), min(until), max(until)]
+        figures = [*(median(rows, key) for key in (*PHASES, "engine", "to the step")), min(until), max(until)]
         figures += [median(rows, "whole"), median(rows, "CPU")]
         print(f"| {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
-    print("\n| zeroengine / | to the step | whole | CPU |\n|---|---|---|---|")
+    print("\n| zeroengine / | engine | to the step | whole | CPU |\n|---|---|---|---|---|")
     for name, rows in measured.items():
         own = measured.get(f"zeroengine stage {name[-1]}")
         if own and own is not rows:
             ratios = (
                 statistics.median(a[key] / b[key] for a, b in zip(own, rows, strict=True))
-                for key in ("to the step", "whole", "CPU")
+                for key in ("engine", "to the step", "whole", "CPU")
             )
             print(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
 
