@@ -198,7 +198,7 @@ def struck(fault: Fault, case: Case, repeat: int) -> list[Times]:
         told = case.screen.wait(fault.told, began)
         if fault.mend is not None:
             fault.mend(case)
-        resumed, line = case.screen.wait_for_line("goes on after step", told)
+        resumed, line = case.screen.wait_for_line("continues after step", told)
         assert int(line.rpartition("step ")[2].split()[0]) >= before, (
             f"a checkpoint was lost: {before}, and then {line}"
         )
