@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import zeroengine
 from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
+from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.recovery import snapshots as module
 from zeroengine.recovery.snapshots import MemorySnapshots
 
@@ -97,6 +99,25 @@ def test_a_snapshot_is_written_over_the_files_of_the_one_before_the_last(memory:
         assert len(first) == 2 and not first & second, "a rank's own file and the copy of another's"
         assert (third, fourth) == (first, second)
     assert list(memory.rglob(".step-*")) == []
+
+
+def unlisted_files(memory: Path) -> list[str]:
+    """Those in the snapshots of a job that goes on, which no manifest lists."""
+    engine, found = engine_on(memory, 1), []
+    engine.resume()
+    for step in range(3):
+        take_steps(engine, range(step, step + 1))
+        take(engine)
+        for folder in (memory / os.environ["ZEROENGINE_HOST"]).glob("step-*"):
+            listed = json.loads((folder / MANIFEST).read_text())["files"]
+            found += [path.name for path in folder.iterdir() if path.name not in {MANIFEST, *listed}]
+    engine.close()
+    return found
+
+
+def test_a_job_with_fewer_ranks_keeps_no_file_of_the_earlier_one(memory: Path) -> None:
+    run_ranks(3, train, memory, 1, 5)
+    assert run_ranks(2, unlisted_files, memory) == [[], []]
 
 
 def reference(steps: int) -> list[float]:

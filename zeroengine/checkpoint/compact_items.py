@@ -61,7 +61,10 @@ class ItemWriter:
         return self._numbers[key]
 
     def _write(self, records: Records) -> ByteRange:
-        start, stream = self._file.tell(), _JoinedWrites(self._file)
+        start = self._file.tell()
+        # Of an archive in memory the checksums are written into place, rather than behind each record.
+        is_small = sum(map(len, records.values())) < SMALL_BYTES
+        stream = io.BytesIO() if is_small else _JoinedWrites(self._file)
         with zipfile.ZipFile(stream, "w") as archive:  # type: ignore[call-overload]
             for name, content in records.items():
                 info = zipfile.ZipInfo(f"a/{name}")
@@ -71,7 +74,10 @@ class ItemWriter:
                 with archive.open(info, "w") as record:
                     for block in range(0, len(content), BLOCK_BYTES):
                         record.write(content[block : block + BLOCK_BYTES])
-        stream.end()
+        if isinstance(stream, io.BytesIO):
+            self._file.write(stream.getbuffer())
+        else:
+            stream.end()
         item = ByteRange(start, self._file.tell() - start)
         self.digest.add(item, archive)
         return item

@@ -224,8 +224,8 @@ class CheckpointFolder:
         Args:
             tag: The checkpoint's name.
             nbytes: The bytes that will be written at least.
-            reused: What `hide` returned of a checkpoint with files of the same names, to write over; None begins with
-                an empty directory.
+            reused: What `hide` returned of an earlier checkpoint, whose files are written over. The caller removes what
+                is left of them before `commit`. None begins with an empty directory.
 
         Raises:
             CheckpointError: The disk has not as many bytes free, or the tag is too long.

@@ -244,6 +244,10 @@ class MemorySnapshots:
             with group.collective_errors("to take a snapshot"):
                 if writing is not None:
                     manifest = {"format": FORMAT, "tag": tag, "files": dict(ChainMap(*all_files)), **about}
+                    # The directory may be that of an earlier job with more ranks.
+                    for path in writing.iterdir():
+                        if path.name not in manifest["files"]:
+                            path.unlink()
                     self._folder.commit(writing, Manifest(**manifest, sequence=sequence), None)
             # The exchange above tells that every host has renamed its directory. Damaged ones go as well.
             if is_first:
