@@ -130,7 +130,7 @@ class StepReduction:
         compared here.
         """
         values = to_device([late, *self._local_facts()], self.device)
-        squared_norm_of_rank = self._squared_norm_on_host().view(1)
+        squared_norm_of_rank = self._squared_norm_of_rank().view(1)
         num_values, first_digest = len(values), 2 + self._num_params
         values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
         with self._timer.span("reduce"):
@@ -157,7 +157,7 @@ class StepReduction:
             raise DivergenceError(_different_copies(names_of_copies))
         return sums[:first_digest]
 
-    def _squared_norm_on_host(self) -> torch.Tensor:
+    def _squared_norm_of_rank(self) -> torch.Tensor:
         """Return the squared norm of this rank's part of the gradients, 0-d, float64, added in the order of units.
 
         The order is the same at every stage.

@@ -59,8 +59,8 @@ from zeroengine.utils.torch_internals import (
 
 # Stands for the backward of ``run`` in place of autograd's number of a backward.
 _RUN_BY_ENGINE = -1
-# The number of no backward. Outside of backwards autograd's is -1.
-_NONE = -2
+# The number of no backward.
+_NONE = -1
 
 
 class Backward:
@@ -280,7 +280,7 @@ class Backward:
         gradient, param.grad = param.grad, None
         is_last_hook = len(hooks) == 1 or next(reversed(hooks)) == own_number
         task = current_graph_task_id()
-        if task != self._noted_task:
+        if task != self._noted_task or task < 0:
             # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
             self.follow()
             self._note_gradient()

@@ -117,7 +117,7 @@ class Forward:
         # number of the first node that it may have made.
         self._forward_has_grad, self._forward_span, self._first_node = False, -1, 0
         max_live_numel = config.zero_optimization.max_live_parameters
-        # By module: the way to what its last forward has saved.
+        # By module: the route to what its last forward has saved.
         self._routes = [GraphRoute() for _ in modules.units_of]
         self.gatherer = Gatherer(executor, transport, max_live_numel, timer, self._gather_for_use, self.abandon)
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
@@ -328,8 +328,8 @@ class Forward:
                 self._replace_saved_views(tensors, visit.first_node, needed, self._routes[number])
         self._executor.tell(Left(number, self._moment(number), last_node, bool(tensors), in_checkpoint))
         if any(self._units[unit] in self.gatherer.deferred_frees for unit in units):
-            # The graph may have saved something beside the way.
-            self._routes[number].forget()
+            # The graph may have saved something beside the route.
+            self._routes[number].note_change()
         self.gatherer.deferred_frees.retry()
         return output
 

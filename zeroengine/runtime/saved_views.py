@@ -15,9 +15,10 @@ A custom Function may use a weight that it saved as more than values: ``weight.g
 weight gradients do, or an attribute of the parameter. Autograd makes a new tensor of what a hook returns, so the
 ``saved_tensors`` of such a node return the parameter itself (``_return_parameters``).
 
-The graph of a module is mostly that of its last forward. So a walk records the way to the nodes that had saved views
-(``GraphRoute``), and the next forward goes this way alone, as long as it meets nodes of the same classes. What that
-misses shares the memory of the full buffer, like what no walk reaches, and is found as such.
+The graph of a module is mostly that of its last forward. So a walk records the route to the nodes that had saved views
+(``GraphRoute``). The next forward goes this route alone, as long as it has made as many nodes and the classes of those
+on the route are the same. A view that is elsewhere even so shares the memory of the full buffer, like what no walk
+reaches.
 
 Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
 tensors. These share the memory of the full buffer, which is therefore not freed: see ``FullBuffer.is_aliased``.
@@ -41,6 +42,7 @@ from zeroengine.utils.torch_internals import (
     RAW_SAVED_PREFIX,
     RAW_SAVED_TENSORS,
     DisableTorchFunctionSubclass,
+    next_node_number,
     node_number,
     unpack_saved,
     version_of,
@@ -51,8 +53,8 @@ from zeroengine.utils.torch_internals import (
 _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
-# After so many forwards in a row whose graph was another one than before, a module's graph is always walked.
-MAX_CHANGES = 3
+# The most forwards of a module in which a route is not recorded, after others whose graphs were not alike.
+MAX_UNRECORDED = 1024
 # The positions of saved tensors, by the name of the node's attribute.
 _Places = dict[str, tuple[int, ...]]
 # By node that a walk has come to: the node that it came from, and by which of its edges. None: by which output.
@@ -95,74 +97,79 @@ class SavedView(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A node on the way.
+    """A node on a route.
 
     Attributes:
         node_class: Its class.
-        edge: The edge that leads to the next step; None: there is none, or the next step is one put off.
-        put_off: The edges that lead to later steps.
+        edge: The edge to the next node. None: this branch ends, and the route goes on with the last branch to come.
+        branches: The edges to branches that come later.
         places: The saved views that the node has.
     """
 
     node_class: Any
     edge: int | None
-    put_off: tuple[int, ...]
+    branches: tuple[int, ...]
     places: _Places
 
 
 class GraphRoute:
-    """The way from the outputs of a module to the nodes of its graph that had saved views in its last forward."""
+    """The route from the outputs of a module to the nodes of its graph that had saved views in its last forward."""
 
     def __init__(self) -> None:
-        # In order; empty: no way is known. Steps that were put off are taken in turn, the last one first.
+        # Empty: no route is known.
         self._steps: list[_Step] = []
+        # Those of the outputs that it begins with, and the number of all nodes of the graph.
         self._roots: list[int] = []
-        self._num_changes = 0
+        self._num_nodes = 0
+        # The changes in a row, and the forwards until a route is recorded again.
+        self._num_changes = self._num_unrecorded = 0
 
-    def forget(self) -> None:
-        """Let the whole graph be walked next."""
-        self._steps = []
-
-    def record(self, roots: Sequence[Any], came_from: _CameFrom, places: Mapping[Any, _Places]) -> None:
-        """Record the way to the nodes of ``places``.
+    def record(self, roots: Sequence[Any], num_nodes: int, came_from: _CameFrom, places: Mapping[Any, _Places]) -> None:
+        """Record the route to the nodes of ``places``.
 
         Args:
             roots: The nodes of the outputs.
+            num_nodes: The number of nodes that the forward has made.
             came_from: What a walk has noted.
             places: By node, the saved views that it had.
         """
-        if self._num_changes >= MAX_CHANGES:
+        if self._num_unrecorded:
+            self._num_unrecorded -= 1
             return
+        # The key None stands for the outputs.
         edges: dict[Any, set[int]] = defaultdict(set)
         for node in places:
             while node is not None:
                 node, index = came_from[node]
                 edges[node].add(index)
-        self._steps, self._roots = [], sorted(edges[None])
+        self._steps, self._roots, self._num_nodes = [], sorted(edges[None]), num_nodes
         pending = [roots[index] for index in self._roots]
         while pending:
             node = pending.pop()
             followed = sorted(edges[node]) if node in edges else []
-            edge, put_off = followed[-1] if followed else None, tuple(followed[:-1])
-            self._steps.append(_Step(node.__class__, edge, put_off, places.get(node, {})))
+            edge, branches = followed[-1] if followed else None, tuple(followed[:-1])
+            self._steps.append(_Step(node.__class__, edge, branches, places.get(node, {})))
             pending += [node.next_functions[index][0] for index in followed]
 
-    def follow(self, roots: Sequence[Any]) -> list[tuple[Any, _Places]] | None:
-        """Return the nodes that have saved views, and which. None: no way is known, or the graph is another one."""
+    def follow(self, roots: Sequence[Any], num_nodes: int) -> list[tuple[Any, _Places]] | None:
+        """Return the nodes that have saved views, and which. None: no route is known, or the graph is another one."""
         if not self._steps:
             return None
         nodes = []
         try:
+            # A branch that is new may have saved parameters through hooks of the user.
+            if num_nodes != self._num_nodes:
+                raise IndexError
             pending: list[Any] = [roots[index] for index in self._roots]
             node = pending.pop()
-            for node_class, edge, put_off, places in self._steps:
+            for node_class, edge, branches, places in self._steps:
                 if node.__class__ is not node_class:
                     raise IndexError
                 if places:
                     nodes.append((node, places))
                 if edge is not None:
                     next_functions = node.next_functions
-                    for index in put_off:
+                    for index in branches:
                         pending.append(next_functions[index][0])
                     node = next_functions[edge][0]
                 elif pending:
@@ -175,7 +182,9 @@ class GraphRoute:
     def note_change(self) -> None:
         """Note that the graph is another one than that of the last forward."""
         self._num_changes += 1
-        self.forget()
+        # A model whose graph keeps changing would record in vain.
+        self._num_unrecorded = min(2**self._num_changes, MAX_UNRECORDED)
+        self._steps = []
 
     def note_match(self) -> None:
         """Note that the graph is that of the last forward."""
@@ -197,7 +206,7 @@ def replace_saved_views(
         first_node: The number of the first node that the forward may have made. Older nodes are left alone.
         units: Units whose full buffers hold values.
         read: Returns the tensor of a view when backward needs it.
-        route: The way to the views of the last forward, which is tried first.
+        route: The route to the views of the last forward, which is tried first.
 
     Returns:
         The units that have a parameter which was saved through hooks, so that a read in the backward goes unnoticed.
@@ -207,27 +216,28 @@ def replace_saved_views(
     ]
     if not ranges:
         return set()
-    roots = _nodes_of(outputs)
+    roots, num_nodes = _nodes_of(outputs), next_node_number() - first_node
     # A saved parameter may be released by now. Inspecting it must not gather its unit.
     with DisableTorchFunctionSubclass():
-        if route is not None and _replace_on_route(route, roots, first_node, ranges, read):
+        if route is not None and _replace_on_route(route, roots, num_nodes, first_node, ranges, read):
             return set()
         came_from: _CameFrom = {}
         saved_by_user_hooks, places = _replace_in_graph(roots, first_node, units, ranges, read, came_from)
         if route is not None and places and not saved_by_user_hooks:
-            route.record(roots, came_from, places)
+            route.record(roots, num_nodes, came_from, places)
     return saved_by_user_hooks
 
 
 def _replace_on_route(
     route: GraphRoute,
     roots: Sequence[Any],
+    num_nodes: int,
     first_node: int,
     ranges: Sequence[tuple[int, int, Unit]],
     read: Callable[[SavedView], torch.Tensor],
 ) -> bool:
     """Replace the views where the last forward had some. Return False if they are elsewhere in this graph."""
-    nodes = route.follow(roots)
+    nodes = route.follow(roots, num_nodes)
     if nodes is None:
         return False
     for node, places in nodes:
@@ -262,6 +272,7 @@ def _replace_in_graph(
     unit_of = {id(param): unit for unit in units for param in unit.params}
     saved_by_user_hooks: set[Unit] = set()
     places: dict[Any, _Places] = defaultdict(dict)
+    # Whether custom Functions have saved some, or tensors in attributes.
     in_functions = False
     for node, name, saved_tensors in _saved_behind_nodes(roots, first_node, came_from):
         is_function = name == RAW_SAVED_TENSORS
