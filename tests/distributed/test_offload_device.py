@@ -64,15 +64,24 @@ def engine_of(settings: dict[str, Any], copies: LateCopies | None, seed: int = 0
 @contextmanager
 def apart(copies: LateCopies) -> Iterator[None]:
     """``ApartMode``, and an update takes memory of one side alone."""
-    real = ops.update_step
+    real_step, real_preparation = ops.update_step, ops.prepare_arrays
 
-    def update_step(rule: str, arrays: ops.UpdateArrays, **options: Any) -> None:
+    def check(arrays: ops.UpdateArrays) -> None:
         if len({copies.is_host(tensor) for tensor in arrays.tensors() if tensor.numel()}) > 1:
             raise Apart("an update takes memory of the host and of the device")
-        real(rule, arrays, **options)
+
+    def update_step(rule: str, arrays: ops.UpdateArrays | ops.PreparedArrays, **options: Any) -> None:
+        if isinstance(arrays, ops.UpdateArrays):
+            check(arrays)
+        real_step(rule, arrays, **options)
+
+    def prepare_arrays(rule: str, arrays: ops.UpdateArrays, reload_written: bool) -> ops.PreparedArrays:
+        check(arrays)
+        return real_preparation(rule, arrays, reload_written)
 
     with pytest.MonkeyPatch.context() as patch, ApartMode(copies):
         patch.setattr(ops, "update_step", update_step)
+        patch.setattr(ops, "prepare_arrays", prepare_arrays)
         yield
 
 

@@ -96,7 +96,7 @@ class SavedView(NamedTuple):
             return wrap(view.detach(), self.like)
 
 
-class _Step(NamedTuple):
+class _RouteNode(NamedTuple):
     """A node on a route.
 
     Attributes:
@@ -117,7 +117,7 @@ class GraphRoute:
 
     def __init__(self) -> None:
         # Empty: no route is known.
-        self._steps: list[_Step] = []
+        self._steps: list[_RouteNode] = []
         # Those of the outputs that it begins with, and the number of all nodes of the graph.
         self._roots: list[int] = []
         self._num_nodes = 0
@@ -148,7 +148,7 @@ class GraphRoute:
             node = pending.pop()
             followed = sorted(edges[node]) if node in edges else []
             edge, branches = followed[-1] if followed else None, tuple(followed[:-1])
-            self._steps.append(_Step(node.__class__, edge, branches, places.get(node, {})))
+            self._steps.append(_RouteNode(node.__class__, edge, branches, places.get(node, {})))
             pending += [node.next_functions[index][0] for index in followed]
 
     def follow(self, roots: Sequence[Any], num_nodes: int) -> list[tuple[Any, _Places]] | None:

@@ -79,7 +79,7 @@ class FusedUpdate:
             steps_behind = tuple(last_step - step for step in steps)
             segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
             if shard.on_device:
-                self._update_on_device(shard, segments, groups, self.state.arrays(shard))
+                self._update_on_device(shard, segments, groups)
                 self._parts.publish_update(shard.unit)
             elif (store := shard.store_if_only_param_offloaded) is not None:
                 # An update that fails half way leaves the shard without its old values.
@@ -100,9 +100,8 @@ class FusedUpdate:
                 task for shard, segments in offloaded for task in self._tasks(shard, segments, groups)
             )
 
-    def _update_on_device(
-        self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups, arrays: UpdateArrays
-    ) -> None:
+    def _update_on_device(self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups) -> None:
+        arrays = self.state.arrays(shard)
         addresses = [tensor.data_ptr() for tensor in arrays.tensors()]
         known, prepared = self._prepared.get(shard.index, ([], {}))
         if known != addresses or len(prepared) > MAX_CACHED_LISTS * len(shard.unit.params):
@@ -137,9 +136,9 @@ class FusedUpdate:
         else:
             with self._parts.timer.span("offload", shard.unit.name):
                 store.read(param, on_device).wait_stream()
-        arrays = self.state.arrays(shard)
-        moved = [on_device if tensor is param else tensor for tensor in arrays.tensors()]
-        self._update_on_device(shard, segments, groups, arrays.like(moved))
+        moved = [on_device if tensor is param else tensor for tensor in self.state.arrays(shard).tensors()]
+        with self._parts.timer.span("update", shard.unit.name, "update"):
+            self._run_on_parts(shard, segments, groups, 0, param.numel(), *moved)
         return store.write(on_device, param)
 
     def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], groups: Groups) -> Iterator[PipelineTask]:
