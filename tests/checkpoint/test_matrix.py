@@ -23,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 # Precision, stage and number of ranks of the save, stage and number of ranks of the load.
 Load = tuple[str, int, int, int, int]
-KEYS = {adamw: ("exp_avg", "exp_avg_sq", "step"), momentum: ("momentum_buffer",)}
+KEYS = {adamw: ("exp_avg", "exp_avg_sq", "step"), momentum: ("momentum_buffer", "step")}
 
 
 def train(engine: zeroengine.Engine, steps: range) -> list[float]:

@@ -291,7 +291,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     Forces,
 ]
 # In the normal run other tests have them, or what differs little from them.
-SLOW_MODELS = (LossInAttributes, TensorBesideObject, DirectUses, FunctionSavesWeight, Forces)
+SLOW_MODELS = (LossInAttributes, TensorBesideObject, DirectUses, FunctionSavesWeight)
 
 
 @in_turn(

@@ -75,10 +75,13 @@ class FullBuffer:
 
     def _set_tensor(self, tensor: torch.Tensor) -> None:
         self.tensor, self.views = tensor, param_views(self._layout, tensor)
+        # It has a version counter of its own, so that a gather is no change in place of what a backward has read.
+        self._unversioned = tensor.data
         self._strided_views: dict[tuple[torch.Size, tuple[int, ...], int], torch.Tensor] = {}
-        # The storage's Python object, the full buffer, its views, and the parameters, which are views while
-        # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a broadcast.
-        self._num_own_tensors = 2 + len(self.views) + len(self._params)
+        # The storage's Python object, the full buffer and ``_unversioned``, its views, and the parameters, which are
+        # views while ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a
+        # broadcast.
+        self._num_own_tensors = 3 + len(self.views) + len(self._params)
         # The views of a buffer that is never freed need not share its storage object. torch.save and safetensors then
         # see parameters that share nothing, and write only the bytes of each.
         if self._buffer is None:
@@ -117,7 +120,10 @@ class FullBuffer:
             return bool(with_second_owner) and not _all_accumulate(with_second_owner)
 
     def strided_view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """Return a view of the buffer, and keep it, because most are asked for again. Arguments count elements."""
+        """Return a view of the buffer, and keep it, because most are asked for again.
+
+        Autograd does not notice that its values change. Arguments count elements.
+        """
         key = (size, stride, offset)
         view = self._strided_views.get(key)
         if view is None:
@@ -125,7 +131,7 @@ class FullBuffer:
                 self._num_own_tensors -= len(self._strided_views)
                 self._strided_views.clear()
             with outside_torch_func(), torch.no_grad():
-                view = self._strided_views[key] = self.tensor.as_strided(size, stride, offset)
+                view = self._strided_views[key] = self._unversioned.as_strided(size, stride, offset)
             self._num_own_tensors += 1
         return view
 
@@ -227,6 +233,7 @@ class FullBuffer:
         """Own no memory any more, because the engine ends."""
         self.tensor = torch.empty(0, dtype=self._dtype, device=self.tensor.device)
         self.views, self.targets, self._placeholders, self._buffer = [], [], [], None
+        self._unversioned = self.tensor
         self._strided_views.clear()
 
 

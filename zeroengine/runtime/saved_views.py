@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.dtensors import inside, without_values, wrap
+from zeroengine.runtime.dtensors import inside, local_tensor, without_values, wrap
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import leaves_in
@@ -89,11 +89,13 @@ class SavedView(NamedTuple):
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
-        view = self.unit.full_buffer.strided_view(self.size, self.stride, self.offset)
-        if self.like is None:
-            return view
+        if self.like is None and not torch.is_grad_enabled():
+            return self.unit.full_buffer.strided_view(self.size, self.stride, self.offset)
+        # The graph of this backward saves what it reads. A detached parameter shares the parameter's version counter,
+        # so autograd's own check also applies to it.
         with outside_torch_func():
-            return wrap(view.detach(), self.like)
+            view = local_tensor(param).detach().as_strided(self.size, self.stride, self.offset)
+            return view if self.like is None else wrap(view, self.like)
 
 
 class _RouteNode(NamedTuple):
