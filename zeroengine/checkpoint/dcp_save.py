@@ -216,8 +216,8 @@ def _in_cpu_memory(box: Box, tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor of a piece's values. See "Memory while saving"."""
     # A piece in a mapped swap file must be in memory before it is read: a failing disk would be SIGBUS.
     populate(tensor)
-    # A piece without gaps is written where it lies. Copying it would take memory and time for nothing.
     tensor = tensor.resolve_conj().resolve_neg()
+    # A piece without gaps is written where it lies. Copying it would take memory and time for nothing.
     if tensor.is_cpu and tensor.is_contiguous():
         # It may also be in another mapped file, such as one that is imported.
         populate_pages(tensor)

@@ -113,7 +113,7 @@ class _ClientConnection(socketserver.StreamRequestHandler):
         # A client that comes late finds that nothing is written under its tag any more.
         if (folder := self.server.writing.get(tag)) is None:
             raise FileNotFoundError(f"{tag} is not being written")
-        with open(folder / name, "wb", buffering=0, opener=_keep_memory) as file:
+        with open(folder / name, "wb", buffering=0, opener=_open_without_truncating) as file:
             # The memory is taken before the client sends, which cannot read an answer in the midst of that.
             os.truncate(file.fileno(), nbytes)
             if nbytes:
@@ -134,7 +134,8 @@ class _ClientConnection(socketserver.StreamRequestHandler):
             self.connection.sendfile(file, offset, nbytes)
 
 
-def _keep_memory(name: str, flags: int) -> int:
+def _open_without_truncating(name: str, flags: int) -> int:
+    """Open a file that may exist, whose memory is written over."""
     return os.open(name, flags & ~os.O_TRUNC, 0o600)
 
 

@@ -25,8 +25,8 @@ class PrefetchLimits(NamedTuple):
 Use = tuple[bool, int, int]
 
 
-# The longest list of units that is kept for each use.
-MAX_KEPT = 256
+# The longest list of upcoming units that is kept for a use.
+MAX_KEPT_UNITS = 256
 
 
 class Upcoming(NamedTuple):
@@ -37,8 +37,8 @@ class Upcoming(NamedTuple):
         num_next: How many of them, from the first on, are the very next unit.
     """
 
-    units: tuple[int, ...] = ()
-    num_next: int = 0
+    units: tuple[int, ...]
+    num_next: int
 
 
 class PrefetchOrder:
@@ -95,7 +95,7 @@ class PrefetchOrder:
         if upcoming is None:
             upcoming = self._find_upcoming()
             # Of very many small units the lists would fill the memory.
-            if len(upcoming.units) <= MAX_KEPT:
+            if len(upcoming.units) <= MAX_KEPT_UNITS:
                 self._upcoming[self._last] = upcoming
         return upcoming
 

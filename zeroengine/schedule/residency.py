@@ -84,10 +84,10 @@ class Residency:
         self._pins, self._num_users = [0] * len(units), [0] * len(units)
         self.num_pins = self.live_numel = self.live_numel_refused = self.num_forwards = 0
         self.unhooked: dict[int, None] = {}
-        self._order = self._unknown_order()
+        self._order = self._new_prefetch_order()
         self._last_in_forward: int | None = None
 
-    def _unknown_order(self) -> PrefetchOrder:
+    def _new_prefetch_order(self) -> PrefetchOrder:
         return PrefetchOrder(self._limits.numel, lambda unit: self._units[unit].numel)
 
     # -- single units -----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Residency:
         self.states = list(states)
         if not_done:
             # How much was noted of this pass depends on what the rank was about to do.
-            self._order, self._last_in_forward = self._unknown_order(), None
+            self._order, self._last_in_forward = self._new_prefetch_order(), None
         for action in not_done:
             # Pins alone need exact values, and a pin that failed is none.
             if isinstance(action, Gather) and action.exact:
