@@ -53,8 +53,8 @@ from zeroengine.utils.torch_internals import (
 _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
-# The most forwards of a module in which a route is not recorded, after others whose graphs were not alike.
-MAX_UNRECORDED = 1024
+# After n changes of a module's graph in a row no route is recorded in 2**n forwards. n counts up to this.
+MAX_CHANGES = 10
 # The positions of saved tensors, by the name of the node's attribute.
 _Places = dict[str, tuple[int, ...]]
 # By node that a walk has come to: the node that it came from, and by which of its edges. None: by which output.
@@ -183,9 +183,9 @@ class GraphRoute:
 
     def note_change(self) -> None:
         """Note that the graph is another one than that of the last forward."""
-        self._num_changes += 1
         # A model whose graph keeps changing would record in vain.
-        self._num_unrecorded = min(2**self._num_changes, MAX_UNRECORDED)
+        self._num_changes = min(self._num_changes + 1, MAX_CHANGES)
+        self._num_unrecorded = 2**self._num_changes
         self._steps = []
 
     def note_match(self) -> None:
