@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -19,7 +17,6 @@ from zeroengine.utils.torch_internals import (
     leave_functorch,
     num_dispatch_modes,
     set_code_exec_strategy,
-    set_eval_frame,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,31 +27,20 @@ _NO_CHANGE = nullcontext()
 def disable_compile(function: F) -> F:
     """Make torch.compile break its graph at ``function`` and compile nothing inside.
 
-    ``torch.compiler.disable`` does the same, but imports ``torch._dynamo``, which costs every start 70 MB and a second.
+    ``torch.compiler.disable`` does the same, but imports ``torch._dynamo``, which costs every start 70 MB and a second,
+    and puts another function around it, which costs every call some microseconds.
     """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            # Nothing is compiled yet.
-            return function(*args, **kwargs)
-        # None switches the compiler off for this thread until the call ends.
-        compiler = set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(compiler)
-
     # torch.compile reads these attributes to break its graph here, and to explain why.
-    setattr(run, COMPILE_DISABLED, True)
+    setattr(function, COMPILE_DISABLED, True)
     setattr(
-        run,
+        function,
         COMPILE_DISABLED_REASON,
         "zeroengine gathers and releases parameters here. With fullgraph=True compile block by block: "
         "`for block in model.blocks: block.compile(fullgraph=True)`",
     )
-    # The compiler must skip the wrapper itself, but treat the functions that it calls as usual.
-    set_code_exec_strategy(run.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
-    return functools.wraps(function)(run)  # type: ignore[return-value]
+    # The compiler skips the function, and all that it calls.
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
 
 
 def hidden_from_activation_checkpoint() -> AbstractContextManager[Any]:
