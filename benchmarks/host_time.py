@@ -50,6 +50,7 @@ FILES = {
     "zeroengine/schedule/": "order of collectives",
     "zeroengine/runtime/executor": "order of collectives",
     "zeroengine/runtime/saved_views": "reads of released parameters",
+    "zeroengine/runtime/graph_route": "reads of released parameters",
     **dict.fromkeys(
         (
             f"zeroengine/runtime/{name}"

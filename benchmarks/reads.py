@@ -32,7 +32,7 @@ from workload import Transformer
 import zeroengine
 from zeroengine.runtime import forward
 from zeroengine.runtime.full_buffer import FullBuffer
-from zeroengine.runtime.saved_views import SavedView
+from zeroengine.runtime.graph_route import SavedView
 
 STEPS = 5
 

@@ -28,7 +28,7 @@ BOLD = ' font-weight="600"'
 # Sizes in pixels.
 WIDTH, LEFT, RIGHT = 840, 152, 14
 CHIP, LINE, UNIT_LINE = 8, 22, 32
-EVENTS = ("Entered", "Left", "Reached", "GradientArrived")
+EVENTS = ("Entered", "Left", "Reached", "GradientsArrived")
 ACTIONS = ("Gather", "Prefetch", "Release", "Reduce")
 PHASES = (("forward", "ForwardBegan", "ForwardEnded"), ("backward", "BackwardBegan", "BackwardEnded"))
 
@@ -239,7 +239,7 @@ class Drawing:
 
     def rows(self, names: Sequence[str], key: str, y: float) -> Iterator[str]:
         """Yield the rows of events, or of actions."""
-        colors = {"GradientArrived": self._colors.reduce, "Reduce": self._colors.reduce, "Gather": self._colors.gather}
+        colors = {"GradientsArrived": self._colors.reduce, "Reduce": self._colors.reduce, "Gather": self._colors.gather}
         colors |= {"Prefetch": self._colors.gather}
         items = self._step.events
         if key == "action":
@@ -250,7 +250,7 @@ class Drawing:
             yield self.text(LEFT - 13, middle + 4, name, color, anchor="end", style=CODE)
             for item in items:
                 if item[key] == name:
-                    if name == "GradientArrived" and not item["actions"]:
+                    if name == "GradientsArrived" and not item["actions"]:
                         yield f'<circle cx="{self.x(item["begin"]):.1f}" cy="{middle:.1f}" r="1.8" fill="{color}"/>'
                     else:
                         yield self.chip(self.x(item["begin"]), middle, item["unit"], color, filled=key == "action")

@@ -447,7 +447,7 @@ class Rank:
                         self.num_late += 1
                         if not self._may_be_late:
                             raise Wrong(f"unit {unit} was reduced before its gradient came")
-                    self.tell(events.GradientArrived(unit, 0))
+                    self.tell(events.GradientsArrived(unit, (0,)))
 
     def _recompute(self, blocks: Sequence[Block], first_list: int) -> None:
         tape, self._tape, self._num_lists, self._is_recomputing = self._tape, [], first_list, True

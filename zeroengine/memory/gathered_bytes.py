@@ -111,7 +111,7 @@ class _Step:
 
     def _complete(self, units: list[int]) -> None:
         for unit in units:
-            self._tell(events.GradientArrived(unit, 0))
+            self._tell(events.GradientsArrived(unit, (0,)))
         units.clear()
 
     def _forward(self) -> Iterator[tuple[VisitLog, Visit]]:

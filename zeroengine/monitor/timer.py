@@ -29,6 +29,7 @@ import torch
 
 from zeroengine.monitor.profiling import profile_range
 from zeroengine.monitor.record import KINDS, Kind
+from zeroengine.utils.torch_internals import profiler_enabled
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 # A step of very many micro-steps has more marks than this. Then complete ones are added up before its end.
@@ -106,6 +107,11 @@ class Timer:
         if not self.enabled:
             return named
         return _Span(self, self._slots.get((kind, unit)) or self._slots[kind, ""], named)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a span with a label does anything. Where many are short, asking this before costs less."""
+        return self.enabled or profiler_enabled()
 
     def begin(self, kind: Kind | Literal["other"], unit: str = "") -> int:
         """Begin a span whose end is known elsewhere. Return a number for ``end``."""

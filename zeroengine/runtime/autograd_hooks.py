@@ -52,6 +52,8 @@ def autograd_outputs(tensors: Iterable[torch.Tensor], first_node: int) -> list[t
         first_node: The number of the first node that the forward may have made.
     """
     outputs: list[torch.Tensor] = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+    if len(outputs) < 2:
+        return outputs
     # An input that is returned beside new tensors gets its gradient later, and needs nothing of the module.
     return [tensor for tensor in outputs if number_of(tensor) >= first_node] or outputs
 

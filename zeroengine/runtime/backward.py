@@ -18,13 +18,14 @@ Autograd numbers backwards, and reports no end of one that raised.
     _ended          their ends, since ``_begin``                      the next ``_begin``
     _run_raised     an error of ``run``, or at an end                 ``finish``
     _scaled_task    ``run``, or the loss that ``mark_scaled`` gave    the end of that backward, ``finish``
-    _noted_task     its first gradient in a call of a backward        whatever ends a call, or that backward
+    noted task      its first gradient in a call of a backward        whatever ends a call, or that backward
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -34,6 +35,7 @@ from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.autograd_hooks import WeakMethod, register_hook_first
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.gradient_hooks import NONE, GradientHook
 from zeroengine.runtime.graph_outputs import GraphOutputs
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
@@ -59,8 +61,6 @@ from zeroengine.utils.torch_internals import (
 
 # Stands for the backward of ``run`` in place of autograd's number of a backward.
 _RUN_BY_ENGINE = -1
-# The number of no backward.
-_NONE = -1
 
 
 class Backward:
@@ -104,15 +104,23 @@ class Backward:
         self._ended: set[int] = set()
         self._is_in_call = False
         self._scaled_task: int | None = None
-        # Autograd's number of the backward whose latest gradient was noted, so that the next one begins nothing.
-        self._noted_task = _NONE
-        # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
-        self.hook_handles = [
-            param.register_post_accumulate_grad_hook(WeakMethod(self, Backward._post_accumulate_grad, number, *indices))
-            for number, (param, indices) in enumerate(zip(self._params, _indices(reducer), strict=True))
-        ]
+        # Its task is the "noted task".
+        self._arriving = executor.arriving
+        self.hook_handles: list[Any] = []
         # By the parameter's number: its hooks, in the order in which autograd calls them, and the number of this one.
-        self._hooks = [(handle.hooks_dict_ref(), handle.id) for handle in self.hook_handles]
+        self._hooks: list[tuple[Any, int]] = []
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        tell = WeakMethod(self._executor, Executor.tell_arrived)
+        for number, (param, (unit_index, index)) in enumerate(zip(self._params, _indices(self._reducer), strict=True)):
+            ask = WeakMethod(self, Backward._take_gradient, number, unit_index, index)
+            unit = self._reducer.gradients[unit_index].unit.number
+            hook = GradientHook(self._arriving, unit, index, ask, tell, self._progress)
+            handle = param.register_post_accumulate_grad_hook(hook)
+            hook.hooks = handle.hooks_dict_ref()
+            self.hook_handles.append(handle)
+            self._hooks.append((hook.hooks, handle.id))
 
     # -- calls of the engine ----------------------------------------------------------------------
 
@@ -261,7 +269,7 @@ class Backward:
             return
         self._producing.remove(task)
         self._ended.add(task)
-        self._noted_task = _NONE
+        self._arriving.task = NONE
         if is_outermost:
             self._is_in_call = False
             if self.in_progress:
@@ -273,28 +281,24 @@ class Backward:
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def _post_accumulate_grad(self, number: int, unit_index: int, index: int) -> None:
+    def _take_gradient(self, number: int, unit_index: int, index: int) -> None:
         unit_grads, (hooks, own_number) = self._reducer.gradients[unit_index], self._hooks[number]
         param = unit_grads.unit.params[index]
         # Autograd also calls the hook if a Function returned None instead of a gradient.
         gradient, param.grad = param.grad, None
         is_last_hook = len(hooks) == 1 or next(reversed(hooks)) == own_number
         task = current_graph_task_id()
-        if task != self._noted_task or task < 0:
+        if task != self._arriving.task:
             # This may begin the backward, which resets the counts of arrived gradients, and takes what is in ``grad``.
             self.follow()
             self._note_gradient()
-            self._noted_task = task
+            self._arriving.task = task if task >= 0 else NONE
         if not is_last_hook:
             # This gradient has begun the backward, which puts the hooks of the user first, but too late for this one.
             # The end of the backward takes what they leave.
             param.grad = gradient
             return
         self._reducer.add(unit_grads, index, gradient)
-        if self._timer.tracing and self._reducer.is_complete(unit_grads):
-            self._timer.name_backward(unit_grads.unit.name)
-        # Peers may have become ready for a sum since this rank launched it.
-        self._progress()
 
     def _note_gradient(self) -> None:
         """Note that a parameter has a gradient, or will have one. The first one begins a plain ``loss.backward()``.
@@ -381,7 +385,7 @@ class Backward:
     def _leave_call(self) -> None:
         """Note that no backward is in progress any more."""
         self.in_progress = self._is_in_call = False
-        self._noted_task = _NONE
+        self._arriving.task = NONE
 
     @property
     def _is_executing(self) -> bool:

@@ -30,45 +30,45 @@ WARNED_BYTES = 64 << 20
 
 
 class DeferredFrees:
-    """The released units whose full buffers are not freed yet."""
+    """The released units whose full buffers are not freed yet.
+
+    Attributes:
+        waiting: The units, in the order of their releases.
+    """
 
     def __init__(self) -> None:
-        self._units: dict[Unit, None] = {}
+        self.waiting: dict[Unit, None] = {}
         # A graph saved parameters of these units through the user's hooks, so a read in the backward goes unnoticed.
         self._saved_by_user_hooks: set[Unit] = set()
         self._warnings: set[str] = set()
         # Whether torch.func has run where a unit was released. What it saved may outlive its transform.
         self._has_seen_torch_func = False
 
-    def __contains__(self, unit: Unit) -> bool:
-        """Return whether the full buffer of ``unit`` is waiting to be freed."""
-        return unit in self._units
-
     def units(self) -> list[Unit]:
         """Return the units whose full buffers cannot be freed now."""
         self.retry()
-        return list(self._units)
+        return list(self.waiting)
 
     def free(self, unit: Unit) -> None:
         """Free the full buffer of a released unit, now or as soon as possible."""
         self._has_seen_torch_func = self._has_seen_torch_func or functorch_active()
         # Autograd runs hooks without gradients. The graph of a backward is one of a forward with autograd.
-        is_of_autograd = torch.is_grad_enabled() or current_graph_task_id() >= 0
-        exactly = self._has_seen_torch_func or not is_of_autograd
+        exactly = self._has_seen_torch_func or not (torch.is_grad_enabled() or current_graph_task_id() >= 0)
         if unit in self._saved_by_user_hooks or unit.full_buffer.is_aliased(exactly=exactly):
-            self._units[unit] = None
+            self.waiting[unit] = None
         else:
-            # The unit may have been waiting since an earlier release.
-            self._units.pop(unit, None)
+            if unit in self.waiting:
+                # It was waiting since an earlier release.
+                del self.waiting[unit]
             unit.full_buffer.free()
 
     def retry(self) -> None:
         """Free the buffers that are no longer aliased, unless their unit was gathered again."""
-        for unit in list(self._units):
+        for unit in list(self.waiting) if self.waiting else ():
             # A unit that was gathered again is in use, and its next release calls ``free`` again.
             if unit.is_released and unit not in self._saved_by_user_hooks:
                 if not unit.full_buffer.is_aliased(exactly=True):
-                    del self._units[unit]
+                    del self.waiting[unit]
                     unit.collect_writes()
                     unit.full_buffer.free()
 
@@ -82,12 +82,12 @@ class DeferredFrees:
 
     def replace_buffer(self, unit: Unit) -> None:
         """Give ``unit`` a new full buffer if its old one is still aliased."""
-        if unit in self._units and unit.is_released and unit not in self._saved_by_user_hooks:
+        if unit in self.waiting and unit.is_released and unit not in self._saved_by_user_hooks:
             # The next gather would write new values into memory that other tensors still read. They keep the old memory
             # instead. That costs a buffer, and a view no longer follows its parameter, so the user gets a warning.
             self._warn("are held at a step")
             unit.replace_full_buffer()
-            del self._units[unit]
+            del self.waiting[unit]
 
     def warn_of_memory(self) -> None:
         """Warn, once, if buffers that cannot be freed hold much memory."""
@@ -95,7 +95,7 @@ class DeferredFrees:
             self._warn("stay gathered for now")
 
     def _nbytes(self) -> int:
-        return sum(unit.gathered_bytes() for unit in self._units)
+        return sum(unit.gathered_bytes() for unit in self.waiting)
 
     def _warn(self, what: str) -> None:
         if what in self._warnings:
@@ -107,5 +107,5 @@ class DeferredFrees:
             "their memory at the next step keeps the old values.",
             format_byte_size(self._nbytes()),
             what,
-            listed([unit.name for unit in self._units], NUM_SHOWN),
+            listed([unit.name for unit in self.waiting], NUM_SHOWN),
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from zeroengine.runtime.gradient_hooks import NONE, ArrivingGradients
 from zeroengine.runtime.unit import Unit
 from zeroengine.schedule.actions import Action
-from zeroengine.schedule.events import Event
+from zeroengine.schedule.events import Event, GradientsArrived
 from zeroengine.schedule.schedule import Schedule
 
 A = TypeVar("A", bound=Action)
@@ -23,10 +24,11 @@ class Executor:
     Attributes:
         schedule: The schedule.
         units: All units, by number.
+        arriving: The unit whose gradients arrive now.
     """
 
     def __init__(self, schedule: Schedule, units: Sequence[Unit]) -> None:
-        self.schedule, self.units = schedule, units
+        self.schedule, self.units, self.arriving = schedule, units, ArrivingGradients()
         self._performers: dict[type[Any], Callable[[Any], None]] = {}
 
     def let_perform(self, action: type[A], performer: Callable[[A], None]) -> None:
@@ -40,6 +42,8 @@ class Executor:
             event: What has happened.
             before_actions: Is called before the actions.
         """
+        if self.arriving.unit != NONE:
+            self.tell_arrived()
         actions, num_done = self.schedule.handle(event), 0
         try:
             if before_actions is not None:
@@ -50,6 +54,12 @@ class Executor:
         except BaseException:
             self._note_failure(actions[num_done:])
             raise
+
+    def tell_arrived(self) -> None:
+        """Tell the schedule of the gradients of the open unit that it does not know of, and close the unit."""
+        unit, params = self.arriving.close()
+        if params:
+            self.tell(GradientsArrived(unit, params))
 
     def forget_interrupted(self) -> None:
         """Let the schedule know what units have, as an error or Ctrl-C may have come in the midst of an event."""

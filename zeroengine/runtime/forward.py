@@ -4,8 +4,8 @@
 Hooks on modules, and on the tensors that come out, say when a unit is about to be needed and when it may be released.
 The order of collectives of a list depends on them, and values never do:
 - A use of a released parameter calls ``Forward._gather_for_use`` through its class (see ``released_parameter.py``). A
-  backward that reads a saved view of a parameter calls ``Forward._restore_saved_view`` (see ``saved_views.py``). Both
-  gather the unit.
+  backward that reads a saved view of a parameter calls ``Forward._gather_for_saved_view`` (see ``saved_views.py``).
+  Both gather the unit.
 - A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
 """
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +28,11 @@ from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_paths import require_gradients
+from zeroengine.runtime.graph_route import GraphRoute, Packed
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.running_calls import function_node_number, is_in_checkpoint, is_in_recomputation, is_raising
-from zeroengine.runtime.saved_views import GraphRoute, SavedView, replace_saved_views
+from zeroengine.runtime.saved_views import replace_saved_views
 from zeroengine.runtime.scheduling import ModuleNumbers
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
@@ -55,9 +54,8 @@ from zeroengine.utils.torch_internals import (
     current_graph_task_id,
     functorch_active,
     next_node_number,
+    num_dispatch_modes,
 )
-
-_VISIBLE = nullcontext()
 
 
 def check_hooks_allowed(modules: Iterable[nn.Module]) -> None:
@@ -109,6 +107,7 @@ class Forward:
         self._model, self._executor, self._timer, self._num_forwards = model, executor, timer, num_forwards
         self._listener = listener
         self._units, self._number_of, self._units_of = executor.units, modules.number_of, modules.units_of
+        self._lists = modules.lists
         self._residency, self._forwards = executor.schedule.residency, executor.schedule.forwards
         self._backwards = executor.schedule.backwards
         self._has_releasable = any(unit.is_releasable for unit in self._units)
@@ -122,7 +121,7 @@ class Forward:
         self.gatherer = Gatherer(executor, transport, max_live_numel, timer, self._gather_for_use, self.abandon)
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
-        self._restore_view = partial(_restore_view, weakref.ref(self))
+        self._read_view = _reader(weakref.ref(self))
         self.hook_handles = [*self._register_hooks(modules), *self.backward.hook_handles]
 
     def _register_hooks(self, modules: ModuleNumbers) -> list[Any]:
@@ -162,8 +161,10 @@ class Forward:
             forward = forward_ref()
             # A shallow copy of the model has the same hooks. They must do nothing there.
             if forward is not None and (module in forward._number_of or module is forward._model):
-                with hidden_from_activation_checkpoint() if is_hidden else _VISIBLE:
-                    return method(forward, module, *args)
+                if is_hidden and num_dispatch_modes():
+                    with hidden_from_activation_checkpoint():
+                        return method(forward, module, *args)
+                return method(forward, module, *args)
             return None
 
         return UncopiedHook(hook)
@@ -254,7 +255,7 @@ class Forward:
             self._timer.note_training() if torch.is_grad_enabled() else self._timer.note_evaluation()
 
     def _is_aliased(self, unit: Unit) -> bool:
-        has_memory = unit.is_gathered or unit in self.gatherer.deferred_frees
+        has_memory = unit.is_gathered or unit in self.gatherer.deferred_frees.waiting
         return has_memory and unit.full_buffer.is_aliased(exactly=False)
 
     # -- modules ----------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class Forward:
         """Return what autograd says now, where the forward of a module begins or ends."""
         has_grad = torch.is_grad_enabled()
         asks = not has_grad and self._forwards.asks_for_checkpoint(module)
-        in_backward = self._backwards.is_running
+        in_backward = bool(self._backwards.cursors)
         # A checkpoint that is not reentrant recomputes when a node reads a tensor.
         recomputes = in_backward and is_in_recomputation()
         return Moment(
@@ -282,12 +283,14 @@ class Forward:
         self.backward.follow()
         number = self._number_of[module]
         has_grad = torch.is_grad_enabled()
-        is_outermost = not (self._residency.num_forwards or self._forwards.calls or self._backwards.is_running)
+        is_outermost = not (self._residency.num_forwards or self._forwards.calls or self._backwards.cursors)
         if is_outermost and not self._residency.num_pins and self._needs_gathers(number):
             # A part of the model that is called by itself, as in generation, concerns all ranks like the whole.
             self._num_forwards[has_grad] += 1
         event = Entered(number, self._moment(number), has_grad and not functorch_active())
-        self._executor.tell(event, lambda: self._expect_inputs(number, (args, kwargs)))
+        # The schedule has begun the call when the inputs are looked at, and gathers nothing before.
+        expects = number in self._lists
+        self._executor.tell(event, (lambda: self._expect_inputs(number, (args, kwargs))) if expects else None)
 
     def _expect_inputs(self, module: int, inputs: Any) -> None:
         """Let autograd report when it comes to the inputs of a module that holds a list, whose forward has begun."""
@@ -317,24 +320,28 @@ class Forward:
             if has_grad and not functorch_active() and self._called_nothing_trainable(call.walk):
                 output = require_gradients(output)
         visit, units = call.visit, call.visit.units
-        tensors = list(tensors_in(output))
+        tensors = [output] if type(output) is torch.Tensor else list(tensors_in(output))
         outputs = autograd_outputs(tensors, visit.first_node) if call.is_tracked and has_grad else []
         last_node = max(map(number_of, outputs)) if outputs else None
         in_checkpoint = bool(outputs) and call.walk is not None and is_in_checkpoint()
         if outputs:
             self.backward.expect(call.log, visit, outputs)
-            if not self._backwards.is_running:
+            if not self._backwards.cursors:
                 needed = [self._units[unit] for unit in units]
                 self._replace_saved_views(tensors, visit.first_node, needed, self._routes[number])
         self._executor.tell(Left(number, self._moment(number), last_node, bool(tensors), in_checkpoint))
-        if any(self._units[unit] in self.gatherer.deferred_frees for unit in units):
-            # The graph may have saved something beside the route.
-            self._routes[number].note_change()
-        self.gatherer.deferred_frees.retry()
+        deferred_frees = self.gatherer.deferred_frees
+        if deferred_frees.waiting:
+            if any(self._units[unit] in deferred_frees.waiting for unit in units):
+                # The graph may have saved something beside the route.
+                self._routes[number].note_change()
+            deferred_frees.retry()
         return output
 
     def _called_nothing_trainable(self, walk: ListWalk) -> bool:
         """Return whether the list has trainable items, and this rank has called none of these."""
+        if not walk.skipped_indices:
+            return False
         trainable = {
             index
             for index, units in enumerate(walk.item_list.units)
@@ -346,9 +353,11 @@ class Forward:
         self, tensors: Iterable[torch.Tensor], first_node: int, units: Sequence[Unit], route: GraphRoute | None = None
     ) -> None:
         deferred_frees = self.gatherer.deferred_frees
-        with_values = [unit for unit in units if unit.is_gathered or unit in deferred_frees]
-        saved_by_user_hooks = replace_saved_views(tensors, first_node, with_values, self._restore_view, route)
-        self.gatherer.deferred_frees.keep_until_update(saved_by_user_hooks)
+        with_values = [unit for unit in units if unit.state is GatherState.GATHERED or unit in deferred_frees.waiting]
+        if with_values:
+            saved_by_user_hooks = replace_saved_views(tensors, first_node, with_values, self._read_view, route)
+            if saved_by_user_hooks:
+                deferred_frees.keep_until_update(saved_by_user_hooks)
 
     # -- uses that no hook announced --------------------------------------------------------------
 
@@ -376,24 +385,31 @@ class Forward:
         with hidden_from_activation_checkpoint():
             self._executor.tell(self._used(unit, is_saved=False))
 
+    def _gather_for_saved_view(self, unit: Unit) -> None:
+        """Gather a unit of which the graph saved a view that is read now."""
+        with outside_torch_func():
+            if not (self.backward.follow() or self._residency.num_forwards):
+                raise ReleasedParameterError(
+                    f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
+                    "backward, where other ranks may not do the same: write `with "
+                    "zeroengine.gathered(module_or_params):` around it"
+                )
+            self._executor.tell(self._used(unit, is_saved=True))
+
+
+def _reader(forward_ref: weakref.ref[Forward]) -> Callable[[Packed], torch.Tensor]:
+    """Return the function that a backward calls for a tensor which the graph saved as a view of a parameter."""
+
     @disable_compile
-    def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
-        """Return a tensor that the graph saved as a view of a parameter. A backward that reads it calls this."""
-        unit = view.unit
-        if unit.state is not GatherState.GATHERED:
-            with outside_torch_func():
-                if not (self.backward.follow() or self._residency.num_forwards):
-                    raise ReleasedParameterError(
-                        f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
-                        "backward, where other ranks may not do the same: write `with "
-                        "zeroengine.gathered(module_or_params):` around it"
-                    )
-                self._executor.tell(self._used(unit, is_saved=True))
-        return view.restore()
+    def read(packed: Packed) -> torch.Tensor:
+        view, version = packed
+        forward = forward_ref()
+        if forward is None:
+            raise ZeroEngineError(
+                "this backward needs parameters of an engine that is gone: keep the engine until it ends"
+            )
+        if view.unit.state is not GatherState.GATHERED:
+            forward._gather_for_saved_view(view.unit)
+        return view.restore(version)
 
-
-def _restore_view(forward_ref: weakref.ref[Forward], view: SavedView) -> torch.Tensor:
-    forward = forward_ref()
-    if forward is None:
-        raise ZeroEngineError("this backward needs parameters of an engine that is gone: keep the engine until it ends")
-    return forward._restore_saved_view(view)
+    return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
-from zeroengine.runtime.released_parameter import ReleasedParameter, Resolver, mark_gathered, mark_released
+from zeroengine.runtime.released_parameter import RELEASED_CLASSES, Resolver, mark_gathered, mark_released
 from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import with_own_storage
 from zeroengine.utils.torch_internals import (
@@ -25,6 +26,8 @@ from zeroengine.utils.torch_internals import (
 
 # The most views of a buffer that are kept besides those of the parameters, for each parameter.
 MAX_STRIDED_VIEWS = 4
+# The size, the strides and the offset of a view, in elements.
+_Strides = tuple[torch.Size, tuple[int, ...], int]
 
 
 class FullBuffer:
@@ -43,6 +46,7 @@ class FullBuffer:
             unless other tensors alias it at a step (``replace``).
         views: The parameters' views of ``tensor``.
         targets: What shows the views: the parameters, or the tensors inside of split ones.
+        has_memory: Whether it has memory now. False where the memory stays, and is the unit's shard.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class FullBuffer:
         copied: bool,
     ) -> None:
         self._params, self._layout, self._dtype = params, layout, dtype
+        self.has_memory = is_releasable
         self._transport, self._copied = transport, copied
         # None: the memory stays.
         self._buffer: Buffer | None = None
@@ -77,7 +82,7 @@ class FullBuffer:
         self.tensor, self.views = tensor, param_views(self._layout, tensor)
         # It has a version counter of its own, so that a gather is no change in place of what a backward has read.
         self._unversioned = tensor.data
-        self._strided_views: dict[tuple[torch.Size, tuple[int, ...], int], torch.Tensor] = {}
+        self._strided_views: dict[_Strides, torch.Tensor] = {}
         # The storage's Python object, the full buffer and ``_unversioned``, its views, and the parameters, which are
         # views while ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of a
         # broadcast.
@@ -91,7 +96,7 @@ class FullBuffer:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that it has now; 0 if its memory stays, and is the unit's shard."""
+        """The bytes that it has now; 0 if its memory stays."""
         return 0 if self._buffer is None else self._buffer.nbytes()
 
     def is_aliased(self, *, exactly: bool) -> bool:
@@ -119,20 +124,21 @@ class FullBuffer:
                     with_second_owner.append(param)
             return bool(with_second_owner) and not _all_accumulate(with_second_owner)
 
-    def strided_view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    def strided_view(self, key: _Strides) -> torch.Tensor:
         """Return a view of the buffer, and keep it, because most are asked for again.
 
-        Autograd does not notice that its values change. Arguments count elements.
+        Autograd does not notice that its values change. ``key``: its size, strides and offset in elements.
         """
-        key = (size, stride, offset)
-        view = self._strided_views.get(key)
-        if view is None:
-            if len(self._strided_views) >= MAX_STRIDED_VIEWS * len(self._params):
-                self._num_own_tensors -= len(self._strided_views)
-                self._strided_views.clear()
-            with outside_torch_func(), torch.no_grad():
-                view = self._strided_views[key] = self._unversioned.as_strided(size, stride, offset)
-            self._num_own_tensors += 1
+        try:
+            return self._strided_views[key]
+        except KeyError:
+            pass
+        if len(self._strided_views) >= MAX_STRIDED_VIEWS * len(self._params):
+            self._num_own_tensors -= len(self._strided_views)
+            self._strided_views.clear()
+        with outside_torch_func(), torch.no_grad():
+            view = self._strided_views[key] = self._unversioned.as_strided(*key)
+        self._num_own_tensors += 1
         return view
 
     def adopt(self, index: int) -> None:
@@ -151,17 +157,17 @@ class FullBuffer:
         """Give the buffer memory."""
         assert self._buffer is not None
         self._buffer.allocate()
+        self.has_memory = True
 
     def show(self) -> None:
         """Let the parameters that have no values show those of the buffer."""
         # The released class would treat an assignment to ``data`` as a use.
         with DisableTorchFunctionSubclass():
-            hidden = []
-            for param, target, view in zip(self._params, self.targets, self.views, strict=True):
-                if issubclass(type(param), ReleasedParameter):
+            hidden = [type(param) in RELEASED_CLASSES for param in self._params]
+            for is_hidden, target, view in zip(hidden, self.targets, self.views, strict=True):
+                if is_hidden:
                     target.data = view
-                    hidden.append(param)
-            mark_gathered(*hidden)
+            mark_gathered(*(self._params if all(hidden) else compress(self._params, hidden)))
         self.note_required_gradients()
 
     def note_required_gradients(self) -> None:
@@ -184,6 +190,7 @@ class FullBuffer:
             for target, placeholder in zip(self.targets, self._placeholders, strict=True):
                 target.data = placeholder
         self._buffer.free()
+        self.has_memory = False
 
     def replace(self) -> None:
         """Leave the memory to the tensors that alias it, and take another buffer, which has no memory."""
@@ -233,7 +240,7 @@ class FullBuffer:
         """Own no memory any more, because the engine ends."""
         self.tensor = torch.empty(0, dtype=self._dtype, device=self.tensor.device)
         self.views, self.targets, self._placeholders, self._buffer = [], [], [], None
-        self._unversioned = self.tensor
+        self._unversioned, self.has_memory = self.tensor, False
         self._strided_views.clear()
 
 

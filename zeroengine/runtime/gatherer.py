@@ -17,7 +17,9 @@ from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.unit import Unit, received_bytes
 from zeroengine.schedule import events
 from zeroengine.schedule.actions import Gather, Prefetch, ReadAhead, Release
+from zeroengine.schedule.residency import GatherState
 from zeroengine.utils.compiler_disable import outside_torch_func
+from zeroengine.utils.torch_internals import functorch_active
 from zeroengine.utils.work import Work
 
 log = logging.getLogger("zeroengine")
@@ -93,10 +95,16 @@ class Gatherer:
 
     def _release(self, action: Release) -> None:
         unit = self._units[action.unit]
-        # Giving memory back is a part of what a gather costs.
-        with self._timer.span("gather", unit.name):
-            unit.mark_released(self._gather_for_use)
-            self.deferred_frees.free(unit)
+        if self._timer.enabled:
+            # Giving memory back is a part of what a gather costs.
+            with self._timer.span("gather", unit.name):
+                self._free(unit)
+        else:
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        unit.mark_released(self._gather_for_use)
+        self.deferred_frees.free(unit)
         self.deferred_frees.retry()
 
     def _start(self, unit: Unit, exact: bool = False) -> None:
@@ -106,9 +114,12 @@ class Gatherer:
                 f"unit {unit.name} is used while the parameters are offloaded: call engine.reload_states() before"
             )
         nbytes = unit.bytes_to_gather(exact)
-        with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
+        if self._timer.is_watched or functorch_active():
+            with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
+                unit.start_gather(exact)
+            self._timer.count("gather", nbytes)
+        else:
             unit.start_gather(exact)
-        self._timer.count("gather", nbytes)
 
     def _ensure(self, unit: Unit, exact: bool = False) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream. ``exact``: see ``Gather``."""
@@ -116,15 +127,16 @@ class Gatherer:
             # Every rank has the rounded values, so every rank gathers again, into the same memory.
             self._ensure(unit)
             unit.mark_released(self._gather_for_use)
-        if unit.is_gathered:
+        if unit.state is GatherState.GATHERED:
             return
-        if unit.is_released:
+        if unit.state is GatherState.RELEASED:
             self._start(unit, exact)
-        assert unit.gather_work is not None
+        if not (self._timer.is_watched or functorch_active()):
+            unit.finish_gather()
+            return
         shards = unit.offloaded_shards
         kind: Kind = "offload" if shards is not None and shards.is_read_directly else "gather"
         with outside_torch_func(), self._timer.span(kind, unit.name, "await"):
-            unit.gather_work.wait_stream()
             unit.finish_gather()
 
     def _notice_refused(self) -> None:

@@ -130,12 +130,12 @@ class CastCopies:
 
     The results have the same bits as separate copies.
 
-    Args:
+    Attributes:
         collects: Whether copies are collected, if the kernel supports both dtypes.
     """
 
     def __init__(self, collects: bool = True) -> None:
-        self._collects = collects
+        self.collects = collects
         # Pairs of source and target, by whether the source is added to the target or overwrites it.
         self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
         self._target_addresses: set[int] = set()
@@ -160,7 +160,7 @@ class CastCopies:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
         """Copy ``source`` into ``target``, or add it, at the next flush. ``source`` must not change until then."""
-        if not self._collects or source.dtype not in ops.DTYPE_CODES or target.dtype not in ops.DTYPE_CODES:
+        if not self.collects or source.dtype not in ops.DTYPE_CODES or target.dtype not in ops.DTYPE_CODES:
             (target.add_ if accumulate else target.copy_)(source)
             return
         # The copies of one launch have no order, so two copies to one target need two launches.

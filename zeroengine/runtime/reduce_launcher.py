@@ -14,6 +14,7 @@ from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
+from zeroengine.runtime.gradient_hooks import ArrivingGradients
 from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
@@ -62,14 +63,31 @@ class ReduceLauncher:
     def copy_to_slot(self, unit_grads: UnitGradients, index: int, latest: torch.Tensor | None = None) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there. See ``_copy_to``."""
         self._copies.follow_stream()
-        views, filled = unit_grads.param_views, unit_grads.slot_filled
-        if unit_grads.format.is_sharded:
-            buffer = self._buffer_of.get(unit_grads)
-            if buffer is None:
-                buffer = self._buffer_of[unit_grads] = self._acquire(unit_grads)
-            views = buffer.param_views
-        self._copy_to(unit_grads, index, views[index], latest, accumulate=filled[index])
+        filled = unit_grads.slot_filled
+        self._copy_to(unit_grads, index, self._views(unit_grads)[index], latest, accumulate=filled[index])
         filled[index] = True
+
+    def _views(self, unit_grads: UnitGradients) -> Sequence[torch.Tensor]:
+        """Return where the gradients of a unit are copied to: a buffer, if they are sharded."""
+        if not unit_grads.format.is_sharded:
+            return unit_grads.param_views
+        buffer = self._buffer_of.get(unit_grads)
+        if buffer is None:
+            buffer = self._buffer_of[unit_grads] = self._acquire(unit_grads)
+        return buffer.param_views
+
+    def open(self, unit_grads: UnitGradients, arriving: ArrivingGradients, num_pending: int) -> None:
+        """Let the next gradients of a unit be copied without asking, where all that is to do is a copy.
+
+        Args:
+            unit_grads: The gradients of the unit, of which one was just copied.
+            arriving: The unit whose gradients arrive now.
+            num_pending: The gradients that are to come.
+        """
+        if not (unit_grads.has_slices or unit_grads.deferred_grads or self.predivide != 1):
+            copies = self._copies if self._copies.collects else None
+            views, filled, has_grad = self._views(unit_grads), unit_grads.slot_filled, unit_grads.has_grad
+            arriving.open(unit_grads.unit.number, views, filled, has_grad, copies, num_pending)
 
     def _copy_to(
         self,
@@ -100,8 +118,12 @@ class ReduceLauncher:
 
     def launch(self, unit_grads: UnitGradients) -> None:
         """Launch the collective of one unit. Parameters without a gradient count as zeros."""
-        self._finish_done()
-        with self._timer.span("reduce", unit_grads.unit.name, "reduce"):
+        if self._transport.runs_on_streams:
+            self._finish_done()
+        if self._timer.is_watched:
+            with self._timer.span("reduce", unit_grads.unit.name, "reduce"):
+                self._launch(unit_grads)
+        else:
             self._launch(unit_grads)
 
     def _finish_done(self) -> None:
@@ -109,7 +131,7 @@ class ReduceLauncher:
 
         Elsewhere the host's wait may be what runs a reduce, and then all ranks have to wait in one order.
         """
-        while self._transport.runs_on_streams and self._works and self._works[0][1].done():
+        while self._works and self._works[0][1].done():
             self._works.pop(0)[1].wait_stream()
 
     def _launch(self, unit_grads: UnitGradients) -> None:
@@ -123,7 +145,7 @@ class ReduceLauncher:
             self._zero_unfilled(unit_grads, buffer.param_views)
             self._launch_from_buffer(buffer, unit_grads, unit_grads.flat_grads, accumulate=unit_grads.launched_in_step)
             # The next micro-step fills another buffer. The sums of all micro-steps accumulate in ``flat_grads``.
-            unit_grads.slot_filled = [False] * len(unit.params)
+            unit_grads.forget_filled()
             unit_grads.launched_in_step = True
             return
         self._zero_unfilled(unit_grads, unit_grads.param_views)
@@ -163,6 +185,8 @@ class ReduceLauncher:
 
     def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill. This waits for the reduce of an earlier unit if all buffers are in use."""
+        if not self._timer.enabled:
+            return self.buffer_pools[unit_grads.transport].acquire(unit_grads)
         with self._timer.span("reduce", unit_grads.unit.name):
             return self.buffer_pools[unit_grads.transport].acquire(unit_grads)
 
@@ -171,6 +195,8 @@ class ReduceLauncher:
 
         Every other rank sends a slice. An all-reduce is a reduce-scatter to all ranks and an all-gather.
         """
+        if not self._timer.enabled:
+            return
         world_size = unit_grads.transport.world_size
         slices = 2 * (world_size - 1) / world_size if degree == 1 else (world_size - 1) / degree
         bits = self._gradient_bits if flat.dtype in ops.DTYPE_CODES else None

@@ -1,10 +1,10 @@
 """Reduces gradients over the ranks while autograd computes the next ones.
 
 [Note: The path of a gradient]
-1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook, which ``Backward`` owns.
-2. The hook takes ``param.grad`` away, and ``add`` copies it, cast to the dtype that is sent, into a gradient buffer
-   (``ReduceLauncher.copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together
-   (``CastCopies``).
+1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``gradient_hooks.py``).
+2. The hook takes ``param.grad`` away and copies it, cast to the dtype that is sent, into a gradient buffer. The first
+   gradient of a unit passes through ``Backward`` and ``add``, which decide where (``ReduceLauncher.copy_to_slot``).
+   This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket. This is a queue (``BucketQueue``), not memory. When its units have ``reduce_bucket_size`` elements, the
    reduces of all of them are launched, one collective for each unit (``ReduceLauncher.launch``).
@@ -85,6 +85,7 @@ class Reducer:
         timer: Timer,
     ) -> None:
         self._executor, self._reduce_order, self._transport = executor, executor.schedule.reduce_order, transport
+        self._timer = timer
         self.micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = gradients
         self._gradients_of = {unit_grads.unit.number: unit_grads for unit_grads in gradients}
@@ -140,13 +141,19 @@ class Reducer:
             index: The index of the parameter in the unit.
             gradient: In the shape of the parameter. None: a Function returned none.
         """
+        number = unit_grads.unit.number
+        # The schedule has to know of all that have arrived.
+        self._executor.tell_arrived()
+        fate = self._reduce_order.fate(number)
         if gradient is not None:
-            self._accept(unit_grads, index, gradient, self._reduce_order.fate(unit_grads.unit.number))
-        self._executor.tell(unit_grads.arrivals[index])
-
-    def is_complete(self, unit_grads: UnitGradients) -> bool:
-        """Return whether no gradient of a unit is to come."""
-        return self._reduce_order.is_complete(unit_grads.unit.number)
+            self._accept(unit_grads, index, gradient, fate)
+        self._executor.tell(events.GradientsArrived(number, (index,)))
+        num_pending = self._reduce_order.num_pending(number)
+        # A timeline shows when the gradients of each unit were complete.
+        if num_pending and fate is Fate.TAKEN and not self._timer.tracing:
+            self.launcher.open(unit_grads, self._executor.arriving, num_pending)
+        elif not num_pending and self._timer.tracing:
+            self._timer.name_backward(unit_grads.unit.name)
 
     def _accept(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor, fate: Fate) -> None:
         """Copy a gradient of the backward in progress to where it is reduced from, or let it wait."""

@@ -56,6 +56,8 @@ _READ_GRADIENT = _T.grad.__get__
 _ASSIGN_GRADIENT = (_T.grad.__set__, _T.grad.__delete__)
 # Methods of DTensor.
 _READERS = ("to_local", "full_tensor", "redistribute")
+# The classes that ``mark_released`` has swapped in, for loops that look at the class of each parameter.
+RELEASED_CLASSES: set[type] = set()
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -188,9 +190,12 @@ def _released_class(cls: type) -> type:
     # The parameter's own class stays a base, so that ``isinstance`` and its attributes work while it is released.
     # So does its name, by which libraries tell the classes of quantized weights apart.
     if cls is nn.Parameter:
-        return type(ReleasedParameter.__name__, (ReleasedParameter,), {})
-    reading = {n: _reading(cls, n) for n in _READERS if hasattr(cls, n)}
-    return type(cls.__name__, (ReleasedParameter, cls), reading | _refusal_to_compile(cls))
+        released = type(ReleasedParameter.__name__, (ReleasedParameter,), {})
+    else:
+        reading = {n: _reading(cls, n) for n in _READERS if hasattr(cls, n)}
+        released = type(cls.__name__, (ReleasedParameter, cls), reading | _refusal_to_compile(cls))
+    RELEASED_CLASSES.add(released)
+    return released
 
 
 def _refusal_to_compile(cls: type) -> dict[str, Any]:
@@ -236,8 +241,10 @@ def mark_released(*params: nn.Parameter, resolver: Resolver) -> None:
     # A second call, with another resolver, must not record the released class as the parameter's own.
     for param in params:
         attributes, cls = param.__dict__, type(param)
-        if not issubclass(cls, ReleasedParameter):
-            param.__class__ = _released_class(attributes.setdefault(_OWN_CLASS, cls))
+        if cls not in RELEASED_CLASSES:
+            if _OWN_CLASS not in attributes:
+                attributes[_OWN_CLASS] = cls
+            param.__class__ = _released_class(attributes[_OWN_CLASS])
             if WRAPPER_ATTRIBUTE in attributes:
                 mark_released(attributes[WRAPPER_ATTRIBUTE], resolver=_resolve_storages)
         attributes[_RESOLVER] = resolver
@@ -253,8 +260,11 @@ def mark_gathered(*params: nn.Parameter) -> None:
         if _WATCH in attributes and attributes[_WATCH].is_on:
             mark_released(param, resolver=_use_watched)
         elif DATA_OBSERVER_ATTRIBUTE in attributes:
-            attributes.pop(_RESOLVER, None)
-            param.__class__ = _gathered_class(attributes.setdefault(_OWN_CLASS, type(param)))
+            if _OWN_CLASS not in attributes:
+                attributes[_OWN_CLASS] = type(param)
+            if _RESOLVER in attributes:
+                del attributes[_RESOLVER]
+            param.__class__ = _gathered_class(attributes[_OWN_CLASS])
         else:
             _restore_class(param)
 

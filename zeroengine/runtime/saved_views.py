@@ -15,10 +15,8 @@ A custom Function may use a weight that it saved as more than values: ``weight.g
 weight gradients do, or an attribute of the parameter. Autograd makes a new tensor of what a hook returns, so the
 ``saved_tensors`` of such a node return the parameter itself (``_return_parameters``).
 
-The graph of a module is mostly that of its last forward. So a walk records the route to the nodes that had saved views
-(``GraphRoute``). The next forward goes this route alone, as long as it has made as many nodes and the classes of those
-on the route are the same. A view that is elsewhere even so shares the memory of the full buffer, like what no walk
-reaches.
+The graph of a module is mostly that of its last forward, so a walk records the route to the nodes that had saved views:
+see ``graph_route.py``.
 
 Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
 tensors. These share the memory of the full buffer, which is therefore not freed: see ``FullBuffer.is_aliased``.
@@ -29,14 +27,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.dtensors import inside, local_tensor, without_values, wrap
+from zeroengine.runtime.dtensors import inside, without_values
+from zeroengine.runtime.graph_route import CameFrom, GraphRoute, Packed, Places, SavedView, saved_under
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import outside_torch_func
 from zeroengine.utils.tensors import leaves_in
 from zeroengine.utils.torch_internals import (
     RAW_SAVED_PREFIX,
@@ -45,7 +42,6 @@ from zeroengine.utils.torch_internals import (
     next_node_number,
     node_number,
     unpack_saved,
-    version_of,
 )
 
 # The attribute of a custom Function's node that shows what it has saved, and those that are set on such nodes and on
@@ -53,151 +49,13 @@ from zeroengine.utils.torch_internals import (
 _PARAMS_ATTRIBUTE, _SUBCLASS_ATTRIBUTE = "_zeroengine_saved_params", "_zeroengine_returning_params"
 # The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
-# After n changes of a module's graph in a row no route is recorded in 2**n forwards. n counts up to this.
-MAX_CHANGES = 10
-# The positions of saved tensors, by the name of the node's attribute.
-_Places = dict[str, tuple[int, ...]]
-# By node that a walk has come to: the node that it came from, and by which of its edges. None: by which output.
-_CameFrom = dict[Any, tuple[Any, int]]
-
-
-class SavedView(NamedTuple):
-    """A description of a tensor in a unit's full buffer that autograd has saved.
-
-    Sizes, strides and the offset count elements. ``version`` is autograd's count of in-place changes of the parameter.
-    ``like`` has the shape and the placements of a saved ``DTensor``, without values; None: a plain tensor was saved.
-    """
-
-    unit: Unit
-    param_index: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    version: int
-    like: torch.Tensor | None = None
-
-    def restore(self) -> torch.Tensor:
-        """Return the tensor. The unit must have been gathered.
-
-        Raises:
-            ZeroEngineError: The parameter has changed since the forward.
-        """
-        param = self.unit.params[self.param_index]
-        if version_of(param) != self.version:
-            name = self.unit.layout.slots[self.param_index].name
-            raise ZeroEngineError(
-                f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
-                "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
-            )
-        if self.like is None and not torch.is_grad_enabled():
-            return self.unit.full_buffer.strided_view(self.size, self.stride, self.offset)
-        # The graph of this backward saves what it reads. A detached parameter shares the parameter's version counter,
-        # so autograd's own check also applies to it.
-        with outside_torch_func():
-            view = local_tensor(param).detach().as_strided(self.size, self.stride, self.offset)
-            return view if self.like is None else wrap(view, self.like)
-
-
-class _RouteNode(NamedTuple):
-    """A node on a route.
-
-    Attributes:
-        node_class: Its class.
-        edge: The edge to the next node. None: this branch ends, and the route goes on with the last branch to come.
-        branches: The edges to branches that come later.
-        places: The saved views that the node has.
-    """
-
-    node_class: Any
-    edge: int | None
-    branches: tuple[int, ...]
-    places: _Places
-
-
-class GraphRoute:
-    """The route from the outputs of a module to the nodes of its graph that had saved views in its last forward."""
-
-    def __init__(self) -> None:
-        # Empty: no route is known.
-        self._steps: list[_RouteNode] = []
-        # Those of the outputs that it begins with, and the number of all nodes of the graph.
-        self._roots: list[int] = []
-        self._num_nodes = 0
-        # The changes in a row, and the forwards until a route is recorded again.
-        self._num_changes = self._num_unrecorded = 0
-
-    def record(self, roots: Sequence[Any], num_nodes: int, came_from: _CameFrom, places: Mapping[Any, _Places]) -> None:
-        """Record the route to the nodes of ``places``.
-
-        Args:
-            roots: The nodes of the outputs.
-            num_nodes: The number of nodes that the forward has made.
-            came_from: What a walk has noted.
-            places: By node, the saved views that it had.
-        """
-        if self._num_unrecorded:
-            self._num_unrecorded -= 1
-            return
-        # The key None stands for the outputs.
-        edges: dict[Any, set[int]] = defaultdict(set)
-        for node in places:
-            while node is not None:
-                node, index = came_from[node]
-                edges[node].add(index)
-        self._steps, self._roots, self._num_nodes = [], sorted(edges[None]), num_nodes
-        pending = [roots[index] for index in self._roots]
-        while pending:
-            node = pending.pop()
-            followed = sorted(edges[node]) if node in edges else []
-            edge, branches = followed[-1] if followed else None, tuple(followed[:-1])
-            self._steps.append(_RouteNode(node.__class__, edge, branches, places.get(node, {})))
-            pending += [node.next_functions[index][0] for index in followed]
-
-    def follow(self, roots: Sequence[Any], num_nodes: int) -> list[tuple[Any, _Places]] | None:
-        """Return the nodes that have saved views, and which. None: no route is known, or the graph is another one."""
-        if not self._steps:
-            return None
-        nodes = []
-        try:
-            # A branch that is new may have saved parameters through hooks of the user.
-            if num_nodes != self._num_nodes:
-                raise IndexError
-            pending: list[Any] = [roots[index] for index in self._roots]
-            node = pending.pop()
-            for node_class, edge, branches, places in self._steps:
-                if node.__class__ is not node_class:
-                    raise IndexError
-                if places:
-                    nodes.append((node, places))
-                if edge is not None:
-                    next_functions = node.next_functions
-                    for index in branches:
-                        pending.append(next_functions[index][0])
-                    node = next_functions[edge][0]
-                elif pending:
-                    node = pending.pop()
-        except IndexError:
-            self.note_change()
-            return None
-        return nodes
-
-    def note_change(self) -> None:
-        """Note that the graph is another one than that of the last forward."""
-        # A model whose graph keeps changing would record in vain.
-        self._num_changes = min(self._num_changes + 1, MAX_CHANGES)
-        self._num_unrecorded = 2**self._num_changes
-        self._steps = []
-
-    def note_match(self) -> None:
-        """Note that the graph is that of the last forward."""
-        self._num_changes = 0
 
 
 def replace_saved_views(
     outputs: Iterable[torch.Tensor],
     first_node: int,
     units: Sequence[Unit],
-    read: Callable[[SavedView], torch.Tensor],
+    read: Callable[[Packed], torch.Tensor],
     route: GraphRoute | None = None,
 ) -> set[Unit]:
     """Replace each tensor of ``units`` that the graph behind ``outputs`` has saved by a ``SavedView``.
@@ -207,7 +65,7 @@ def replace_saved_views(
     Args:
         first_node: The number of the first node that the forward may have made. Older nodes are left alone.
         units: Units whose full buffers hold values.
-        read: Returns the tensor of a view when backward needs it.
+        read: Returns the tensor that the graph keeps this of, when backward needs it.
         route: The route to the views of the last forward, which is tried first.
 
     Returns:
@@ -221,40 +79,13 @@ def replace_saved_views(
     roots, num_nodes = _nodes_of(outputs), next_node_number() - first_node
     # A saved parameter may be released by now. Inspecting it must not gather its unit.
     with DisableTorchFunctionSubclass():
-        if route is not None and _replace_on_route(route, roots, num_nodes, first_node, ranges, read):
+        if route is not None and route.replace(roots, num_nodes, first_node, ranges, read):
             return set()
-        came_from: _CameFrom = {}
+        came_from: CameFrom = {}
         saved_by_user_hooks, places = _replace_in_graph(roots, first_node, units, ranges, read, came_from)
         if route is not None and places and not saved_by_user_hooks:
             route.record(roots, num_nodes, came_from, places)
     return saved_by_user_hooks
-
-
-def _replace_on_route(
-    route: GraphRoute,
-    roots: Sequence[Any],
-    num_nodes: int,
-    first_node: int,
-    ranges: Sequence[tuple[int, int, Unit]],
-    read: Callable[[SavedView], torch.Tensor],
-) -> bool:
-    """Replace the views where the last forward had some. Return False if they are elsewhere in this graph."""
-    nodes = route.follow(roots, num_nodes)
-    if nodes is None:
-        return False
-    for node, places in nodes:
-        for name, positions in places.items():
-            saved_tensors = (_saved_under(node, name) if node_number(node) >= first_node else None) or ()
-            for position in positions:
-                saved = saved_tensors[position] if position < len(saved_tensors) else None
-                unit = None if saved is None or saved.unpack_hook is not None else _unit_of_memory(saved.data, ranges)
-                if unit is None:
-                    route.note_change()
-                    return False
-                if unpack_saved(node, name, saved_tensors, (position,)):
-                    _replace(saved, unit, read)
-    route.note_match()
-    return True
 
 
 def _replace_in_graph(
@@ -262,9 +93,9 @@ def _replace_in_graph(
     first_node: int,
     units: Sequence[Unit],
     ranges: Sequence[tuple[int, int, Unit]],
-    read: Callable[[SavedView], torch.Tensor],
-    came_from: _CameFrom,
-) -> tuple[set[Unit], dict[Any, _Places]]:
+    read: Callable[[Packed], torch.Tensor],
+    came_from: CameFrom,
+) -> tuple[set[Unit], dict[Any, Places]]:
     """Replace the views in the whole graph.
 
     Returns:
@@ -273,7 +104,7 @@ def _replace_in_graph(
     """
     unit_of = {id(param): unit for unit in units for param in unit.params}
     saved_by_user_hooks: set[Unit] = set()
-    places: dict[Any, _Places] = defaultdict(dict)
+    places: dict[Any, Places] = defaultdict(dict)
     # Whether custom Functions have saved some, or tensors in attributes.
     in_functions = False
     for node, name, saved_tensors in _saved_behind_nodes(roots, first_node, came_from):
@@ -295,9 +126,9 @@ def _replace_in_graph(
                 saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
         # The backward will raise for a tensor that was changed in place since it was saved.
         for position, _ in unpack_saved(node, name, saved_tensors, tuple(views)) if views else ():
-            _replace(saved_tensors[position], views[position], read)
-        if views:
-            places[node][name], in_functions = tuple(views), in_functions or is_function
+            view = _replace(saved_tensors[position], views[position], read)
+            places[node].setdefault(name, []).append((position, view))
+        in_functions |= bool(views) and is_function
     return saved_by_user_hooks, {} if in_functions else places
 
 
@@ -316,7 +147,7 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _saved_behind_nodes(
-    roots: Sequence[Any], first_node: int, came_from: _CameFrom
+    roots: Sequence[Any], first_node: int, came_from: CameFrom
 ) -> Iterator[tuple[Any, str, Sequence[Any]]]:
     came_from.update((root, (None, index)) for index, root in enumerate(roots))
     pending = list(roots)
@@ -326,23 +157,13 @@ def _saved_behind_nodes(
         if node_number(node) < first_node:
             continue
         for name in _names_of_saved(node.__class__):
-            saved_tensors = _saved_under(node, name)
+            saved_tensors = saved_under(node, name)
             if saved_tensors is not None:
                 yield node, name, saved_tensors
         for index, (next_node, _) in enumerate(node.next_functions):
             if next_node is not None and next_node not in came_from:
                 came_from[next_node] = (node, index)
                 pending.append(next_node)
-
-
-def _saved_under(node: Any, name: str) -> Sequence[Any] | None:
-    """Return what a node has saved under the name of an attribute; None: it is freed."""
-    try:
-        value = getattr(node, name)
-    except RuntimeError:
-        # A backward inside this forward, such as torch.autograd.grad, has freed it.
-        return None
-    return value if type(value) in (tuple, list) else (value,)
 
 
 def _return_parameters(node: Any, saved_tensors: Sequence[Any], unit_of: Mapping[int, Unit]) -> None:
@@ -426,12 +247,11 @@ def _unit_of_memory(tensor: torch.Tensor | None, ranges: Sequence[tuple[int, int
     return None
 
 
-def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) -> None:
+def _replace(saved: Any, unit: Unit, read: Callable[[Packed], torch.Tensor]) -> SavedView:
     tensor: Any = inside(saved.data)
     like = None if tensor is saved.data else without_values(saved.data)
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
-    # The tensor's own version would not do, because a ``.data`` has a separate counter.
-    version = version_of(unit.params[index])
-    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version, like)
-    saved.register_hooks(lambda _: view, read)
+    view = SavedView(unit, index, (tensor.size(), tensor.stride(), offset), like)
+    view.replace(saved, read)
+    return view

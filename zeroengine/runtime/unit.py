@@ -62,6 +62,7 @@ class Unit:
     Attributes:
         number: The unit's index among all units.
         modules: The modules whose forward needs this unit.
+        is_releasable: Whether the full buffer is released between uses.
         root: The module that holds all of its parameters, if there is one.
         is_split: Whether each rank of a model group has another part of its parameters.
         expert_ranks: As of ``UnitPlan``.
@@ -104,10 +105,14 @@ class Unit:
         self._update_ranks = degrees.owners(transport.rank, degrees.optimizer, degrees.parameters)
         self.secondary: SecondaryShard | None = None
         self.offloaded_shards = offloaded_shards
+        self.is_releasable = degrees.parameters > 1 or offloaded_shards is not None
         self._quantized = quantized if is_quantizable(plan.dtype) else None
         # Whether the values that the parameters have, or are receiving, are those of the shards.
         self.has_exact_values = True
         self._transport = transport
+        self._bytes_to_gather = (
+            self.layout.shard_numel(degrees.parameters) * self.dtype.itemsize * (degrees.parameters - 1)
+        )
         shard: torch.Tensor | None = None
         # The full buffer of a releasable unit comes and goes. The shard stays, so it is allocated first, and the full
         # buffer then leaves no holes.
@@ -179,11 +184,6 @@ class Unit:
         with DisableTorchFunctionSubclass():
             return self.trainable and any(param.requires_grad for param in self.params)
 
-    @property
-    def is_releasable(self) -> bool:
-        """Whether the full buffer is released between uses."""
-        return self.degrees.parameters > 1 or self.offloaded_shards is not None
-
     def shard_of_degree(self, degree: int) -> torch.Tensor:
         """Return the part of the parameters that this rank owns at ``degree``: a 1-D view of ``shard``."""
         start, stop = self.layout.shard_range(self.rank, degree)
@@ -202,15 +202,16 @@ class Unit:
             exact: Whether the exact values of the shards are needed, even if gathers for use are quantized.
         """
         # Peers read this rank's shard from here on.
-        self.wait_for_update()
-        self.collect_writes()
+        if self._update_work is not None:
+            self.wait_for_update()
+        if self.full_buffer.has_memory:
+            self.collect_writes()
         self.full_buffer.allocate()
         self.state = GatherState.GATHERING
         self.has_exact_values = exact or self._quantized is None
         quantized = None if exact else self._quantized
         shard, ranks = self.shard, self._gather_ranks
-        if self._gathers_from_secondary(exact):
-            assert self.secondary is not None
+        if self.secondary is not None and self._gathers_from_secondary(exact):
             # The second copy holds what was gathered from the shards, so it is gathered as it is.
             shard, ranks, quantized = self.secondary.tensor, self.secondary.ranks, None
         full = self.full_buffer.tensor
@@ -228,17 +229,21 @@ class Unit:
         return self.full_buffer.held_bytes + self.writes.nbytes if self.is_releasable else 0
 
     def finish_gather(self) -> None:
-        """Make the parameters views of the full buffer, ready for use. The caller has awaited ``gather_work``."""
+        """Wait for ``gather_work`` (``Work.wait_stream``), and make the parameters views of the full buffer."""
+        assert self.gather_work is not None
+        self.gather_work.wait_stream()
         self.full_buffer.show()
         if self.is_releasable:
             self.writes.begin(self.full_buffer.views)
         self.state, self.gather_work = GatherState.GATHERED, None
-        keeps = not (self.is_quantized and self.has_exact_values)
-        if self.secondary is not None and not self.secondary.is_current and keeps:
-            self.secondary.fill(self.full_buffer.tensor)
+        if self.secondary is not None and not self.secondary.is_current:
+            if not (self.is_quantized and self.has_exact_values):
+                self.secondary.fill(self.full_buffer.tensor)
 
     def bytes_to_gather(self, exact: bool = False) -> int:
         """Return the bytes that the next gather brings to this rank."""
+        if self.secondary is None and self._quantized is None:
+            return self._bytes_to_gather
         if self._gathers_from_secondary(exact):
             return received_bytes(self, self.degrees.secondary)
         count, numel = self.degrees.parameters, self.layout.shard_numel(self.degrees.parameters)
@@ -272,7 +277,7 @@ class Unit:
 
     def mark_released(self, resolver: Resolver) -> None:
         """Let every use of a parameter call ``resolver`` first. ``FullBuffer.free`` frees the memory."""
-        if self.is_gathered:
+        if self.state is GatherState.GATHERED:
             self.collect_writes()
             self.writes.collect_replaced(self.full_buffer.views, self.full_buffer.targets)
         mark_released(*self.params, resolver=resolver)
@@ -281,7 +286,7 @@ class Unit:
     def collect_writes(self) -> None:
         """Note what user code has written into the full buffer, if it has memory."""
         # A released unit's buffer has memory as long as other tensors alias it. Writes to those count as well.
-        if self.full_buffer.held_bytes:
+        if self.full_buffer.has_memory:
             self.writes.collect(self.full_buffer.views)
 
     def forget_writes(self, indices: Iterable[int]) -> None:

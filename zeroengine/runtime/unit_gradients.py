@@ -31,7 +31,6 @@ from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.slices import slice_of
 from zeroengine.runtime.full_buffer import param_views
 from zeroengine.runtime.unit import Unit
-from zeroengine.schedule.events import GradientArrived
 
 
 class GradientFormat(NamedTuple):
@@ -123,7 +122,6 @@ class UnitGradients:
         deferred_grads: By the parameter's index, in its shape, of ``dtype``.
         squared_norm: 0-D, float64.
         has_slices: Whether parameters are slices of the model's, so that gradients may have other shapes.
-        arrivals: By the parameter's index, the event that its gradient has arrived.
     """
 
     def __init__(
@@ -161,7 +159,6 @@ class UnitGradients:
         # The note at the top of this file says what sets and clears the following attributes.
         num_params = len(unit.params)
         self.has_slices = any(slice_of(param) is not None for param in unit.params)
-        self.arrivals = [GradientArrived(unit.number, index) for index in range(num_params)]
         self.squared_norm: torch.Tensor | None = None
         self.deferred_grads: dict[int, torch.Tensor] = {}
         self.slot_filled = [False] * num_params
@@ -173,10 +170,14 @@ class UnitGradients:
         """The elements of the unit's flat buffer, padding included."""
         return self.unit.numel
 
+    def forget_filled(self) -> None:
+        """Let the next gradients overwrite what is where they are copied to."""
+        self.slot_filled[:] = [False] * len(self.slot_filled)
+
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""
-        self.slot_filled = [False] * len(self.slot_filled)
-        self.has_grad = [False] * len(self.has_grad)
+        self.forget_filled()
+        self.has_grad[:] = [False] * len(self.has_grad)
         self.launched_in_step = False
 
     def unreplicated_part(self, flat_grads: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from zeroengine.schedule.cursor import Cursor
-from zeroengine.schedule.events import BackwardBegan, GradientArrived, Moment, Reached, ReachedInputs
+from zeroengine.schedule.events import BackwardBegan, GradientsArrived, Moment, Reached, ReachedInputs
 from zeroengine.schedule.reduce_order import ReduceOrder
 from zeroengine.schedule.residency import Residency, UnitFacts
 from zeroengine.schedule.visits import EARLIEST, Place, Visit, VisitLog, VisitLogs
@@ -199,9 +199,9 @@ class Backwards:
         if self.cursors:
             self._reduce_if_over(self._units_with_visits)
 
-    def count_gradient(self, event: GradientArrived) -> None:
-        """Count a gradient that has arrived, and let its unit be reduced if it was the last one."""
-        if self._reduce_order.count(event.unit, event.param):
+    def count_gradients(self, event: GradientsArrived) -> None:
+        """Count gradients that have arrived, and let their unit be reduced if it has all."""
+        if self._reduce_order.count(event.unit, event.params):
             self._note_complete(event.unit)
             self.advance()
 

@@ -194,11 +194,11 @@ class CallBegan(NamedTuple):
     """
 
 
-class GradientArrived(NamedTuple):
-    """Autograd has accumulated a gradient. ``param``: the index of the parameter in the unit."""
+class GradientsArrived(NamedTuple):
+    """Autograd has accumulated gradients. ``params``: the indices of the parameters in the unit, in this order."""
 
     unit: int
-    param: int
+    params: Sequence[int]
 
 
 class CallEnded(NamedTuple):
@@ -269,7 +269,7 @@ Event = (
     | BackwardsAbandoned
     | GradientsBegan
     | CallBegan
-    | GradientArrived
+    | GradientsArrived
     | CallEnded
     | GradientsEnded
     | GradientsDropped

@@ -102,6 +102,10 @@ class ReduceOrder:
         """Return the number of gradients that each parameter of ``unit`` has got in this backward."""
         return self._arrivals[unit].arrived
 
+    def num_pending(self, unit: int) -> int:
+        """Return the number of parameters of ``unit`` that have not got their gradients."""
+        return self._arrivals[unit].num_pending
+
     def is_complete(self, unit: int) -> bool:
         """Return whether no gradient of ``unit`` is to come."""
         return not self._arrivals[unit].num_pending
@@ -116,9 +120,6 @@ class ReduceOrder:
     def fate(self, unit: int) -> Fate:
         """Return what becomes of a gradient of ``unit`` that this rank computes now."""
         arrivals = self._arrivals[unit]
-        if arrivals.num_pending and self._reduces and self._units[unit].is_sharded:
-            # What follows gives the same answer. This is nearly every gradient.
-            return Fate.TAKEN
         is_reduced = self._is_reduced_in_backward(unit)
         if is_reduced:
             # A complete unit may still wait for those before it. How long it waits must not change the order of sums.
@@ -141,15 +142,16 @@ class ReduceOrder:
         for unit in self.order:
             self._arrivals[unit].expect()
 
-    def count(self, unit: int, param: int) -> bool:
-        """Count a gradient that has arrived. Return whether no gradient of ``unit`` is to come."""
+    def count(self, unit: int, params: Iterable[int]) -> bool:
+        """Count gradients that have arrived. Return whether no gradient of ``unit`` is to come."""
         arrivals = self._arrivals[unit]
         if self._num_further_calls == 0:
-            arrivals.arrived[param] += 1
-            # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient is
-            # late if the unit was complete already.
-            if arrivals.num_pending and arrivals.arrived[param] == arrivals.expected[param]:
-                arrivals.num_pending -= 1
+            for param in params:
+                arrivals.arrived[param] += 1
+                # A gradient beyond the expected number completes nothing, so the test is for equality. Such a gradient
+                # is late if the unit was complete already.
+                if arrivals.num_pending and arrivals.arrived[param] == arrivals.expected[param]:
+                    arrivals.num_pending -= 1
         return not arrivals.num_pending
 
     def complete_with_zeros(self, unit: int) -> bool:

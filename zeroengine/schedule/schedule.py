@@ -71,7 +71,7 @@ class Schedule:
             events.BackwardsAbandoned: lambda _: backwards.abandon(),
             events.GradientsBegan: reduce_order.begin,
             events.CallBegan: lambda _: backwards.begin_call(),
-            events.GradientArrived: backwards.count_gradient,
+            events.GradientsArrived: backwards.count_gradients,
             events.CallEnded: lambda _: reduce_order.end_call(),
             events.GradientsEnded: lambda _: reduce_order.end(),
             events.GradientsDropped: lambda _: reduce_order.drop(),

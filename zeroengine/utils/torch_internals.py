@@ -121,7 +121,7 @@ RUN_BACKWARD_CODE: CodeType = _find("torch.autograd.graph._engine_run_backward._
 RAW_SAVED_TENSORS = _attribute("_raw_saved_tensors", torch.autograd.Function)
 RAW_SAVED_PREFIX = "_raw_saved_"
 # Torch 2.11 unpacks all that a node saved under a name, by a public attribute, and no single one.
-_UNPACKS_SINGLE_ONES = hasattr(_find("torch._C._autograd.SavedTensor"), "unpack")
+UNPACKS_SINGLE_ONES = hasattr(_find("torch._C._autograd.SavedTensor"), "unpack")
 # The pair of hooks through which tensors are saved now; None: there are none. Takes whether tracing counts.
 top_saved_tensors_hooks: Callable[[bool], Any] = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor, a dict in the order in which they are called.
@@ -145,7 +145,7 @@ def unpack_saved(
         positions: Which of them; they are not None and have no hooks.
     """
     tensors = []
-    if _UNPACKS_SINGLE_ONES:
+    if UNPACKS_SINGLE_ONES:
         for position in positions:
             # This runs for each weight and forward, and contextlib.suppress costs as much as the rest.
             try:
