@@ -361,8 +361,8 @@ class Backward:
 
     def _begin_call(self) -> None:
         self._reducer.begin_call()
+        # A hook that the user registered since ``initialize`` is to find the gradient, so it comes first.
         for hooks, own_number in self._hooks:
-            # A hook that the user registered since ``initialize`` is to find the gradient, so it comes first.
             if len(hooks) > 1:
                 hooks[own_number] = hooks.pop(own_number)
         self._executor.tell(CallBegan())

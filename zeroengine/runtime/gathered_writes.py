@@ -18,6 +18,7 @@ else reads or replaces them, such as a save (``OutsideWrites.move_to_shards``).
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -130,7 +131,7 @@ class GatheredWrites:
             views: Their views of the full buffer.
             targets: What shows them: ``FullBuffer.targets``.
         """
-        if list(map(_address_of, targets)) == list(map(_address_of, views)):
+        if all(map(operator.eq, map(_address_of, targets), map(_address_of, views))):
             return
         replaced = {
             index: target.detach()

@@ -79,7 +79,10 @@ class Backwards:
 
     def current(self, task: int) -> Cursor:
         """Return the backward of this number, or the innermost one."""
-        return next((cursor for cursor in reversed(self.cursors) if cursor.number == task), self.cursors[-1])
+        for cursor in reversed(self.cursors):
+            if cursor.number == task:
+                return cursor
+        return self.cursors[-1]
 
     def reach(self, event: Reached) -> None:
         """Go to the visit that autograd has come to."""
@@ -162,7 +165,7 @@ class Backwards:
             if not (is_needed or self._is_active(unit)):
                 self._residency.release(unit)
         if units:
-            self._reduce_if_over(unit for unit in units if self._units[unit].is_trained)
+            self._reduce_if_over(units)
 
     def end(self, task: int) -> None:
         """End a backward that has not raised. Backwards inside of it that are still listed have raised."""
@@ -214,7 +217,10 @@ class Backwards:
         """Let those of ``units`` be reduced that the backwards use no more."""
         if not self._reduce_order.is_producing:
             return
-        closed = [unit for unit in units if self._is_over(unit) and self._reduce_order.complete_with_zeros(unit)]
+        order = self._reduce_order
+        closed = [unit for unit in units if order.lacks(unit) and self._is_over(unit)]
+        for unit in closed:
+            order.complete_with_zeros(unit)
         for unit in closed:
             self._note_complete(unit)
         if closed:
@@ -229,14 +235,24 @@ class Backwards:
 
     def is_pending(self, unit: int) -> bool:
         """Return whether visits of ``unit`` are known to come."""
-        return any(cursor.is_pending(unit) for cursor in self.cursors)
+        # Mostly there is one cursor, and a generator takes longer than the question.
+        for cursor in self.cursors:
+            if cursor.is_pending(unit):
+                return True
+        return False
 
     def _is_next(self, unit: int) -> bool:
         return any(cursor.needs_next(unit) for cursor in self.cursors)
 
     def _is_active(self, unit: int) -> bool:
-        return any(cursor.is_active(unit) for cursor in self.cursors)
+        for cursor in self.cursors:
+            if cursor.is_active(unit):
+                return True
+        return False
 
     def _is_over(self, unit: int) -> bool:
         """Return whether the backwards use ``unit`` no more."""
-        return all(cursor.is_over(unit) for cursor in self.cursors)
+        for cursor in self.cursors:
+            if not cursor.is_over(unit):
+                return False
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from zeroengine.schedule.visits import Place, Visit, VisitLog
@@ -41,8 +41,8 @@ class Cursor:
         self._reached: set[Visit] = set()
         self.logs: set[VisitLog] = set()
         self._unknown = set(unknown)
-        self._num_pending: Counter[int] = Counter()
-        self._num_active: Counter[int] = Counter()
+        self._num_pending: dict[int, int] = defaultdict(int)
+        self._num_active: dict[int, int] = defaultdict(int)
         # Units of which nothing shows when they are over.
         self._untracked: set[int] = set()
         for log in contained:
@@ -62,7 +62,8 @@ class Cursor:
             return
         self._pending = sorted([*self._pending, *log.visits], key=lambda visit: visit.place)
         for visit in log.visits:
-            self._num_pending.update(visit.units)
+            for unit in visit.units:
+                self._num_pending[unit] += 1
 
     def passed_over(self, place: Place) -> Iterator[Visit]:
         """Yield the pending visits at later places than ``place``, the latest first. The caller drops each of them."""

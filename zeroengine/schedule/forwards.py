@@ -133,7 +133,10 @@ class Forwards:
 
     def call_of(self, module: int) -> Call | None:
         """Return the innermost forward of a module. None: none is known, as a hook of the user raised before."""
-        return next((call for call in reversed(self.calls) if call.module == module), None)
+        for call in reversed(self.calls):
+            if call.module == module:
+                return call
+        return None
 
     def end_list(self, event: ListEnded) -> None:
         """Gather for other ranks the items that this rank does not call."""
@@ -151,8 +154,7 @@ class Forwards:
         elif moment.has_grad:
             for visit in (call.visit, *(() if call.walk is None else call.walk.skipped)):
                 self._mark_untracked(visit.units)
-        walks = (outer.walk for outer in reversed(self.calls) if outer.walk is not None)
-        walk = next((walk for walk in walks if not walk.item_list.index_of.keys().isdisjoint(units)), None)
+        walk = self._walk_of(units)
         if walk is not None:
             walk.last_node = moment.present_node
             if not has_backward and call.is_tracked and walk.has_grad and event.has_tensors:
@@ -162,11 +164,18 @@ class Forwards:
         for unit in units:
             self._release(unit, has_backward=has_backward)
 
+    def _walk_of(self, units: Sequence[int]) -> ListWalk | None:
+        """Return the innermost walk through a list that one of ``units`` belongs to."""
+        for call in reversed(self.calls):
+            if call.walk is not None and any(map(call.walk.item_list.index_of.__contains__, units)):
+                return call.walk
+        return None
+
     def _return_to(self, module: int) -> Call:
         """Return the innermost forward of a module. Those inside of it that are listed ended without a report."""
-        depth = next(depth for depth in reversed(range(len(self.calls))) if self.calls[depth].module == module)
-        self._forget_calls(depth + 1)
-        return self.calls[depth]
+        while self.calls[-1].module != module:
+            self._forget_calls(len(self.calls) - 1)
+        return self.calls[-1]
 
     def _forget_calls(self, depth: int) -> None:
         for call in self.calls[depth:]:

@@ -61,7 +61,7 @@ class Arrivals:
     def stop(self) -> None:
         """Remember how many gradients each parameter got in this backward, and wait for no more."""
         # A parameter without a gradient in this backward may get one in the next, so at least one is expected.
-        self.expected = [max(1, count) for count in self.arrived]
+        self.expected = [count or 1 for count in self.arrived]
         self.num_pending = 0
 
 
@@ -154,13 +154,15 @@ class ReduceOrder:
                     arrivals.num_pending -= 1
         return not arrivals.num_pending
 
-    def complete_with_zeros(self, unit: int) -> bool:
-        """Let ``unit`` be reduced without the gradients that it lacks. Return whether it lacks any."""
-        if self.is_complete(unit) or self._num_further_calls > 0:
-            return False
+    def lacks(self, unit: int) -> bool:
+        """Return whether ``unit`` lacks gradients that no further call of the backward is expected to bring."""
+        arrivals = self._arrivals.get(unit)
+        return arrivals is not None and arrivals.num_pending > 0 and self._num_further_calls <= 0
+
+    def complete_with_zeros(self, unit: int) -> None:
+        """Let ``unit`` be reduced without the gradients that it lacks."""
         self._actions.append(Complete(unit, self.fate(unit), takes_written=True, takes_waiting=True))
         self._arrivals[unit].num_pending = 0
-        return True
 
     def advance(self, is_pending: Callable[[int], bool] | None = None) -> None:
         """Move units into the bucket, up to the first one that is not ready. Launch the bucket when it is full.
