@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -114,11 +114,11 @@ class ResizableBuffer:
 
     Args:
         tensor: The buffer, 1-D, with memory.
-        allocating: Makes the context that memory is allocated in.
+        allocating: Makes the context that memory is allocated in, if it is a special one.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, allocating: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, tensor: torch.Tensor, allocating: Callable[[], AbstractContextManager[None]] | None = None
     ) -> None:
         self.tensor, self._allocating = tensor, allocating
         # The stream that the memory was allocated on.
@@ -126,9 +126,13 @@ class ResizableBuffer:
 
     def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
-        if self.tensor.untyped_storage().nbytes() == 0:
-            with self._allocating():
-                self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            if self._allocating is None:
+                storage.resize_(self.tensor.nbytes)
+            else:
+                with self._allocating():
+                    storage.resize_(self.tensor.nbytes)
             self._stream = current_stream()
 
     def free(self) -> None:

@@ -260,10 +260,10 @@ class Forward:
 
     # -- modules ----------------------------------------------------------------------------------
 
-    def _moment(self, module: int) -> Moment:
+    def _moment(self) -> Moment:
         """Return what autograd says now, where the forward of a module begins or ends."""
         has_grad = torch.is_grad_enabled()
-        asks = not has_grad and self._forwards.asks_for_checkpoint(module)
+        asks = not has_grad and self._forwards.asks_for_checkpoint()
         in_backward = bool(self._backwards.cursors)
         # A checkpoint that is not reentrant recomputes when a node reads a tensor.
         recomputes = in_backward and is_in_recomputation()
@@ -287,7 +287,7 @@ class Forward:
         if is_outermost and not self._residency.num_pins and self._needs_gathers(number):
             # A part of the model that is called by itself, as in generation, concerns all ranks like the whole.
             self._num_forwards[has_grad] += 1
-        event = Entered(number, self._moment(number), has_grad and not functorch_active())
+        event = Entered(number, self._moment(), has_grad and not functorch_active())
         # The schedule has begun the call when the inputs are looked at, and gathers nothing before.
         expects = number in self._lists
         self._executor.tell(event, (lambda: self._expect_inputs(number, (args, kwargs))) if expects else None)
@@ -316,7 +316,7 @@ class Forward:
         if call is None:
             return output
         if call.walk is not None and not (output is None and is_raising()):
-            self._executor.tell(ListEnded(number, self._moment(number)))
+            self._executor.tell(ListEnded(number, self._moment()))
             if has_grad and not functorch_active() and self._called_nothing_trainable(call.walk):
                 output = require_gradients(output)
         visit, units = call.visit, call.visit.units
@@ -329,7 +329,7 @@ class Forward:
             if not self._backwards.cursors:
                 needed = [self._units[unit] for unit in units]
                 self._replace_saved_views(tensors, visit.first_node, needed, self._routes[number])
-        self._executor.tell(Left(number, self._moment(number), last_node, bool(tensors), in_checkpoint))
+        self._executor.tell(Left(number, self._moment(), last_node, bool(tensors), in_checkpoint))
         deferred_frees = self.gatherer.deferred_frees
         if deferred_frees.waiting:
             if any(self._units[unit] in deferred_frees.waiting for unit in units):
@@ -362,7 +362,7 @@ class Forward:
     # -- uses that no hook announced --------------------------------------------------------------
 
     def _used(self, unit: Unit, *, is_saved: bool) -> Used:
-        return Used(unit.number, self._moment(-1), number_of_current_node(), is_saved)
+        return Used(unit.number, self._moment(), number_of_current_node(), is_saved)
 
     def _gather_for_use(self, param: nn.Parameter, operation: str) -> None:
         """Gather a parameter that is used while its values are away. Its class calls this.

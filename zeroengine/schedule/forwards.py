@@ -210,11 +210,17 @@ class Forwards:
     @property
     def logs_recomputed(self) -> bool:
         """Whether a use without gradients now is logged, if it is inside a reentrant checkpoint."""
-        return self._backwards.is_running or (self._has_grad and self._residency.num_forwards > 0)
+        return bool(self._backwards.cursors) or (self._has_grad and self._residency.num_forwards > 0)
 
-    def asks_for_checkpoint(self, module: int) -> bool:
-        """Return whether ``Moment.checkpoint_node`` matters where a forward of ``module`` begins or ends."""
-        return self.logs_recomputed or module in self._lists or any(call.walk is not None for call in self.calls)
+    def asks_for_checkpoint(self) -> bool:
+        """Return whether ``Moment.checkpoint_node`` matters where a forward of a module without gradients is now."""
+        if self.logs_recomputed:
+            return True
+        # A list that a forward without gradients goes through leaves no visits.
+        for call in self.calls:
+            if call.walk is not None and call.walk.has_grad:
+                return True
+        return False
 
     def _log_recomputed(self, visit_log: VisitLog, units: Sequence[int], moment: Moment) -> None:
         """Add ``units`` to the log if they are used inside a reentrant checkpoint, which runs without gradients."""

@@ -271,7 +271,7 @@ class NCCLTransport(TransportTraits):
     ) -> None:
         self._timeout, self._memory, self.registers_memory = timeout, memory, memory is not None
         # What memory is allocated in.
-        self._allocating = nullcontext if memory is None else memory.allocating
+        self._allocating = None if memory is None else memory.allocating
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog)
@@ -299,7 +299,7 @@ class NCCLTransport(TransportTraits):
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""
-        with self._allocating():
+        with nullcontext() if self._allocating is None else self._allocating():
             return torch.empty(numel, dtype=dtype, device=self._device)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
