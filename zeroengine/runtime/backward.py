@@ -91,7 +91,6 @@ class Backward:
     ) -> None:
         self._executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
         self._requires_scaled_loss, self._listener = requires_scaled_loss, listener
-        self._progress = reducer.progress
         self._residency, self._backwards = executor.schedule.residency, executor.schedule.backwards
         self._logs = executor.schedule.logs
         self._outputs = GraphOutputs(WeakMethod(self, Backward.follow))
@@ -112,11 +111,11 @@ class Backward:
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        tell = WeakMethod(self._executor, Executor.tell_arrived)
+        report = WeakMethod(self._executor, Executor.tell_arrived)
         for number, (param, (unit_index, index)) in enumerate(zip(self._params, _indices(self._reducer), strict=True)):
-            ask = WeakMethod(self, Backward._take_gradient, number, unit_index, index)
+            slow_path = WeakMethod(self, Backward._take_gradient, number, unit_index, index)
             unit = self._reducer.gradients[unit_index].unit.number
-            hook = GradientHook(self._arriving, unit, index, ask, tell, self._progress)
+            hook = GradientHook(self._arriving, unit, index, slow_path, report)
             handle = param.register_post_accumulate_grad_hook(hook)
             hook.hooks = handle.hooks_dict_ref()
             self.hook_handles.append(handle)
@@ -299,6 +298,8 @@ class Backward:
             param.grad = gradient
             return
         self._reducer.add(unit_grads, index, gradient)
+        # Peers may have become ready for a sum since this rank launched it.
+        self._reducer.progress()
 
     def _note_gradient(self) -> None:
         """Note that a parameter has a gradient, or will have one. The first one begins a plain ``loss.backward()``.

@@ -1,11 +1,11 @@
 """The hook of a parameter that takes its gradient, and the unit whose gradients arrive now.
 
-[Note: Gradients that need no question]
+[Note: The fast path of a gradient]
 The gradients of a unit mostly arrive one after another, and what is true of the first of them is true of the others:
-which backward computes them, where they are copied to, and that this is no time at which the schedule decides
-something. So the first one opens the unit (``Reducer.add``). The hooks of the other parameters copy their gradients,
-and the schedule learns of all of them in one event: with the last one that it waits for, or before the next event of
-any kind (``Executor.tell``), which also closes the unit.
+which backward computes them, where they are copied to, and that the schedule does nothing before the last one. So the
+first one takes the slow path, with all checks (``Backward``), and opens the unit (``Reducer.add``). The hooks of the
+other parameters only copy their gradients. The schedule learns of all of them in one event: with the last one that it
+waits for, or before the next event of any kind (``Executor.tell``), which also closes the unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NONE = -2
 class ArrivingGradients:
     """The unit whose gradients arrive now. It is open or closed. See the note above.
 
-    It refers to no parameter, because parameters own the hooks that use it.
+    Parameters own the hooks that use it. So it refers to none, and while it is closed to nothing that takes memory.
 
     Attributes:
         task: Autograd's number of the backward whose latest gradient was noted; ``NONE``: the next one may begin
@@ -36,20 +36,25 @@ class ArrivingGradients:
         filled: By the parameter's index: whether there is one already, which it is added to.
         has_grad: ``UnitGradients.has_grad``.
         copies: Collects the copies. None: they are made at once.
+        progress: Lets reduces in progress proceed.
         arrived: The indices of the parameters whose gradients the schedule does not know of yet.
         num_pending: The number of further gradients that the schedule waits for.
     """
 
-    __slots__ = ("arrived", "copies", "filled", "has_grad", "num_pending", "task", "unit", "views")
+    __slots__ = ("arrived", "copies", "filled", "has_grad", "num_pending", "progress", "task", "unit", "views")
 
     def __init__(self) -> None:
-        self.task = self.unit = NONE
+        self.task = NONE
+        self.arrived: dict[int, None] = {}
+        self._forget_unit()
+
+    def _forget_unit(self) -> None:
+        self.unit, self.num_pending = NONE, 0
         self.views: Sequence[torch.Tensor] = ()
         self.filled: list[bool] = []
         self.has_grad: list[bool] = []
         self.copies: CastCopies | None = None
-        self.arrived: dict[int, None] = {}
-        self.num_pending = 0
+        self.progress: Callable[[], None] = _do_nothing
 
     def open(
         self,
@@ -58,18 +63,23 @@ class ArrivingGradients:
         filled: list[bool],
         has_grad: list[bool],
         copies: CastCopies | None,
+        progress: Callable[[], None],
         num_pending: int,
     ) -> None:
         """Open a unit. See the attributes."""
         self.views, self.filled, self.has_grad, self.copies = views, filled, has_grad, copies
-        self.num_pending, self.unit = num_pending, unit
+        self.progress, self.num_pending, self.unit = progress, num_pending, unit
 
     def close(self) -> tuple[int, tuple[int, ...]]:
         """Close the unit. Return its number, and the parameters that the schedule has to be told of."""
         unit, arrived = self.unit, tuple(self.arrived)
-        self.unit, self.views = NONE, ()
+        self._forget_unit()
         self.arrived.clear()
         return unit, arrived
+
+
+def _do_nothing() -> None:
+    return
 
 
 class GradientHook:
@@ -81,27 +91,25 @@ class GradientHook:
         arriving: The unit whose gradients arrive now.
         unit: The number of the parameter's unit.
         index: The index of the parameter in the unit.
-        ask: Takes the gradient where something is to be asked first.
-        tell: Tells the schedule that the open unit has the gradients that it waits for.
-        progress: Lets reduces in progress proceed.
+        slow_path: Takes the gradient with all checks.
+        report: Reports the gradients of the open unit to the schedule, which waits for no further one.
 
     Attributes:
         hooks: All hooks of the parameter, in the order in which autograd calls them.
     """
 
-    __slots__ = ("_arriving", "_ask", "_index", "_progress", "_tell", "_unit", "hooks")
+    __slots__ = ("_arriving", "_index", "_report", "_slow_path", "_unit", "hooks")
 
     def __init__(
         self,
         arriving: ArrivingGradients,
         unit: int,
         index: int,
-        ask: Callable[[], object],
-        tell: Callable[[], object],
-        progress: Callable[[], None],
+        slow_path: Callable[[], object],
+        report: Callable[[], object],
     ) -> None:
         self._arriving, self._unit, self._index = arriving, unit, index
-        self._ask, self._tell, self._progress = ask, tell, progress
+        self._slow_path, self._report = slow_path, report
         self.hooks: Mapping[int, Any] = {}
 
     @disable_compile
@@ -109,7 +117,7 @@ class GradientHook:
         """Take the gradient of ``param``."""
         arriving, index = self._arriving, self._index
         if arriving.unit != self._unit or arriving.task != current_graph_task_id() or len(self.hooks) != 1:
-            self._ask()
+            self._slow_path()
             return
         gradient, view = param.grad, arriving.views[index]
         if (
@@ -120,9 +128,9 @@ class GradientHook:
             or gradient.requires_grad
             or gradient.is_sparse
         ):
-            self._ask()
+            self._slow_path()
             return
-        param.grad = None
+        param.grad, progress = None, arriving.progress
         if arriving.copies is not None:
             arriving.copies.follow_stream()
             arriving.copies.copy(gradient, view, accumulate=arriving.filled[index])
@@ -134,6 +142,6 @@ class GradientHook:
         arriving.arrived[index] = None
         arriving.num_pending -= 1
         if not arriving.num_pending:
-            self._tell()
+            self._report()
         # Peers may have become ready for a sum since this rank launched it.
-        self._progress()
+        progress()

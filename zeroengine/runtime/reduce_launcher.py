@@ -87,7 +87,8 @@ class ReduceLauncher:
         if not (unit_grads.has_slices or unit_grads.deferred_grads or self.predivide != 1):
             copies = self._copies if self._copies.collects else None
             views, filled, has_grad = self._views(unit_grads), unit_grads.slot_filled, unit_grads.has_grad
-            arriving.open(unit_grads.unit.number, views, filled, has_grad, copies, num_pending)
+            progress = self._transport.progress
+            arriving.open(unit_grads.unit.number, views, filled, has_grad, copies, progress, num_pending)
 
     def _copy_to(
         self,
