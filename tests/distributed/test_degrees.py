@@ -236,7 +236,8 @@ def with_second_copy(transport: str) -> list[Any]:
     dist.init_process_group("gloo")
     found = []
     for secondary in (None, 2, 1):
-        more = {"comm": {"transport": transport}, "gradient_accumulation_steps": 2}
+        # Bytes are counted for the records of a monitor.
+        more = {"comm": {"transport": transport}, "gradient_accumulation_steps": 2, "monitor": {"enabled": True}}
         settings = degree_config((4, 4, 4), secondary, **more)
         engine = zeroengine.initialize(build(PartlyTrained), config=settings)
         received = engine._parts.reports.timer.count = CountedBytes()  # type: ignore[method-assign, assignment]

@@ -113,13 +113,13 @@ class Gatherer:
             raise ReleasedParameterError(
                 f"unit {unit.name} is used while the parameters are offloaded: call engine.reload_states() before"
             )
-        nbytes = unit.bytes_to_gather(exact)
-        if self._timer.is_watched or functorch_active():
-            with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
-                unit.start_gather(exact)
-            self._timer.count("gather", nbytes)
-        else:
+        if not (self._timer.is_watched or functorch_active()):
             unit.start_gather(exact)
+            return
+        nbytes = unit.bytes_to_gather(exact)
+        with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
+            unit.start_gather(exact)
+        self._timer.count("gather", nbytes)
 
     def _ensure(self, unit: Unit, exact: bool = False) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream. ``exact``: see ``Gather``."""

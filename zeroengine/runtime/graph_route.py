@@ -51,12 +51,13 @@ class SavedView:
         packed = (self, version_of(self.unit.params[self._param_index]))
         saved.register_hooks(lambda _: packed, read)
 
-    def describes(self, tensor: torch.Tensor, address: int) -> bool:
+    def describes(self, tensor: torch.Tensor | None, address: int) -> bool:
         """Return whether this describes ``tensor`` as well. ``address``: that of the full buffer."""
         size, stride, offset = self._strides
         try:
             return (
                 self._like is None
+                and tensor is not None
                 and tensor.dtype is self.unit.dtype
                 and tensor.data_ptr() == address + offset * tensor.dtype.itemsize
                 and tensor.shape == size

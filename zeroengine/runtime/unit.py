@@ -110,9 +110,6 @@ class Unit:
         # Whether the values that the parameters have, or are receiving, are those of the shards.
         self.has_exact_values = True
         self._transport = transport
-        self._bytes_to_gather = (
-            self.layout.shard_numel(degrees.parameters) * self.dtype.itemsize * (degrees.parameters - 1)
-        )
         shard: torch.Tensor | None = None
         # The full buffer of a releasable unit comes and goes. The shard stays, so it is allocated first, and the full
         # buffer then leaves no holes.
@@ -242,8 +239,6 @@ class Unit:
 
     def bytes_to_gather(self, exact: bool = False) -> int:
         """Return the bytes that the next gather brings to this rank."""
-        if self.secondary is None and self._quantized is None:
-            return self._bytes_to_gather
         if self._gathers_from_secondary(exact):
             return received_bytes(self, self.degrees.secondary)
         count, numel = self.degrees.parameters, self.layout.shard_numel(self.degrees.parameters)
