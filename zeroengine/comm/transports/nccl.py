@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,33 @@ from zeroengine.utils.work import Completed, Then, Work, synchronize_stream
 _all_to_all = dist.all_to_all_single
 _GATHER_OPTIONS, _REDUCE_OPTIONS = AllgatherOptions(), dist.ReduceScatterOptions()
 _GATHER_OPTIONS.asyncOp = _REDUCE_OPTIONS.asyncOp = True
+# The names of some operations have a number that may be another one in each step.
+_MAX_CHECKSUMS = 1 << 14
+# The prime of the FNV hash of 32 bits. It is odd, so that no earlier operation is ever forgotten.
+_ORDER_FACTOR = 16777619
 
 
 def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Launch an all-gather without what torch's function looks up for each call."""
-    return all_gather_single(group, _real(full), _real(shard), _GATHER_OPTIONS)
+    if full.dtype.is_complex:
+        full, shard = torch.view_as_real(full), torch.view_as_real(shard)
+    return all_gather_single(group, full, shard, _GATHER_OPTIONS)
 
 
 def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    return reduce_scatter_single(group, _real(shard), _real(full), _REDUCE_OPTIONS)
+    if full.dtype.is_complex:
+        full, shard = torch.view_as_real(full), torch.view_as_real(shard)
+    return reduce_scatter_single(group, shard, full, _REDUCE_OPTIONS)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+class _Checksums(dict[str, int]):
+    """The checksum of what each operation is called. Nearly all names come again in each step."""
+
+    def __missing__(self, what: str) -> int:
+        if len(self) >= _MAX_CHECKSUMS:
+            self.clear()
+        checksum = self[what] = zlib.crc32(what.encode())
+        return checksum
 
 
 class Collective:
@@ -93,10 +107,10 @@ class NCCLChannel:
         # computation does not wait for the first.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._writers = SumWriters()
-        self._seq = 0
-        # A checksum of every operation so far, which the ranks compare at each step.
+        self._seq, self._last = 0, "nothing yet"
+        # A checksum of every operation so far, which the ranks compare at each step: a number of 32 bits.
         self.order = 0
-        self.last = "nothing yet"
+        self._checksums = _Checksums()
 
     def add_group(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         """Let operations among ``ranks`` use a communicator. Close it with this transport."""
@@ -106,6 +120,11 @@ class NCCLChannel:
     def groups(self) -> list[dist.ProcessGroup]:
         """All communicators."""
         return [self.group, *self._groups.values()]
+
+    @property
+    def last(self) -> str:
+        """The last operation, for people."""
+        return f"{self._last} (number {self._seq})"
 
     def _peers_of(self, ranks: tuple[int, ...]) -> Peers:
         # There are few sets of ranks, and each serves many operations, so they are sorted once.
@@ -127,14 +146,14 @@ class NCCLChannel:
             return Completed()
         group, places = self._peers_of(ranks)
         if places is None:
-            return self.issue(lambda: _all_gather(full, shard, group=group))
+            return self.issue(_all_gather, full, shard, group)
         arrived = ResizableBuffer(torch.empty_like(full))
 
         def put_in_order() -> None:
             torch.index_select(arrived.tensor.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
             arrived.free()
 
-        return Then(self.issue(lambda: _all_gather(arrived.tensor, shard, group=group)), put_in_order)
+        return Then(self.issue(_all_gather, arrived.tensor, shard, group), put_in_order)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
@@ -147,7 +166,7 @@ class NCCLChannel:
         temporary = None if direct else ResizableBuffer(full.new_empty(shard.numel()))
         target = shard if temporary is None else temporary.tensor
         self.record(f"reduce {label}")
-        work = self.issue(lambda: _reduce_scatter(target, full, group=self.group))
+        work = self.issue(_reduce_scatter, target, full, self.group)
         if temporary is None:
             self._writers.record(shard, work)
             return work
@@ -234,16 +253,15 @@ class NCCLChannel:
 
     def record(self, what: str) -> None:
         """Add the operation that is issued next to the order that the ranks compare."""
-        self._seq += 1
-        self.last = f"{what} (number {self._seq})"
+        self._seq, self._last = self._seq + 1, what
         # The checksum covers all operations so far, so ranks that have differed once stay different.
-        self.order = zlib.crc32(what.encode(), self.order)
+        self.order = (self.order * _ORDER_FACTOR + self._checksums[what]) & 0xFFFFFFFF
 
-    def issue(self, run: Callable[[], dist.Work | None]) -> Work:
-        """Issue the operation that was recorded last."""
+    def issue(self, run: Callable[..., dist.Work | None], *arguments: Any) -> Work:
+        """Issue the operation that was recorded last: call ``run`` with ``arguments``."""
         if self._watchdog is None:
-            return Collective(run())
-        return self._watchdog.issue(self.last, lambda: Collective(run()))
+            return Collective(run(*arguments))
+        return self._watchdog.issue(self.last, lambda: Collective(run(*arguments)))
 
 
 class NCCLTransport(TransportTraits):
