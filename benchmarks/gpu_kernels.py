@@ -98,7 +98,8 @@ def overflow(s: Setting) -> tuple[str, str, str, bool]:
     fused = ops.UpdateArrays(arrays[0], arrays[1], (arrays[2], arrays[3]))
     adam = adam_table(s, 5000, 1)
     adam.prepare(ops.gradient_factor(torch.tensor(math.inf, dtype=torch.float64, device=s.device)))
-    adam.update(0, fused)
+    adam.set_arrays(0, fused)
+    adam.update(0, 1)
     changed = sum(int((x != y).sum()) for x, y in zip(arrays, before, strict=True)) + int(adam.steps.sum())
     return "an overflow: elements and counts changed", str(changed), "0", changed == 0
 
@@ -188,11 +189,12 @@ def adam(s: Setting) -> Found:
         arrays = Arrays(s, *arguments)  # type: ignore[arg-type]
         cases[name] = (arrays.step, arrays.bytes)
     segmented = adam_table(s, s.numel, 1000)
+    segmented.set_arrays(0, arrays.fused)
     factor = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64, device=s.device)
 
     def step_by_table() -> None:
         segmented.prepare(factor)
-        segmented.update(0, arrays.fused)
+        segmented.update(0, 1)
 
     cases["the last, in 1,000 segments"] = (step_by_table, arrays.bytes)
     return bandwidths(s, cases, ["fp32", "the same, 8-bit moments"])

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 6
+#define ZE_ABI_VERSION 7
 
 /* ZE_8BIT is for moments alone: see csrc/dynamic_code.h. */
 enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2, ZE_8BIT = 3 };
@@ -97,14 +97,35 @@ struct ze_update_arrays {
 ZE_API int ze_update(const struct ze_update_arrays* arrays, int64_t n, const struct ze_update_args* args,
                      int num_threads);
 
+/* Neighboring elements with the same hyperparameters and step count. */
+struct ze_update_part {
+  struct ze_update_arrays arrays; /* from the part's first element on */
+  int64_t n;
+  int64_t step;   /* of the first update */
+  uint64_t seed;  /* stochastic rounding uses seed + the step of the update */
+  int64_t offset; /* as in ze_update_args */
+  int32_t group;  /* index of the hyperparameters */
+};
+
+/* ze_update of each part in order. groups: the arguments of each group but for step, seed and offset. num_steps: the
+ * updates of these parts before this one. */
+ZE_API int ze_update_parts(const struct ze_update_part* parts, int64_t num_parts, const struct ze_update_args* groups,
+                           int64_t num_steps, int num_threads);
+
 /* Moments of 8 bits as floats, and floats as such moments, rounded to nearest. is_signed: whether a moment may be
  * negative. Element 0 begins a block. Single thread. */
 ZE_API void ze_decode_moment(const void* codes, const float* scales, float* values, int64_t n, int is_signed);
 ZE_API void ze_encode_moment(const float* values, void* codes, float* scales, int64_t n, int is_signed);
 
-/* *result = sum of x[i]^2 in double. It does not depend on num_threads or the instruction set. It is
- * finite exactly if every element is: the squares of finite floats cannot overflow a double. */
-ZE_API int ze_squared_norm(const void* x, int dtype, int64_t n, double* result, int num_threads);
+struct ze_array {
+  const void* data;
+  int64_t numel;
+  int32_t dtype;
+};
+
+/* *result = sum of the squares of all elements in double, array by array. It does not depend on num_threads or the
+ * instruction set. It is finite exactly if every element is: the squares of finite floats cannot overflow a double. */
+ZE_API int ze_squared_norm(const struct ze_array* arrays, int64_t num_arrays, double* result, int num_threads);
 
 /* Returns the digest of `bytes` bytes: see csrc/digest.h. first_word: the place of their first word in the whole tensor.
  * It does not depend on the alignment, on num_threads or on the instruction set. */

@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define ZE_CUDA_ABI_VERSION 4
+#define ZE_CUDA_ABI_VERSION 5
 
 ZE_API int ze_cuda_abi_version(void);
 
@@ -40,7 +40,7 @@ ZE_API int ze_cuda_update(int device, void* stream, const struct ze_update_array
 
 /* Updates whose step counts, learning rates, gradient factor and overflow flag are in device memory, so that the host
  * does not wait for them. ze_cuda_update_prepare counts the step and computes the factors of any number of segments,
- * also of several buffers. Then one ze_cuda_update_runs per buffer updates all of that buffer's segments. */
+ * also of several buffers. Then ze_cuda_update_buffers updates the segments of some buffers. */
 
 /* Neighboring elements of one buffer with the same hyperparameters and step count. A buffer's segments ascend and do
  * not overlap; elements between them are not changed. With moments of 8 bits a segment begins at a multiple of
@@ -79,25 +79,25 @@ ZE_API int ze_cuda_update_prepare(int device, void* stream, const struct ze_cuda
                                   const double* used, int64_t num_slots, const struct ze_cuda_factor* factor,
                                   void* runs);
 
-/* Updates all segments of one buffer, as ze_update would, in one launch. `arrays` is host memory, `runs` belong to the
- * buffer's segments, and num_tiles is the sum of their ze_cuda_tiles. Segments may have different rules, of which some
- * take fewer moments than the arrays have. A segment with ZE_AVERAGE_ONLY is not changed where there is no average. */
-ZE_API int ze_cuda_update_runs(int device, void* stream, const struct ze_update_arrays* arrays, const void* runs,
-                               int64_t num_runs, int64_t num_tiles);
-
-struct ze_cuda_array {
-  const void* data;
-  int64_t numel;
-  int32_t dtype;
+struct ze_cuda_buffer {
+  struct ze_update_arrays arrays;
+  const void* runs; /* those of the buffer's segments */
+  int64_t num_runs;
+  int64_t num_tiles; /* the sum of ze_cuda_tiles over the segments */
 };
 
+/* Updates all segments of each buffer, as ze_update would, in one launch for each buffer. `buffers` is host memory.
+ * Segments may have different rules, of which some take fewer moments than the arrays have. A segment with
+ * ZE_AVERAGE_ONLY is not changed where there is no average. */
+ZE_API int ze_cuda_update_buffers(int device, void* stream, const struct ze_cuda_buffer* buffers, int64_t num_buffers);
+
 /* The number of doubles that ze_cuda_squared_norm needs as workspace. `arrays` is host memory. */
-ZE_API int64_t ze_cuda_squared_norm_workspace(const struct ze_cuda_array* arrays, int64_t num_arrays);
+ZE_API int64_t ze_cuda_squared_norm_workspace(const struct ze_array* arrays, int64_t num_arrays);
 
 /* *result = sum of the squares of all elements of all arrays in double. Each array is summed in an order that depends
  * only on its length, and then the sums are added in order. The result is finite exactly if every element is. `arrays`
  * is host memory. */
-ZE_API int ze_cuda_squared_norm(int device, void* stream, const struct ze_cuda_array* arrays, int64_t num_arrays,
+ZE_API int ze_cuda_squared_norm(int device, void* stream, const struct ze_array* arrays, int64_t num_arrays,
                                 double* workspace, double* result);
 
 /* Computes the factor of the gradient: 1 / (divisor * *loss_scale), and clipping to `limit`, if that is above 0, as in

@@ -36,6 +36,18 @@ int ze_update(const ze_update_arrays* arrays, int64_t n, const ze_update_args* a
   return ZE_OK;
 }
 
+int ze_update_parts(const ze_update_part* parts, int64_t num_parts, const ze_update_args* groups, int64_t num_steps,
+                    int num_threads) {
+  for (const ze_update_part* part = parts; part < parts + num_parts; ++part) {
+    ze_update_args args = groups[part->group];
+    args.step = part->step + num_steps;
+    args.seed = part->seed + uint64_t(args.step);
+    args.offset = part->offset;
+    if (const int result = ze_update(&part->arrays, part->n, &args, num_threads)) return result;
+  }
+  return ZE_OK;
+}
+
 void ze_decode_moment(const void* codes, const float* scales, float* values, int64_t n, int is_signed) {
   ze::kernels().decode_moment[is_signed != 0](codes, scales, values, n);
 }

@@ -109,13 +109,13 @@ __global__ void gradient_factor(const double* squared_norm, const double* loss_s
 }  // namespace
 }  // namespace ze
 
-int64_t ze_cuda_squared_norm_workspace(const ze_cuda_array* arrays, int64_t num_arrays) {
+int64_t ze_cuda_squared_norm_workspace(const ze_array* arrays, int64_t num_arrays) {
   int64_t tiles = 0;
   for (int64_t i = 0; i < num_arrays; ++i) tiles += ze::tiles_of(arrays[i].numel);
   return num_arrays + tiles;
 }
 
-int ze_cuda_squared_norm(int device, void* stream, const ze_cuda_array* arrays, int64_t num_arrays, double* workspace,
+int ze_cuda_squared_norm(int device, void* stream, const ze_array* arrays, int64_t num_arrays, double* workspace,
                          double* result) {
   ZE_RETURN_IF(cudaSetDevice(device));
   for (int64_t i = 0; i < num_arrays; ++i)

@@ -289,9 +289,10 @@ int ze_cuda_update_prepare(int device, void* stream, const ze_cuda_segment* segm
                     factor, static_cast<ze::UpdateRun*>(runs));
 }
 
-int ze_cuda_update_runs(int device, void* stream, const ze_update_arrays* arrays, const void* runs, int64_t num_runs,
-                        int64_t num_tiles) {
+int ze_cuda_update_buffers(int device, void* stream, const ze_cuda_buffer* buffers, int64_t num_buffers) {
   ZE_RETURN_IF(cudaSetDevice(device));
-  return ze::run_update(device, stream, *arrays, static_cast<const ze::UpdateRun*>(runs), num_runs, {},
-                        num_runs ? num_tiles : 0);
+  for (const ze_cuda_buffer* buffer = buffers; buffer < buffers + num_buffers; ++buffer)
+    ZE_RETURN_IF(ze::run_update(device, stream, buffer->arrays, static_cast<const ze::UpdateRun*>(buffer->runs),
+                                buffer->num_runs, {}, buffer->num_runs ? buffer->num_tiles : 0));
+  return 0;
 }

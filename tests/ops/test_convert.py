@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
 
 from zeroengine import ops
-from zeroengine.ops._library import DTYPE_CODES
+from zeroengine.ops._library import DTYPE_CODES, Array
 
 NARROW = [torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 8, 9, 31, 33, 1000]
@@ -77,4 +79,4 @@ def test_an_unknown_dtype_is_refused() -> None:
     for code in (-1, 3):
         assert library.ze_cast(x.data_ptr(), x.data_ptr(), code, 4) != 0
         assert library.ze_accumulate(x.data_ptr(), x.data_ptr(), code, 4, 0) != 0
-        assert library.ze_squared_norm(x.data_ptr(), code, 4, x.data_ptr(), 1) != 0
+        assert library.ze_squared_norm(Array(x.data_ptr(), 4, code), 1, ctypes.c_double(), 1) != 0

@@ -44,6 +44,7 @@ class Step:
         self.state = moved(State(N, torch.bfloat16, torch.bfloat16, dtype), device)
         self.table = UpdateTable([BUFFER], len(GROUPS), 2, self.state.param.device)
         self.table.set_groups(GROUPS)
+        self.table.set_arrays(0, self.state.arrays())
         self.used = torch.ones(2, dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
@@ -51,7 +52,7 @@ class Step:
         norm = ops.squared_norms([s.grad])
         factor = ops.gradient_factor(norm, divisor=16.0, limit=1.0)
         self.table.prepare(factor, self.used)
-        self.table.update(0, s.arrays())
+        self.table.update(0, 1)
         return factor
 
     def feed(self, seed: int, bad: bool = False, lr: float = 0.01) -> None:

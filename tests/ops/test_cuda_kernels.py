@@ -231,7 +231,8 @@ def check_table(
                 factor = torch.tensor([0.37, 1.0, float(overflow)], dtype=torch.float64, device=device)
                 table.prepare(factor, torch.tensor(used[:slots], dtype=torch.float64, device=device))
                 for i, s in enumerate(states):
-                    table.update(i, s.arrays(), reload_written=i % 2 == 0)
+                    table.set_arrays(i, s.arrays(), reload_written=i % 2 == 0)
+                table.update(0, len(states))
             tables.append(table)
     assert torch.equal(tables[0].steps, tables[1].steps.cpu())
     for x, y in zip(got, want, strict=True):
@@ -282,7 +283,8 @@ def test_an_average_goes_on_without_a_gradient_and_without_counting_a_step(gpu: 
         for _ in range(300):
             used = torch.tensor([0.0, 1.0], dtype=torch.float64, device=gpu.device)
             table.prepare(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64, device=gpu.device), used)
-            table.update(0, state.arrays())
+            table.set_arrays(0, state.arrays())
+            table.update(0, 1)
     assert table.steps.tolist() == [0, 300]
     assert (state.param == 1.0).all() and torch.equal(state.grad, kept)
     assert state.average.double().mean().item() == pytest.approx(1 - 0.999**300, abs=0.005)
@@ -296,7 +298,8 @@ def test_an_overflow_changes_nothing(gpu: Gpu, moments: torch.dtype) -> None:
         table = UpdateTable([SegmentList([UpdateSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
         table.set_groups(GROUPS[:1])
         table.prepare(ops.gradient_factor(torch.tensor(math.nan, dtype=torch.float64, device=gpu.device)))
-        table.update(0, state.arrays())
+        table.set_arrays(0, state.arrays())
+        table.update(0, 1)
     assert table.steps.tolist() == [0]
     check_same(state, before)
 
@@ -332,12 +335,14 @@ def test_wrong_tables_are_refused() -> None:
     for numel in (4, 5):
         with pytest.raises(AssertionError):
             x = torch.zeros(4)
-            table.update(0, ops.UpdateArrays(torch.zeros(numel), torch.zeros(numel), (x, x)))
+            table.set_arrays(0, ops.UpdateArrays(torch.zeros(numel), torch.zeros(numel), (x, x)))
+    with pytest.raises(AssertionError, match="set_arrays comes before"):
+        table.update(0, 1)
     # Blocks of moments in 8 bits begin with segments.
     state = State(1000, moments=torch.uint8)
     for segment, offset in ((UpdateSegment(8, 1000, 0, 0), 0), (UpdateSegment(0, 1000, 0, 0), 8)):
         with pytest.raises(AssertionError):
-            UpdateTable([SegmentList([segment], offset=offset)], 1, 1, cpu).update(0, state.arrays())
+            UpdateTable([SegmentList([segment], offset=offset)], 1, 1, cpu).set_arrays(0, state.arrays())
 
 
 # -- norm and factor ------------------------------------------------------------------------------------------
@@ -531,7 +536,7 @@ def test_a_digest_is_that_of_the_cpu(gpu: Gpu) -> None:
 
 def test_every_function_returns_the_error_of_cuda(emulated: Path) -> None:
     handle = _cuda_library.load(emulated)
-    array = (_cuda_library.CudaArray * 1)(_cuda_library.CudaArray(None, 0, 9))
+    array = (_cuda_library.Array * 1)(_cuda_library.Array(None, 0, 9))
     copy = (_cuda_library.CudaCopy * 1)(_cuda_library.CudaCopy(None, None, 0, 9))
     args = ctypes.byref(_cuda_library.UpdateArgs(step=1))
     arrays = ctypes.byref(_cuda_library.ArrayPointers(param_dtype=9))
@@ -540,7 +545,9 @@ def test_every_function_returns_the_error_of_cuda(emulated: Path) -> None:
         assert handle.ze_cuda_update(device, None, arrays, 0, args) == code
         assert handle.ze_cuda_squared_norm(device, None, array, 1, None, None) == code
         assert handle.ze_cuda_cast(device, None, copy, 1, 0, 1.0, 0) == code
-    assert handle.ze_cuda_update_runs(0, None, arrays, None, 0, 0) == -1
+    buffer = _cuda_library.CudaBuffer(_cuda_library.ArrayPointers(param_dtype=9), None, 0, 0)
+    assert handle.ze_cuda_update_buffers(missing, None, ctypes.byref(buffer), 1) == 101
+    assert handle.ze_cuda_update_buffers(0, None, ctypes.byref(buffer), 1) == -1
     unknown_rule = ctypes.byref(_cuda_library.UpdateArgs(step=1, rule=len(RULES)))
     assert handle.ze_cuda_update(0, None, ctypes.byref(_cuda_library.ArrayPointers()), 0, unknown_rule) == -1
     for code, message in ((0, "success"), (-1, "dtype"), (35, "update the driver"), (209, "ZEROENGINE_CUDA_ARCHIT")):

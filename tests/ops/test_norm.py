@@ -79,3 +79,16 @@ def test_a_tensor_that_is_not_contiguous_is_refused_and_any_other_shape_is_taken
         ops.squared_norm(torch.ones(3, dtype=torch.float64))
     with pytest.raises(AssertionError):
         ops.squared_norm(torch.ones(4)[::2])
+
+
+def test_the_norm_of_the_same_tensors_follows_their_values_and_their_memory() -> None:
+    """A state that was offloaded for a while has got other memory when it is back."""
+    tensors = [torch.ones(3), torch.full((2,), 2.0, dtype=torch.bfloat16)]
+    norms = ops.SquaredNorms(tensors)
+    assert norms.sum().item() == 11
+    tensors[0].fill_(3)
+    assert norms.sum().item() == 35
+    before = tensors[0].data_ptr()
+    kept = torch.empty(0).set_(torch.full((3,), 4.0).untyped_storage())
+    tensors[0].set_(kept.untyped_storage(), 0, (3,))
+    assert tensors[0].data_ptr() != before and norms.sum().item() == 56

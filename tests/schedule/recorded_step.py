@@ -20,6 +20,7 @@ import zeroengine
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.monitor.timer import Timer
+from zeroengine.optim.backends import interface
 from zeroengine.runtime.executor import Executor
 from zeroengine.schedule.schedule import Schedule
 
@@ -123,6 +124,8 @@ class Recorder:
             mock.patch.object(Executor, "let_perform", timed_let_perform),
             mock.patch.object(GlooChannel, "exchange", timed_exchange),
             mock.patch.object(Timer, "span", timed_span),
+            # Units are updated one by one where something shows the update of each.
+            mock.patch.object(interface, "profiler_enabled", lambda: True),
         ):
             yield
 

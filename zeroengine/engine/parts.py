@@ -441,7 +441,7 @@ def build_states(
                 reduction,
                 passes.outside_writes,
                 ranks.transport,
-                passes.gatherer.publish_update,
+                passes.gatherer.publish_updates,
                 placement.pipeline,
                 timer,
                 None if split_over is None else split_over.between,

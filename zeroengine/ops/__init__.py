@@ -2,6 +2,7 @@
 
 update           one step of a fused rule over one flat buffer
 update_arrays    the rules, and the arrays that they take
+update_parts     such steps of many parts of many buffers
 table            such steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
 digest           a number of 64 bits that says which values a tensor has
@@ -19,11 +20,12 @@ from zeroengine.ops._packets_fallback import packet_bytes
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.digest import digest, digests
 from zeroengine.ops.factor import gradient_factor
-from zeroengine.ops.norm import squared_norm, squared_norms
+from zeroengine.ops.norm import SquaredNorms, squared_norm, squared_norms
 from zeroengine.ops.packets import dequantize_sum, quantize
 from zeroengine.ops.table import SegmentList, UpdateSegment, UpdateTable
 from zeroengine.ops.update import PreparedArrays, decode_moment, encode_moment, prepare_arrays, update_step
 from zeroengine.ops.update_arrays import MOMENT_SIGNS, RULES, UpdateArrays
+from zeroengine.ops.update_parts import UpdatePart, UpdateParts
 
 __all__ = [
     "DTYPE_CODES",
@@ -32,7 +34,10 @@ __all__ = [
     "RULES",
     "PreparedArrays",
     "SegmentList",
+    "SquaredNorms",
     "UpdateArrays",
+    "UpdatePart",
+    "UpdateParts",
     "UpdateSegment",
     "UpdateTable",
     "advise_huge_pages",

@@ -15,9 +15,18 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import DEQUANTIZE, QUANTIZE, ArrayPointers, Signatures, UpdateArgs, cpu_isa, open_library
+from zeroengine.ops._library import (
+    DEQUANTIZE,
+    QUANTIZE,
+    Array,
+    ArrayPointers,
+    Signatures,
+    UpdateArgs,
+    cpu_isa,
+    open_library,
+)
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 PATH = Path(__file__).with_name("_cuda.so")
 # ZE_CUDA_RUN_BYTES of csrc/zeroengine_cuda.h.
 RUN_BYTES = 88
@@ -38,10 +47,10 @@ class CudaSegment(ctypes.Structure):
     )
 
 
-class CudaArray(ctypes.Structure):
-    """The struct `ze_cuda_array`."""
+class CudaBuffer(ctypes.Structure):
+    """The struct `ze_cuda_buffer`."""
 
-    _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32))
+    _fields_ = (("arrays", ArrayPointers), ("runs", c_void_p), ("num_runs", c_int64), ("num_tiles", c_int64))
 
 
 class CudaCopy(ctypes.Structure):
@@ -60,9 +69,9 @@ _SIGNATURES: Signatures = {
     "ze_cuda_update": (c_int, [*_ON_STREAM, POINTER(ArrayPointers), c_int64, POINTER(UpdateArgs)]),
     "ze_cuda_tiles": (c_int64, [c_int64, c_int64]),
     "ze_cuda_update_prepare": (c_int, [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2]),
-    "ze_cuda_update_runs": (c_int, [*_ON_STREAM, POINTER(ArrayPointers), c_void_p, c_int64, c_int64]),
-    "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(CudaArray), c_int64]),
-    "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
+    "ze_cuda_update_buffers": (c_int, [*_ON_STREAM, c_void_p, c_int64]),
+    "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(Array), c_int64]),
+    "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(Array), c_int64, *[c_void_p] * 2]),
     "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),
     "ze_cuda_cast": (c_int, [*_ON_STREAM, POINTER(CudaCopy), c_int64, c_int, c_float, c_int]),
     "ze_cuda_digest": (c_int, [*_ON_STREAM, c_void_p, c_int64, c_int64, c_void_p]),

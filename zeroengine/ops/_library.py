@@ -19,7 +19,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 
 # The version of the C interface that this file declares. Every change of a signature or a struct raises it.
-ABI_VERSION = 6
+ABI_VERSION = 7
 PATH = Path(__file__).with_name("_cpu.so")
 # The codes of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,6 +59,25 @@ class ArrayPointers(ctypes.Structure):
     )
 
 
+class PartPointers(ctypes.Structure):
+    """The struct `ze_update_part`."""
+
+    _fields_ = (
+        ("arrays", ArrayPointers),
+        ("n", c_int64),
+        ("step", c_int64),
+        ("seed", c_uint64),
+        ("offset", c_int64),
+        ("group", c_int32),
+    )
+
+
+class Array(ctypes.Structure):
+    """The struct `ze_array`."""
+
+    _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32))
+
+
 # The arguments of the functions of packets, which the CUDA library has as well.
 QUANTIZE: list[Any] = [c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_void_p, c_float]
 DEQUANTIZE: list[Any] = [c_void_p, c_int, c_int, c_int64, c_int64, c_int64, c_int, c_void_p]
@@ -67,9 +86,10 @@ _SIGNATURES: Signatures = {
     "ze_cpu_isa": (c_char_p, []),
     "ze_cpu_set_isa": (c_int, [c_char_p]),
     "ze_update": (c_int, [POINTER(ArrayPointers), c_int64, POINTER(UpdateArgs), c_int]),
+    "ze_update_parts": (c_int, [c_void_p, c_int64, POINTER(UpdateArgs), c_int64, c_int]),
     "ze_decode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
     "ze_encode_moment": (None, [*[c_void_p] * 3, c_int64, c_int]),
-    "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
+    "ze_squared_norm": (c_int, [POINTER(Array), c_int64, POINTER(c_double), c_int]),
     "ze_digest": (c_int64, [c_void_p, c_int64, c_int64, c_int]),
     "ze_quantize": (c_int, [*QUANTIZE, c_int]),
     "ze_dequantize_sum": (c_int, [*DEQUANTIZE, c_int]),

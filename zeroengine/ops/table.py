@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zeroengine.ops import _cuda_library
-from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
+from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaBuffer, CudaSegment
 from zeroengine.ops._library import MOMENT_BLOCK
 from zeroengine.ops.update import update_step
 from zeroengine.ops.update_arrays import RULES, UpdateArrays
@@ -56,10 +57,10 @@ class UpdateTable:
 
     [Note: An update with its scalars on the device]
     On CUDA everything that a step depends on stays on the device. ``prepare`` counts the step and computes every
-    segment's factors in one small launch. Then one launch updates a buffer, whatever its number of segments. So the
-    host runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay reads ``groups``,
-    ``steps`` and the factor anew. On overflow nothing is written, and no step is counted. Segments of one buffer may
-    have different rules.
+    segment's factors in one small launch. Then one launch updates a buffer, whatever its number of segments, and one
+    call of the library launches those of any number of buffers. So the host runs ahead, and a CUDA graph may capture
+    ``prepare`` and ``update`` together: a replay reads ``groups``, ``steps`` and the factor anew. On overflow nothing
+    is written, and no step is counted. Segments of one buffer may have different rules.
 
     On the CPU, and where the CUDA library is missing, `update_step` does the same for each segment.
 
@@ -87,28 +88,35 @@ class UpdateTable:
             _check(segment_list, num_groups, num_slots)
         self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
         self.steps = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        # Of each buffer, its arrays and whether values written from outside are reloaded.
+        self._arrays: list[tuple[UpdateArrays, bool] | None] = [None] * len(buffers)
         # The rows that ``set_groups`` wrote last.
         self._written: list[list[float]] = []
         if self._cuda is not None:
             self._lay_out(self._cuda)
 
     def _lay_out(self, cuda: ctypes.CDLL) -> None:
-        rows = []
+        rows, first_run, num_tiles = [], [0], []
         # A tile is the range that a block of threads updates at one time. Tiles are numbered through a buffer's
         # segments, so that one launch covers them all, whatever their sizes.
-        self._first_run, self._num_tiles = [0], []
         for segment_list in self._segment_lists:
             seed, offset, tiles = segment_list.seed, segment_list.offset, 0
             for s in segment_list.segments:
                 rows.append(CudaSegment(s.start, s.stop, tiles, seed, offset, s.group, s.slot))
                 tiles += cuda.ze_cuda_tiles(s.start, s.stop)
-            self._first_run.append(len(rows))
-            self._num_tiles.append(tiles)
+            first_run.append(len(rows))
+            num_tiles.append(tiles)
         # frombuffer refuses an empty buffer, and takes a writable one without a warning.
         raw = bytearray((CudaSegment * len(rows))(*rows)) or bytearray(1)
         self._segments = torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
         # ``prepare`` writes a run for each segment here, and ``update`` reads it. Only the library knows its fields.
         self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
+        self._num_runs = len(rows)
+        # The array holds the runs of one buffer after those of another.
+        self._buffers = (CudaBuffer * len(num_tiles))()
+        for buffer, tiles, (first, last) in zip(self._buffers, num_tiles, pairwise(first_run), strict=True):
+            buffer.runs, buffer.num_runs = self._runs.data_ptr() + first * RUN_BYTES, last - first
+            buffer.num_tiles = tiles
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the rules and their hyperparameters without waiting for the device.
@@ -156,7 +164,7 @@ class UpdateTable:
             "ze_cuda_update_prepare",
             self.device,
             self._segments.data_ptr(),
-            self._first_run[-1],
+            self._num_runs,
             self.groups.data_ptr(),
             self.steps.data_ptr(),
             None if used is None else used.data_ptr(),
@@ -175,8 +183,8 @@ class UpdateTable:
         self.steps += active
         self._host = HostStep(self.groups.tolist(), self.steps.tolist(), active.tolist(), grad_scale, overflow > 0)
 
-    def update(self, buffer: int, arrays: UpdateArrays, reload_written: bool = False) -> None:
-        """Take the prepared step for one buffer. Nothing is written between its segments.
+    def set_arrays(self, buffer: int, arrays: UpdateArrays, reload_written: bool = False) -> None:
+        """Set the arrays of one buffer, before its first ``update`` and when they have got other memory.
 
         Args:
             buffer: The buffer's index.
@@ -188,23 +196,24 @@ class UpdateTable:
         assert not segments or segments[-1].stop <= arrays.param.numel(), (segments[-1], arrays.param.numel())
         if arrays.scales:
             assert self._begin_blocks[buffer], "with moments in uint8, segments and offsets begin blocks"
-        if self._cuda is None:
-            self._update_on_host(self._segment_lists[buffer], arrays, reload_written)
-            return
-        # The array holds the runs of one buffer after those of another.
-        first, last = self._first_run[buffer : buffer + 2]
-        _cuda_library.call(
-            self._cuda,
-            "ze_cuda_update_runs",
-            self.device,
-            ctypes.byref(arrays.pointers(reload_written)),
-            self._runs.data_ptr() + first * RUN_BYTES,
-            last - first,
-            self._num_tiles[buffer],
-        )
+        self._arrays[buffer] = arrays, reload_written
+        if self._cuda is not None:
+            self._buffers[buffer].arrays = arrays.pointers(reload_written)
 
-    def _update_on_host(self, segment_list: SegmentList, arrays: UpdateArrays, reload_written: bool) -> None:
-        host = self._host
+    def update(self, first: int, stop: int) -> None:
+        """Take the prepared step for the buffers ``first`` to ``stop``. Nothing is written between their segments."""
+        assert None not in self._arrays[first:stop], "set_arrays comes before"
+        if self._cuda is not None:
+            buffers = ctypes.byref(self._buffers, first * ctypes.sizeof(CudaBuffer))
+            _cuda_library.call(self._cuda, "ze_cuda_update_buffers", self.device, buffers, stop - first)
+            return
+        for buffer in range(first, stop):
+            self._update_on_host(buffer)
+
+    def _update_on_host(self, buffer: int) -> None:
+        host, segment_list, known = self._host, self._segment_lists[buffer], self._arrays[buffer]
+        assert known is not None
+        arrays, reload_written = known
         for s in segment_list.segments:
             settings: dict[str, Any] = dict(zip(GROUP_FIELDS, host.groups[s.group], strict=True))
             rule, step = _RULE_NAMES[int(settings.pop("rule"))], host.steps[s.slot]

@@ -71,7 +71,7 @@ class MasterWeights:
                 populate(shard.param, write=True)
                 shard.param.copy_(source)
             # The order of units is the same on every rank, as the all-gather of updated units requires.
-            self.gatherer.publish_update(shard.unit)
+            self.gatherer.publish_updates([shard.unit])
             # At most one unit is in memory at a time where states live on a disk.
             self.placement.evict(shard.param, source)
         # These values were written on purpose and on every rank, so they are no divergence.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -89,7 +89,13 @@ class StepReduction:
         piece = transport.rank if degrees is None else degrees.piece(transport.rank, transport.world_size)
         is_ordered = degrees is None or degrees.numbers_in_order_of_ranks(transport.world_size)
         self._piece = None if is_ordered else piece
-        self._num_params = sum(len(shard.unit.params) for shard in shards)
+        # Where the flags of each unit's parameters begin in those of all units, and their end.
+        self._first_flags = list(accumulate((len(shard.unit.params) for shard in shards), initial=0))
+        self._num_params = self._first_flags[-1]
+        self._norms_alone = ops.SquaredNorms([s.gradient_for_norm() for s in shards if s not in self._copied])
+        self._norms_copied = ops.SquaredNorms([shard.gradient_for_norm() for shard in self._copied])
+        # The norm of offloaded gradients was computed before they left the device.
+        self._are_offloaded = any(shard.unit_grads.store is not None for shard in shards)
         self._flags: list[float] = []
         # The values of ``_flags``, on the device.
         self._device_flags = torch.empty(0, device="cpu")
@@ -119,9 +125,8 @@ class StepReduction:
             self._reducer.reduce_late_gradients()
             squared_norm, _, *flags = self._sum_on_host(label, late=False)
         self.move_writes()
-        remaining = iter(flags)
-        has_grad = [[flag > 0 for flag in islice(remaining, len(shard.unit.params))] for shard in self._shards]
-        return squared_norm, has_grad
+        of_params = [flag > 0 for flag in flags]
+        return squared_norm, [of_params[first:stop] for first, stop in pairwise(self._first_flags)]
 
     def _sum_on_host(self, label: str, *, late: bool) -> list[float]:
         """Return sums over the ranks: the squared norm, a flag for late gradients, and a flag for each parameter.
@@ -162,10 +167,8 @@ class StepReduction:
 
         The order is the same at every stage.
         """
-        # The norm of offloaded gradients was computed before they left the device.
-        if self.device.type == "cpu" and not self._copied and self._are_plain:
-            if all(shard.unit_grads.squared_norm is None for shard in self._shards):
-                return ops.squared_norms([shard.gradient_for_norm() for shard in self._shards])
+        if self.device.type == "cpu" and not self._copied and self._are_plain and not self._are_offloaded:
+            return self._norms_alone.sum()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self._shards:
             squared_norm = shard.unit_grads.squared_norm
@@ -261,11 +264,12 @@ class StepReduction:
 
     def _squared_norms(self) -> torch.Tensor:
         """Return the squared norm of this rank's part of the gradients."""
-        alone = [shard.gradient_for_norm() for shard in self._shards if shard not in self._copied]
-        shared = [shard.gradient_for_norm() for shard in self._copied]
-        norms = [ops.squared_norms(alone)] if alone else []
-        norms += [ops.squared_norms(shared) / self._num_copies] if shared else []
-        return norms[0] if len(norms) == 1 else norms[0] + norms[1]
+        alone = self._norms_alone.sum() if len(self._copied) < len(self._shards) else None
+        if not self._copied:
+            assert alone is not None
+            return alone
+        copied = self._norms_copied.sum() / self._num_copies
+        return copied if alone is None else alone + copied
 
     def _facts_of_copies(self) -> list[torch.Tensor]:
         """Return two numbers of this rank's part of the gradient of each parameter that every rank has, in float64.
@@ -306,7 +310,7 @@ class StepReduction:
 
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, then its digests of outside writes."""
-        flags = chain.from_iterable(shard.unit_grads.has_grad for shard in self._shards)
+        flags = [flag for shard in self._shards for flag in shard.unit_grads.has_grad]
         return [*flags, *self._writes.digests_to_sum()]
 
     def first_not_finite(self) -> str | None:

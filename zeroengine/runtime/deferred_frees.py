@@ -13,7 +13,7 @@ it again, so that all ranks launch the same collectives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 
 import torch
 
@@ -80,14 +80,16 @@ class DeferredFrees:
         """Stop keeping buffers for the user's hooks: after the update no backward may use the old values."""
         self._saved_by_user_hooks.clear()
 
-    def replace_buffer(self, unit: Unit) -> None:
-        """Give ``unit`` a new full buffer if its old one is still aliased."""
-        if unit in self.waiting and unit.is_released and unit not in self._saved_by_user_hooks:
-            # The next gather would write new values into memory that other tensors still read. They keep the old memory
-            # instead. That costs a buffer, and a view no longer follows its parameter, so the user gets a warning.
-            self._warn("are held at a step")
-            unit.replace_full_buffer()
-            del self.waiting[unit]
+    def replace_buffers(self) -> None:
+        """Give released units new full buffers where their old ones are still aliased."""
+        for unit in list(self.waiting):
+            if unit.is_released and unit not in self._saved_by_user_hooks:
+                # The next gather would write new values into memory that other tensors still read. They keep the old
+                # memory instead. That costs a buffer, and a view no longer follows its parameter, so the user gets a
+                # warning.
+                self._warn("are held at a step")
+                unit.replace_full_buffer()
+                del self.waiting[unit]
 
     def warn_of_memory(self) -> None:
         """Warn, once, if buffers that cannot be freed hold much memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -189,20 +189,25 @@ class Gatherer:
         self.deferred_frees.begin_update()
         self.quiesce(values_change=False)
 
-    def publish_update(self, unit: Unit) -> None:
-        """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
+    def publish_updates(self, units: Sequence[Unit]) -> None:
+        """Let all ranks compute with the updated parameters of ``units``, which are in order. Call it on every rank."""
         # Autograd then refuses a backward through a graph that saved the previous values.
-        torch.autograd.graph.increment_version(unit.params)
-        unit.forget_writes(())
-        unit.forget_secondary()
-        # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
-        # the new values.
-        if unit.degrees.optimizer > unit.degrees.parameters:
-            with self._timer.span("gather", unit.name, "gather"):
-                unit.start_gather_of_update(self._gather_for_use)
-                if not unit.is_releasable:
-                    self._executor.tell(events.Published(unit.number))
-            self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer, unit.degrees.parameters))
+        torch.autograd.graph.increment_version([param for unit in units for param in unit.params])
+        waiting = self.deferred_frees.waiting
+        for unit in units:
+            # In a released buffer without memory nothing is written, and a gather looks for writes anew.
+            if unit.state is not GatherState.RELEASED or unit in waiting:
+                unit.forget_writes(())
+            if unit.secondary is not None:
+                unit.forget_secondary()
+            # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use
+            # gathers the new values.
+            if unit.degrees.optimizer > unit.degrees.parameters:
+                with self._timer.span("gather", unit.name, "gather"):
+                    unit.start_gather_of_update(self._gather_for_use)
+                    if not unit.is_releasable:
+                        self._executor.tell(events.Published(unit.number))
+                self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer, unit.degrees.parameters))
 
     def end_update(self) -> None:
         """Complete the update. If peers read this rank's parameters in place, return when all of them have done so."""
@@ -226,8 +231,8 @@ class Gatherer:
         other tensors still alias is left to them, with its present values, and the unit takes a new one.
 
         Args:
-            values_change: Whether values of any unit may change. Otherwise only those that ``publish_update`` is called
-                for.
+            values_change: Whether values of any unit may change. Otherwise only those that ``publish_updates`` is
+                called for.
 
         Raises:
             ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
@@ -236,17 +241,18 @@ class Gatherer:
         self.await_state_reads()
         for unit in self._units:
             # Most units are released, and then neither event does anything.
-            if not unit.is_released:
+            if unit.state is not GatherState.RELEASED:
                 # A prefetch that was never used still reads the shards of all ranks, which the caller is about to
                 # change.
                 self._executor.tell(events.Settled(unit.number))
             unit.wait_for_update()
             if values_change:
                 unit.forget_secondary()
-            unit.check_parameters()
-            if not unit.is_released:
+            if unit.state is not GatherState.RELEASED or unit.writes.reshaped:
+                unit.check_parameters()
+            if unit.state is not GatherState.RELEASED:
                 self._executor.tell(events.ValuesChange(unit.number))
-            self.deferred_frees.replace_buffer(unit)
             if unit.offloaded_shards is not None:
                 # The prefetched values would be outdated.
                 unit.offloaded_shards.discard_prefetched()
+        self.deferred_frees.replace_buffers()

@@ -108,7 +108,7 @@ class OutsideWrites:
         Returns:
             The units whose shards have changed.
         """
-        return {unit for unit in self._moved if unit.move_writes_to_shard()}
+        return {unit for unit in self._moved if unit.writes.values and unit.move_writes_to_shard()}
 
     def digests_to_sum(self) -> list[float]:
         """Return the numbers to sum over ranks: a short digest c of each parameter (0 if unwritten), then each c * c.

@@ -157,7 +157,7 @@ class UnitGradients:
         base = layout.shard_range(unit.rank, degrees.gradients)[0] if is_sharded else 0
         self._unreplicated = slice(start - base, stop - base)
         # The note at the top of this file says what sets and clears the following attributes.
-        num_params = len(unit.params)
+        self._num_params = num_params = len(unit.params)
         self.has_slices = any(slice_of(param) is not None for param in unit.params)
         self.squared_norm: torch.Tensor | None = None
         self.deferred_grads: dict[int, torch.Tensor] = {}
@@ -172,12 +172,12 @@ class UnitGradients:
 
     def forget_filled(self) -> None:
         """Let the next gradients overwrite what is where they are copied to."""
-        self.slot_filled[:] = [False] * len(self.slot_filled)
+        self.slot_filled[:] = [False] * self._num_params
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that ended."""
         self.forget_filled()
-        self.has_grad[:] = [False] * len(self.has_grad)
+        self.has_grad[:] = [False] * self._num_params
         self.launched_in_step = False
 
     def unreplicated_part(self, flat_grads: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+_address_of = methodcaller("data_ptr")
 
 # -- nested structures -------------------------------------------------------------------------------
 
@@ -93,6 +96,24 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
         return tensor
     return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+class Addresses:
+    """Tells whether tensors that stay the same objects have got other memory.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._known: list[int] = []
+
+    def have_changed(self) -> bool:
+        """Return whether any address is another one than at the last call; at the first call, whether there are any."""
+        # With ``map``, a ``methodcaller`` reads thousands of addresses at each step without a Python frame for each.
+        before, self._known = self._known, list(map(_address_of, self._tensors))
+        return self._known != before
 
 
 # -- transfers ---------------------------------------------------------------------------------------

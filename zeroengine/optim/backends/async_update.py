@@ -1,7 +1,7 @@
 """The fused rules, issued without waiting for the norm. Every state is on the device.
 
 [Note: A step without waiting]
-    squared norm, flags -> sum over ranks -> factor, overflow -> step counts, factors -> update, all-gather, by unit
+    squared norm, flags -> sum over ranks -> factor, overflow -> step counts, factors -> updates, all-gathers
                                                    |
                                                StepResult
 The host issues all of it to the device and goes on. On overflow the kernels write nothing and count nothing, and the
@@ -27,7 +27,7 @@ from zeroengine.optim.backends.moment_state import MomentState
 from zeroengine.optim.fused_rules import settings_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
-from zeroengine.utils.tensors import HostCopy, to_device
+from zeroengine.utils.tensors import Addresses, HostCopy, to_device
 
 T = TypeVar("T")
 # A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``digests`` of ``StepSums``.
@@ -45,13 +45,14 @@ class AsyncUpdate:
         self._parts = parts
         self._device = parts.shards[0].master.device
         # The step counts of the table on the device, as far as the host knows them.
-        self._device_counts = self._host_counts()
+        self._device_counts = self.state.steps.copy()
         self._table = UpdateTable(
             list(_segment_lists(parts.shards, parts.group_of_param)),
             len(parts.base_optimizer.param_groups),
             len(self._device_counts),
             self._device,
         )
+        self._addresses = Addresses([x for shard in parts.shards for x in self.state.arrays(shard).tensors()])
         # The result of the last step and the values copied to the host, until its counts are up to date.
         self._pending: tuple[StepResult, HostCopy] | None = None
 
@@ -59,11 +60,13 @@ class AsyncUpdate:
         """See ``UpdateBackend``."""
         # The last step's result must be known first, because this step continues its counts.
         self.await_step_counts()
-        counts = self._host_counts()
-        if counts != self._device_counts:
+        if self.state.steps != self._device_counts:
             # Something set step counts on the host, such as a checkpoint.
-            self._table.steps.copy_(to_device(counts, self._device, torch.int64))
-            self._device_counts = counts
+            self._table.steps.copy_(to_device(self.state.steps, self._device, torch.int64))
+            self._device_counts = self.state.steps.copy()
+        if self._addresses.have_changed():
+            for number, shard in enumerate(self._parts.shards):
+                self._table.set_arrays(number, self.state.arrays(shard), shard.may_be_written)
         average = {"average_weight": self._parts.shards[0].average_weight}
         groups = settings_of(self._parts.base_optimizer, self.state.names)
         self._table.set_groups([group | average for group in groups])
@@ -73,11 +76,12 @@ class AsyncUpdate:
         values = HostCopy(torch.cat([factor, sums.has_grad, sums.digests]))
         # `prepare` counts the step and folds the factor into every segment, unless the gradient overflowed.
         self._table.prepare(factor, sums.has_grad)
-        for shard in self._parts.shards:
-            with self._parts.timer.span("update", shard.unit.name, "update"):
-                self._table.update(shard.index, self.state.arrays(shard), shard.may_be_written)
-            # The all-gather of this unit may start now: it runs after this update and overlaps the next one.
-            self._parts.publish_update(shard.unit)
+        for first, stop in self._parts.launches():
+            units = [shard.unit for shard in self._parts.shards[first:stop]]
+            with self._parts.timer.span("update", units[0].name if len(units) == 1 else "", "update"):
+                self._table.update(first, stop)
+            # The all-gather of the last unit may start now: it runs after this update and overlaps the next one.
+            self._parts.publish_updates(units)
 
         def read() -> tuple[float, bool]:
             known = GradientFactor(*values.read()[:HAS_GRAD_OFFSET])
@@ -111,17 +115,12 @@ class AsyncUpdate:
         numbers = values.read()
         # On overflow the device counted no step.
         if updated:
-            has_grad = iter(numbers[HAS_GRAD_OFFSET:])
-            self.state.steps = {
-                index: [step + (next(has_grad) > 0) for step in steps] for index, steps in self.state.steps.items()
-            }
-            self._device_counts = self._host_counts()
+            has_grad = numbers[HAS_GRAD_OFFSET : HAS_GRAD_OFFSET + len(self.state.steps)]
+            self.state.steps = [step + (flag > 0) for step, flag in zip(self.state.steps, has_grad, strict=True)]
+            self._device_counts = self.state.steps.copy()
         suspects = self._parts.writes.suspects(numbers[HAS_GRAD_OFFSET + len(self._device_counts) :])
         if suspects:
             raise DivergenceError(self._parts.writes.message(suspects))
-
-    def _host_counts(self) -> list[int]:
-        return [step for steps in self.state.steps.values() for step in steps]
 
 
 def _segment_lists(

@@ -44,6 +44,8 @@ class BlockingUpdate:
             rule = rule_type(dataclasses.replace(parts, base_optimizer=member, shards=shards))
             self.rules.append(rule)
             self._rule_of |= {shard.index: rule for shard in shards}
+        # These rules also update the averages of the parameters that have a gradient.
+        self._fused = [index for index, rule in self._rule_of.items() if isinstance(rule, FusedUpdate)]
         self.exchange_bytes = sum(rule.exchange_bytes for rule in self.rules)
 
     def state_of(self, shard: OptimizerShard) -> ShardState:
@@ -59,9 +61,7 @@ class BlockingUpdate:
         members_of(self._parts.base_optimizer)
         for rule in self.rules:
             rule.update(factor, has_grad)
-        # A fused rule has updated the averages of the parameters that have a gradient.
-        fused = [index for index, rule in self._rule_of.items() if isinstance(rule, FusedUpdate)]
-        self._averages.update(number, has_grad, fused)
+        self._averages.update(number, has_grad, self._fused)
 
     def run(self, act: Callable[[torch.optim.Optimizer], T]) -> T:
         """See ``UpdateBackend``."""

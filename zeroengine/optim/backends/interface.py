@@ -54,6 +54,7 @@ from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.torch_internals import profiler_enabled
 
 T = TypeVar("T")
 # By name: the dtype, and the shape of a state for the whole parameter; None for a state with a value per element.
@@ -142,7 +143,7 @@ class BackendParts:
         reduction: Sums norms and flags over the ranks.
         writes: Knows which parameters were written from outside.
         transport: Moves bytes between the ranks.
-        publish_update: Called with a unit right after the update of its shard.
+        publish_updates: Called with units, in order, right after the updates of their shards.
         pipeline: Brings offloaded states to the update. None: no state needs it.
         timer: Times the updates.
         between: Moves bytes between the ranks of this rank's model group; None: no parameter is split over them.
@@ -153,7 +154,7 @@ class BackendParts:
     reduction: StepReduction
     writes: OutsideWrites
     transport: Transport
-    publish_update: Callable[[Unit], None]
+    publish_updates: Callable[[Sequence[Unit]], None]
     pipeline: Pipeline | None
     timer: Timer
     between: Transport | None = None
@@ -162,6 +163,29 @@ class BackendParts:
     def group_of_param(self) -> Mapping[torch.Tensor, int]:
         """The index of each parameter's group."""
         return {p: i for i, group in enumerate(self.base_optimizer.param_groups) for p in group["params"]}
+
+    def launches(self) -> Sequence[tuple[int, int]]:
+        """Return ranges of ``shards``, in order. Those of a range can be updated together, and are published together.
+
+        A shard that is not on the device is alone in its range. A unit whose update is all-gathered is the last one of
+        its range, so that the all-gather overlaps the next update.
+        """
+        # Timers and profilers show the update of each unit.
+        return self._single_launches if self.timer.enabled or profiler_enabled() else self._joint_launches
+
+    @cached_property
+    def _single_launches(self) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(self.shards))]
+
+    @cached_property
+    def _joint_launches(self) -> list[tuple[int, int]]:
+        launches, is_open = list[tuple[int, int]](), False
+        for i, shard in enumerate(self.shards):
+            first = launches.pop()[0] if is_open and shard.on_device else i
+            launches.append((first, i + 1))
+            degrees = shard.unit.degrees
+            is_open = shard.on_device and degrees.optimizer == degrees.parameters
+        return launches
 
 
 class UpdateRule(Protocol):
@@ -184,7 +208,7 @@ class UpdateRule(Protocol):
         """The optimizer's state by spans."""
 
     def update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
-        """Update every shard, calling ``publish_update`` after each one. All ranks call it.
+        """Update every shard, calling ``publish_updates`` after it. All ranks call it.
 
         Args:
             factor: Multiplies the summed gradients.
@@ -214,7 +238,7 @@ class UpdateBackend(Protocol):
         """Return what keeps the state of a shard. Call ``await_step_counts`` before reading or setting its numbers."""
 
     def step(self, settings: StepSettings) -> StepResult:
-        """Compute the norm, clip, and update every shard, calling ``publish_update`` after each one. A collective.
+        """Compute the norm, clip, and update every shard, calling ``publish_updates`` after it. A collective.
 
         A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
 

@@ -29,7 +29,7 @@ class MomentState:
         names: See above.
         moments: For each shard, by its index, the moments in the order of ``names``. Those of 8 bits are uint8.
         scales: For each shard, by its index, the scales of moments of 8 bits, a value for each block.
-        steps: For each shard, by its index, the step count of every parameter of its unit, if steps are counted.
+        steps: The step count of every parameter of the units of all shards, in their order.
     """
 
     def __init__(
@@ -56,7 +56,12 @@ class MomentState:
             self.scales[shard.index] = [shard.zeros(torch.float32, blocks) for _ in names if has_scales]
             for span in shard.spans() if initial_values else ():
                 self._fill(shard, span)
-        self.steps = {shard.index: [0] * len(shard.unit.params) for shard in shards}
+        self.steps: list[int] = []
+        # For each shard, by its index, the place of its unit's first parameter in ``steps``.
+        self._first_step: dict[int, int] = {}
+        for shard in shards:
+            self._first_step[shard.index] = len(self.steps)
+            self.steps += [0] * len(shard.unit.params)
 
     def keys(self, shard: OptimizerShard) -> frozenset[str]:
         """See ``ShardState``."""
@@ -78,7 +83,7 @@ class MomentState:
         has_scales = len(self.scales[shard.index]) > 0
         scales = {name: scale[blocks] for name, scale in zip(self.names, self.scales[shard.index], strict=has_scales)}
         # A float on the CPU, as torch's Adam keeps it, whatever torch's default device is.
-        step = torch.tensor(float(self.steps[shard.index][span.param_index]), device="cpu")
+        step = torch.tensor(float(self.steps[self._place(shard, span)]), device="cpu")
         numbers = {"step": step} if self._counts_steps else {}
         return SpanState(dict(zip(self.names, moments, strict=True)), numbers, scales)
 
@@ -88,12 +93,20 @@ class MomentState:
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
         # A parameter without a step count starts as if it was never updated.
-        self.steps[shard.index][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
+        self.steps[self._place(shard, span)] = int(numbers["step"].item()) if "step" in numbers else 0
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
         self._fill(shard, span)
-        self.steps[shard.index][span.param_index] = 0
+        self.steps[self._place(shard, span)] = 0
+
+    def steps_of(self, shard: OptimizerShard) -> list[int]:
+        """Return the step count of every parameter of a shard's unit."""
+        first = self._first_step[shard.index]
+        return self.steps[first : first + len(shard.unit.params)]
+
+    def _place(self, shard: OptimizerShard, span: ShardSpan) -> int:
+        return self._first_step[shard.index] + span.param_index
 
     def _fill(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """Give the moments of a span the values that they have before the first step."""

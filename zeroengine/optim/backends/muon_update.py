@@ -114,7 +114,7 @@ class MuonUpdate:
             tasks.append((shard, PipelineTask(operands, partial(self._apply_chunk, shard, runs))))
         self._run(tasks, "update")
         for shard in trip.round.shards:
-            self._parts.publish_update(shard.unit)
+            self._parts.publish_updates([shard.unit])
 
     def _apply_chunk(self, shard: OptimizerShard, runs: Runs, master: torch.Tensor, *params: torch.Tensor) -> None:
         for param in params if shard.may_be_written else ():

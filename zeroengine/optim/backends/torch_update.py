@@ -67,7 +67,7 @@ class TorchUpdate:
                 # This also rounds parameters without a gradient. Their masters were reloaded above, so they keep values
                 # that were written into them.
                 shard.low_precision_param.copy_(shard.master)
-            self._parts.publish_update(shard.unit)
+            self._parts.publish_updates([shard.unit])
 
     # -- the state of spans -----------------------------------------------------------------------
 
