@@ -34,6 +34,7 @@ from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.running_calls import function_node_number, is_in_checkpoint, is_in_recomputation, is_raising
 from zeroengine.runtime.saved_views import replace_saved_views
 from zeroengine.runtime.scheduling import ModuleNumbers
+from zeroengine.runtime.tied_gradients import add_in_place
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.schedule.events import (
@@ -122,7 +123,7 @@ class Forward:
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
         self._read_view = _reader(weakref.ref(self))
-        self.hook_handles = [*self._register_hooks(modules), *self.backward.hook_handles]
+        self.hook_handles = [*self._register_hooks(modules), *add_in_place(model), *self.backward.hook_handles]
 
     def _register_hooks(self, modules: ModuleNumbers) -> list[Any]:
         """Register hooks on the model, and on the modules that need units or hold lists of units."""
