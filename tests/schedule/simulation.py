@@ -19,7 +19,7 @@ from zeroengine.schedule.residency import GatherState, UnitFacts
 from zeroengine.schedule.schedule import Schedule
 from zeroengine.schedule.visits import Visit, VisitLog
 
-Kind = Literal["call", "head", "use", "operation", "list", "checkpoint", "reentrant"]
+Kind = Literal["call", "lookup", "head", "use", "operation", "list", "checkpoint", "reentrant"]
 ALONE = PrefetchLimits(0, 0)
 
 
@@ -28,9 +28,10 @@ class Block:
     """A part of a model.
 
     Attributes:
-        kind: A module that is called; a "head", whose output a rank may leave out of its loss; a "use" of parameters
-            that no module announces; an "operation" without parameters; a module that holds a list of items, of which a
-            rank calls some; or an activation checkpoint around other blocks.
+        kind: A module that is called; a "lookup", whose backward reads no values, as of an embedding; a "head", whose
+            output a rank may leave out of its loss; a "use" of parameters that no module announces; an "operation"
+            without parameters; a module that holds a list of items, of which a rank calls some; or an activation
+            checkpoint around other blocks.
         units: The units that the module's forward needs.
         inner: The items of a list, or the blocks inside of a checkpoint.
     """
@@ -62,7 +63,8 @@ class Node:
 
     Attributes:
         number: Autograd's number.
-        units: The units whose parameters it reads.
+        units: The units whose parameters get gradients from it.
+        reads: Whether it reads these parameters.
         outputs_of: The calls whose outputs it made, the innermost first.
         inputs_of: The calls of modules that hold lists, whose inputs it made.
         is_in_loss: Whether the loss depends on it.
@@ -71,6 +73,7 @@ class Node:
 
     number: int
     units: tuple[int, ...] = ()
+    reads: bool = True
     outputs_of: list[tuple[VisitLog, Visit]] = field(default_factory=list)
     inputs_of: list[tuple[VisitLog, Visit]] = field(default_factory=list)
     is_in_loss: bool = True
@@ -116,8 +119,11 @@ class Rank:
         self._module_names: list[str] = []
         units_of: list[tuple[int, ...]] = []
         self._lists: dict[int, ItemList] = {}
+        self._lookups: set[int] = set()
         self._number_modules(blocks, units_of)
-        self.schedule = Schedule([*units], [1] * len(units), units_of, self._lists, limits, bucket_numel)
+        self.schedule = Schedule(
+            [*units], [1] * len(units), units_of, self._lists, limits, bucket_numel, lookups=self._lookups
+        )
         self._is_gathered = [not unit.is_releasable for unit in units]
         self._is_started = [False] * len(units)
         self.collectives: list[str] = []
@@ -148,6 +154,8 @@ class Rank:
                 name = self._names(block.units)
                 self._module_names.append(f"list of {name}" if block.kind == "list" else name)
                 units_of.append(block.units)
+                if block.kind == "lookup":
+                    self._lookups.add(number)
                 if block.kind == "list":
                     items = [[unit for unit in item.units if self._units[unit].is_releasable] for item in block.inner]
                     if any(items):
@@ -207,8 +215,8 @@ class Rank:
         next_node, checkpoint = self._next_nodes[self._thread], self._checkpoint_node
         return events.Moment(self._has_grad, next_node, self._thread, self._task, checkpoint, recomputes, node)
 
-    def _make_node(self, units: Sequence[int] = ()) -> Node:
-        node = Node(self._next_nodes[self._thread], tuple(units))
+    def _make_node(self, units: Sequence[int] = (), *, reads: bool = True) -> Node:
+        node = Node(self._next_nodes[self._thread], tuple(units), reads)
         self._next_nodes[self._thread] += 1
         self._tape.append(node)
         return node
@@ -305,7 +313,7 @@ class Rank:
         is_list = module in self._lists
         if is_list and opened is not None and opened.walk is not None and before is not None:
             before.inputs_of.append((opened.log, opened.visit))
-        last = self._make_node(block.units) if self._has_grad else None
+        last = self._make_node(block.units, reads=block.kind != "lookup") if self._has_grad else None
         if block.kind == "list":
             called = self._choice.called[self._num_lists]
             self._num_lists += 1
@@ -368,8 +376,9 @@ class Rank:
         # What the first backward has added comes first, from the gradient of the input on.
         for node in self._tape:
             self._node = self._next_nodes[0] + len(self._tape) - node.number
-            self._use_unannounced(node.units, self._node)
-            self._use(node.units, "a second derivative")
+            if node.reads:
+                self._use_unannounced(node.units, self._node)
+                self._use(node.units, "a second derivative")
         self._run_nodes(self._tape)
         self._end(task)
         self.tell(events.GradientsEnded())
@@ -437,9 +446,10 @@ class Rank:
             if node.recompute is not None:
                 node.recompute()
             # Numbers of two threads tell no order, so a unit may be released too early. Then its use gathers it again.
-            if not node.outputs_of or len(self._next_nodes) > 1:
+            if node.reads and (not node.outputs_of or len(self._next_nodes) > 1):
                 self._use_unannounced(node.units, node.number)
-            self._use(node.units, "a backward")
+            if node.reads:
+                self._use(node.units, "a backward")
             for unit in node.units:
                 if arrives and first_use[unit] is node and self._units[unit].is_trained:
                     self.num_gradients += 1

@@ -28,6 +28,22 @@ EXPERTS = (call(2), call(3), call(4))
 MODELS: dict[str, tuple[Block, ...]] = {
     "chain": tuple(call(unit) for unit in range(5)),
     "tied": (call(0), call(1), call(2), call(0)),
+    "tied embedding": (Block("lookup", (0,)), call(1), Block("lookup", (2,)), call(2), call(0)),
+    "embedding of a part of a unit": (call(0, 1), Block("lookup", (1,)), Block("head", (2,)), Block("head", (0,))),
+    "embeddings in checkpoints": (
+        Block("checkpoint", inner=(Block("lookup", (0,)), call(1))),
+        Block("checkpoint", inner=(Block("lookup", (2,)), call(0))),
+        call(2),
+    ),
+    "embeddings in reentrant checkpoints": (
+        Block("reentrant", inner=(Block("lookup", (0,)), call(0), Block("lookup", (0,)))),
+        Block("reentrant", inner=(Block("lookup", (1,)), call(2))),
+    ),
+    "embedding of an expert's unit": (
+        Block("lookup", (2,)),
+        Block("list", (1,), (Block("lookup", (2,)), call(3))),
+        call(0),
+    ),
     "one module for two units": (call(0, 1), call(2), call(1)),
     "heads": (call(0), call(1), Block("head", (2,)), Block("head", (3,)), Block("head", (4,))),
     "experts": (call(0), Block("list", (1,), EXPERTS)),

@@ -60,8 +60,9 @@ TRANSCRIPTS = {
         first=3,
     ),
     "tied": Transcript(
-        "An embedding whose weight is also the head's: it stays gathered in backward, and is reduced last.",
-        [call(0), call(1), call(0)],
+        "An embedding whose weight is also the head's: its backward reads no values, so the head's is followed by the "
+        "release, and it is reduced last.",
+        [Block("lookup", (0,)), call(1), call(0)],
         "embedding layer",
     ),
     "experts_called": Transcript(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.scheduling import is_lookup
 from zeroengine.schedule import events
 from zeroengine.schedule.actions import Gather, Prefetch, Release
 from zeroengine.schedule.prefetch_order import PrefetchLimits
@@ -70,6 +71,7 @@ class _Step:
         numbers: dict[nn.Module, int] = {}
         units_of: list[list[int]] = []
         places: list[tuple[int, int]] = []
+        lookups: set[int] = set()
         for number, unit in enumerate(units):
             for module, position in zip(unit.plan.modules, unit.plan.positions, strict=True):
                 if module not in numbers:
@@ -77,7 +79,9 @@ class _Step:
                     units_of.append([])
                     places.append((position, position + sum(1 for _ in module.modules())))
                 units_of[numbers[module]].append(number)
-        self._schedule = Schedule(facts, [1] * len(units), units_of, {}, limits)
+                if is_lookup(module, unit.plan.modules):
+                    lookups.add(numbers[module])
+        self._schedule = Schedule(facts, [1] * len(units), units_of, {}, limits, lookups=lookups)
         # A module ends before the next one begins, and an outer one begins before what is inside of it.
         self._order = sorted(
             [(start, 1, -stop, True, module) for module, (start, stop) in enumerate(places)]

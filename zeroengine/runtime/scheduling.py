@@ -30,15 +30,19 @@ class ModuleNumbers:
         number_of: By module: its number.
         units_of: By number: the units that the module's forward needs.
         lists: By number: the list of units that the module holds.
+        lookups: The numbers of the modules that ``is_lookup`` names.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.number_of: dict[nn.Module, int] = {}
         self.units_of: list[list[int]] = []
         self.lists: dict[int, ItemList] = {}
+        self.lookups: set[int] = set()
         for unit in units:
             for module in unit.modules:
                 self.units_of[self._number(module)].append(unit.number)
+                if is_lookup(module, unit.modules):
+                    self.lookups.add(self._number(module))
         self._find_lists(model, units)
 
     def _number(self, module: nn.Module) -> int:
@@ -58,6 +62,16 @@ class ModuleNumbers:
                 modules = set() if listed.is_inside_block else listed.followers()
                 followers = {self._number(module) for module in modules}
                 self.lists[self._number(listed.holder)] = ItemList(items, followers, listed.is_inside_block)
+
+
+def is_lookup(module: nn.Module, modules_of_unit: Sequence[nn.Module]) -> bool:
+    """Return whether ``module`` is an embedding that shares its unit with other modules.
+
+    The backward of an embedding reads its indices, and no weights. So the unit can be released before it, as soon as no
+    other module needs it.
+    """
+    # Subclasses may compute more.
+    return type(module) is nn.Embedding and len(modules_of_unit) > 1
 
 
 def prefetch_limits(zero: ZeroOptimization, *, overlaps: bool, reads_shards: bool) -> PrefetchLimits:
@@ -115,6 +129,7 @@ def make_schedule(
         limits,
         zero.reduce_bucket_size or 0,
         threading.get_ident(),
+        modules.lookups,
     )
 
 

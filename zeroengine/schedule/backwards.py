@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from zeroengine.schedule.cursor import Cursor
 from zeroengine.schedule.events import BackwardBegan, GradientsArrived, Moment, Reached, ReachedInputs
 from zeroengine.schedule.reduce_order import ReduceOrder
-from zeroengine.schedule.residency import Residency, UnitFacts
+from zeroengine.schedule.residency import GatherState, Residency, UnitFacts
 from zeroengine.schedule.visits import EARLIEST, Place, Visit, VisitLog, VisitLogs
 
 
@@ -151,9 +151,9 @@ class Backwards:
         self._leave(cursor.leave(place.node_number))
 
     def _gather(self, visit: Visit) -> None:
-        for unit in visit.units:
+        for unit in visit.units if visit.needs_values else ():
             # A module that holds a list keeps its other units, so it does not matter when those inside of it need them.
-            if not self._is_active(unit):
+            if not (self._is_active(unit) and self._residency.states[unit] is GatherState.GATHERED):
                 self._residency.gather_and_prefetch(unit, in_backward=True)
 
     def _leave(self, visits: Iterable[Visit]) -> None:
@@ -161,8 +161,11 @@ class Backwards:
         units = list(dict.fromkeys(unit for visit in visits for unit in visit.units))
         for unit in units:
             # A unit that further visits need stays gathered. Items of lists come too often for that.
-            is_needed = self._is_next(unit) if self._units[unit].is_item else self.is_pending(unit)
-            if not (is_needed or self._is_active(unit)):
+            if self._units[unit].is_item:
+                is_needed = self._is_next(unit) or self._is_active(unit)
+            else:
+                is_needed = any(cursor.needs_values(unit) for cursor in self.cursors)
+            if not is_needed:
                 self._residency.release(unit)
         if units:
             self._reduce_if_over(units)

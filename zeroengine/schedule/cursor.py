@@ -43,6 +43,8 @@ class Cursor:
         self._unknown = set(unknown)
         self._num_pending: dict[int, int] = defaultdict(int)
         self._num_active: dict[int, int] = defaultdict(int)
+        # The visits that are pending or active, and need values.
+        self._num_needing: dict[int, int] = defaultdict(int)
         # Units of which nothing shows when they are over.
         self._untracked: set[int] = set()
         for log in contained:
@@ -64,6 +66,7 @@ class Cursor:
         for visit in log.visits:
             for unit in visit.units:
                 self._num_pending[unit] += 1
+                self._num_needing[unit] += visit.needs_values
 
     def passed_over(self, place: Place) -> Iterator[Visit]:
         """Yield the pending visits at later places than ``place``, the latest first. The caller drops each of them."""
@@ -76,6 +79,7 @@ class Cursor:
         self._pending.pop()
         for unit in visit.units:
             self._num_pending[unit] -= 1
+            self._num_needing[unit] -= visit.needs_values
 
     def needs_next(self, unit: int) -> bool:
         """Return whether the next pending visit needs ``unit``."""
@@ -93,6 +97,7 @@ class Cursor:
         self._active.append(visit)
         for unit in visit.units:
             self._num_active[unit] += 1
+            self._num_needing[unit] += visit.needs_values
 
     def leave(self, node_number: int) -> list[Visit]:
         """Return the visits that are over when autograd comes to a node, and forget them."""
@@ -108,6 +113,7 @@ class Cursor:
             self._active.remove(visit)
             for unit in visit.units:
                 self._num_active[unit] -= 1
+                self._num_needing[unit] -= visit.needs_values
         return over
 
     def recomputed_visit(self, units: Sequence[int]) -> Visit | None:
@@ -127,6 +133,10 @@ class Cursor:
     def is_active(self, unit: int) -> bool:
         """Return whether a visit of ``unit`` is in progress."""
         return self._num_active[unit] > 0
+
+    def needs_values(self, unit: int) -> bool:
+        """Return whether a visit that is pending or in progress needs the values of ``unit``."""
+        return self._num_needing[unit] > 0
 
     def is_over(self, unit: int) -> bool:
         """Return whether this backward uses ``unit`` no more."""

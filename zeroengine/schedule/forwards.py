@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zeroengine.schedule.backwards import Backwards
@@ -40,6 +40,7 @@ class Forwards:
         units: All units, by number.
         units_of: By module: the units that its forward needs.
         lists: By module: the list of units that it holds.
+        lookups: The modules whose backward needs no values of their units.
         logs: The logs of forwards.
         residency: The units that are gathered.
         backwards: The backwards in progress.
@@ -53,11 +54,12 @@ class Forwards:
         units: Sequence[UnitFacts],
         units_of: Sequence[Sequence[int]],
         lists: Mapping[int, ItemList],
+        lookups: Collection[int],
         logs: VisitLogs,
         residency: Residency,
         backwards: Backwards,
     ) -> None:
-        self._units, self._units_of, self._lists = units, units_of, lists
+        self._units, self._units_of, self._lists, self._lookups = units, units_of, lists, lookups
         # By module: those of its units that are released between uses.
         self._releasable_of = [[unit for unit in needed if units[unit].is_releasable] for needed in units_of]
         self._logs, self._residency, self._backwards = logs, residency, backwards
@@ -129,7 +131,10 @@ class Forwards:
         elif not moment.has_grad and units:
             self._log_recomputed(visit_log, units, moment)
         self._residency.begin_use(units)
-        self.calls.append(Call(module, Visit(units, moment.next_node), is_tracked, walk, visit_log))
+        # A rank that skips an item does not know which modules of it the other ranks call.
+        is_lookup = module in self._lookups and not any(self._units[unit].is_item for unit in units)
+        visit = Visit(units, moment.next_node, needs_values=not is_lookup)
+        self.calls.append(Call(module, visit, is_tracked, walk, visit_log))
 
     def call_of(self, module: int) -> Call | None:
         """Return the innermost forward of a module. None: none is known, as a hook of the user raised before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from zeroengine.schedule import events
@@ -30,6 +30,7 @@ class Schedule:
         limits: How far to gather ahead of use.
         bucket_numel: Elements of the units whose reduces are launched together. 0: unit by unit.
         thread: The thread that makes it.
+        lookups: The modules whose backward needs no values of their units, such as embeddings.
 
     Attributes:
         forwards: The forwards in progress.
@@ -48,13 +49,14 @@ class Schedule:
         limits: PrefetchLimits,
         bucket_numel: int = 0,
         thread: int = 0,
+        lookups: Collection[int] = (),
     ) -> None:
         self._actions: list[Action] = []
         self.logs = logs = VisitLogs(thread)
         self.residency = Residency(units, limits, self._actions)
         self.reduce_order = ReduceOrder(units, num_params, bucket_numel, self._actions)
         self.backwards = Backwards(units, logs, self.residency, self.reduce_order)
-        self.forwards = Forwards(units, units_of, lists, logs, self.residency, self.backwards)
+        self.forwards = Forwards(units, units_of, lists, lookups, logs, self.residency, self.backwards)
         forwards, backwards, residency, reduce_order = self.forwards, self.backwards, self.residency, self.reduce_order
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.ForwardBegan: forwards.begin,

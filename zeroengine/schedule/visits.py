@@ -74,13 +74,14 @@ class Visit:
         units: Releasable units, in the order in which they are gathered.
         place: Where a backward comes to it.
         first_node: The number of the first node that it may have made.
+        needs_values: Whether its backward needs the values of the units.
         is_recomputed: Whether it ran without gradients in a reentrant checkpoint, which runs it again in backward.
     """
 
-    __slots__ = ("first_node", "is_recomputed", "place", "units")
+    __slots__ = ("first_node", "is_recomputed", "needs_values", "place", "units")
 
-    def __init__(self, units: Sequence[int], first_node: int) -> None:
-        self.units, self.first_node = list(units), first_node
+    def __init__(self, units: Sequence[int], first_node: int, *, needs_values: bool = True) -> None:
+        self.units, self.first_node, self.needs_values = list(units), first_node, needs_values
         self.place = Place(sys.maxsize, 0)
         self.is_recomputed = False
 
