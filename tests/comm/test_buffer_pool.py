@@ -105,3 +105,16 @@ def test_memory_that_is_not_kept_is_new_each_time() -> None:
     first = pool.take(8)
     pool.put_back(first)
     assert pool.take(8).data_ptr() != first.data_ptr() and pool.nbytes == 0
+
+
+def test_the_first_buffer_is_the_largest_and_serves_those_who_need_less() -> None:
+    pool: BufferPool[LastUse] = BufferPool(zeros, LastUse.is_over)
+    first, second = (pool.take(3, largest=8, enough=2) for _ in range(2))
+    assert (first.nbytes, second.nbytes, pool.nbytes) == (3, 3, 8 + 3)
+    pool.put_back(first, LastUse("when awaited"))
+    pool.put_back(second, LastUse("when awaited"))
+    # One buffer is enough for whoever needs the largest.
+    assert pool.take(8, largest=8, enough=1).data_ptr() == first.data_ptr()
+    # The other one is not enough for those who may use both.
+    assert pool.take(3, largest=8, enough=2).data_ptr() != second.data_ptr()
+    assert pool.nbytes == 8 + 3 + 3

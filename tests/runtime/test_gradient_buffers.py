@@ -1,4 +1,4 @@
-"""Copies into gradient buffers that are collected and launched together."""
+"""Which gradient buffers fit a unit, and copies into them that are collected and launched together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeroengine import ops
 from zeroengine.runtime import gradient_buffers
-from zeroengine.runtime.gradient_buffers import CastCopies
+from zeroengine.runtime.gradient_buffers import BufferSize, CastCopies, buffer_size
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = st.tuples(
@@ -57,3 +57,18 @@ def test_discarded_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     copies.discard()
     copies.flush()
     assert not done
+
+
+@pytest.mark.parametrize(
+    ("numels", "expected"),
+    [
+        # An embedding and blocks: the blocks share its buffer and one that fits them.
+        ([96, 28, 28, 28], {96: BufferSize(96, 96, 1), 28: BufferSize(28, 96, 2)}),
+        ([28, 28, 28], {28: BufferSize(28, 28, 2)}),
+        # A head of the size of the embedding, and blocks that are small beside it.
+        ([96, 24, 24, 96], {96: BufferSize(96, 96, 2), 24: BufferSize(24, 24, 2)}),
+        ([5], {5: BufferSize(5, 5, 1)}),
+    ],
+)
+def test_the_only_unit_of_the_largest_size_has_one_buffer(numels: list[int], expected: dict[int, BufferSize]) -> None:
+    assert {numel: buffer_size(numel, numels) for numel in numels} == expected

@@ -76,11 +76,31 @@ class BufferPool(Generic[Use]):
         """Bytes of all buffers that are kept, in use or not."""
         return sum(memory.nbytes for memory in self._buffers.values())
 
-    def take(self, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Return memory, 1-D, whose last use is over. Its values are undefined."""
+    def take(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.uint8,
+        *,
+        largest: int | None = None,
+        enough: int | None = None,
+    ) -> torch.Tensor:
+        """Return memory, 1-D, whose last use is over. Its values are undefined.
+
+        Args:
+            numel: The elements.
+            dtype: Their dtype.
+            largest: Buffers of up to so many elements fit as well, and one of that size is made before smaller ones.
+            enough: Instead of the pool's.
+        """
         nbytes = numel * dtype.itemsize
-        buffer = self._reusable(nbytes)
-        memory = self._allocate(nbytes) if buffer is None else buffer.memory
+        largest_nbytes = None if largest is None else largest * dtype.itemsize
+        buffer = self._reusable(nbytes, largest_nbytes, self._enough if enough is None else enough)
+        if buffer is not None:
+            memory = buffer.memory
+        elif largest_nbytes is None or any(memory.nbytes == largest_nbytes for memory in self._buffers.values()):
+            memory = self._allocate(nbytes)
+        else:
+            memory = self._allocate(largest_nbytes)
         if buffer is not None:
             self._idle.remove(buffer)
         elif self._keeps:
@@ -105,13 +125,13 @@ class BufferPool(Generic[Use]):
             del self._buffers[tensor.untyped_storage().data_ptr()]
         return memory
 
-    def _reusable(self, nbytes: int) -> _IdleBuffer[Use] | None:
+    def _reusable(self, nbytes: int, largest_nbytes: int | None, enough: int | None) -> _IdleBuffer[Use] | None:
         """Return the buffer to use next for ``nbytes`` bytes; None if a new one is to be made.
 
         The smallest one that is free is preferred. If there is none, but there are enough, the oldest is awaited.
         """
         # Any multiple of no bytes would be none.
-        largest = self._largest_multiple * max(nbytes, 1)
+        largest = self._largest_multiple * max(nbytes, 1) if largest_nbytes is None else largest_nbytes
         fitting = [buffer for buffer in self._idle if nbytes <= buffer.memory.nbytes <= largest]
         for buffer in sorted(fitting, key=lambda buffer: buffer.memory.nbytes):
             if buffer.last_use is None or self._is_free(buffer, 0.0):
@@ -119,7 +139,7 @@ class BufferPool(Generic[Use]):
         # A peer may read this memory only after its own backward, which may need this rank's next gather. Waiting
         # without a limit could therefore deadlock.
         count = len(self._buffers if self._counts_all else fitting)
-        waits = fitting and self._enough is not None and count >= self._enough
+        waits = fitting and enough is not None and count >= enough
         return fitting[0] if waits and self._is_free(fitting[0], REUSE_TIMEOUT_S) else None
 
     def _is_free(self, buffer: _IdleBuffer[Use], timeout_s: float) -> bool:

@@ -11,7 +11,7 @@ import torch
 from zeroengine.comm.buffer_pool import ENOUGH_BUFFERS
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.runtime.gradient_buffers import buffer_numel
+from zeroengine.runtime.gradient_buffers import BufferSize, buffer_size
 from zeroengine.runtime.offloaded_gradients import StagingBuffer, staging_buffer_to_reuse
 from zeroengine.runtime.unit_gradients import GradientFormat
 from zeroengine.schedule.bucket_queue import BucketQueue
@@ -71,7 +71,7 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
         at_once: Whether a reduce is done when it was launched, as without peers. Otherwise as many buffers are counted
             as the slowest peer causes.
     """
-    largest = max((flow.numel for flow in flows), default=0)
+    sizes = _buffer_sizes(flows)
     order = flows[::-1]
     queue = BucketQueue(range(len(order)), [flow.numel for flow in order], bucket_numel)
     # A unit begins before it completes, also where both happen in one module.
@@ -80,22 +80,26 @@ def count_gradient_buffers(flows: Sequence[GradientFlow], bucket_numel: int, *, 
         + [(-flow.last, 1, index) for index, flow in enumerate(order)]
     )
     counts: Counter[BufferKey] = Counter()
-    num_idle: Counter[BufferKey] = Counter()
+    # In the order in which they were put back.
+    idle: list[BufferKey] = []
     in_use: dict[GradientFlow, BufferKey] = {}
 
     def acquire(flow: GradientFlow) -> BufferKey:
-        key = _buffer_key(flow, largest)
+        size, dtype = sizes[flow], flow.format.reduce_dtype
+        fitting = [key for key in idle if _fits(key, size, dtype)]
         # A slow peer, or a slow disk, frees a buffer only for those who wait.
-        is_new = num_idle[key] < (1 if at_once and not flow.format.is_offloaded else ENOUGH_BUFFERS)
-        counts[key] += is_new
-        num_idle[key] -= not is_new
+        if len(fitting) >= (1 if at_once and not flow.format.is_offloaded else size.enough):
+            idle.remove(fitting[0])
+            return fitting[0]
+        key = (size.numel if counts[size.largest, dtype] else size.largest), dtype
+        counts[key] += 1
         return key
 
     def launch(bucket: Sequence[int]) -> None:
         for flow in map(order.__getitem__, bucket):
             if not flow.format.reduced_in_place:
                 # Gradients that are not sharded go to where they are kept, and reach a buffer only at the launch.
-                num_idle[in_use.pop(flow) if flow in in_use else acquire(flow)] += 1
+                idle.append(in_use.pop(flow) if flow in in_use else acquire(flow))
 
     # The second step finds the buffers of the first.
     for _ in range(2):
@@ -124,22 +128,29 @@ def received_bytes(
         buffers: The number of gradient buffers of each size. A reduce that is not in place has one until it is done.
         transport: The class of the transport.
     """
-    largest = max((flow.numel for flow in flows), default=0)
+    sizes = _buffer_sizes(flows)
     alike: dict[BufferKey, list[GradientFlow]] = {}
     for flow in flows:
         alike.setdefault((flow.slice_numel, flow.format.reduce_dtype), []).append(flow)
     nbytes = 0
     for (slice_numel, dtype), group in alike.items():
         in_place = sum(flow.format.reduced_in_place for flow in group)
-        sizes = {_buffer_key(flow, largest) for flow in group if not flow.format.reduced_in_place}
-        count = in_place + min(len(group) - in_place, sum(buffers.get(size, 0) for size in sizes))
+        wanted = [sizes[flow] for flow in group if not flow.format.reduced_in_place]
+        num_fitting = sum(num for key, num in buffers.items() if any(_fits(key, size, dtype) for size in wanted))
+        count = in_place + min(len(group) - in_place, num_fitting)
         nbytes += count * transport.staged_numel(world_size, slice_numel, by_host=False) * dtype.itemsize
     return nbytes
 
 
-def _buffer_key(flow: GradientFlow, largest: int) -> BufferKey:
-    """Return the size of the gradient buffer of a unit, where the largest unit has so many elements."""
-    return buffer_numel(flow.numel, largest), flow.format.reduce_dtype
+def _buffer_sizes(flows: Sequence[GradientFlow]) -> dict[GradientFlow, BufferSize]:
+    numels: dict[torch.dtype, list[int]] = {}
+    for flow in flows:
+        numels.setdefault(flow.format.reduce_dtype, []).append(flow.numel)
+    return {flow: buffer_size(flow.numel, numels[flow.format.reduce_dtype]) for flow in flows}
+
+
+def _fits(key: BufferKey, size: BufferSize, dtype: torch.dtype) -> bool:
+    return key[1] is dtype and size.numel <= key[0] <= size.largest
 
 
 def staging_buffer_bytes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,25 +65,33 @@ class GradientBufferPool:
 
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
-        self._largest = max((unit_grads.numel for unit_grads in gradients), default=0)
         self._layouts: dict[UnitGradients, PaddingLayout] = {}
         for unit_grads in gradients:
             slots = tuple((slot.offset, slot.shape) for slot in unit_grads.unit.layout.slots)
             self._layouts[unit_grads] = PaddingLayout(unit_grads.format.reduce_dtype, unit_grads.unit.numel, slots)
+        numels: dict[torch.dtype, list[int]] = {}
+        for unit_grads in gradients:
+            numels.setdefault(unit_grads.format.reduce_dtype, []).append(unit_grads.numel)
+        self._sizes = {grads: buffer_size(grads.numel, numels[grads.format.reduce_dtype]) for grads in gradients}
         allocate = partial(transport.empty, dtype=torch.uint8)
-        self._pool: BufferPool[GradientBuffer] = BufferPool(allocate, self._is_reduced, enough=ENOUGH_BUFFERS)
+        # By the dtype that gradients are reduced in.
+        self._pools: dict[torch.dtype, BufferPool[GradientBuffer]] = {
+            dtype: BufferPool(allocate, self._is_reduced) for dtype in numels
+        }
         # By the address of the memory: what is in use, or was put back last.
         self._buffers: dict[int, GradientBuffer] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self._pool.nbytes
+        return sum(pool.nbytes for pool in self._pools.values())
 
     def acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill with one unit's gradients, whose padding is zero."""
         unit, layout = unit_grads.unit, self._layouts[unit_grads]
-        memory = self._pool.take(buffer_numel(unit.numel, self._largest), layout.dtype)
+        size = self._sizes[unit_grads]
+        pool = self._pools[layout.dtype]
+        memory = pool.take(size.numel, layout.dtype, largest=size.largest, enough=size.enough)
         buffer = self._buffers.get(memory.data_ptr())
         if buffer is None or buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
@@ -93,12 +102,12 @@ class GradientBufferPool:
 
     def put_back(self, buffer: GradientBuffer) -> None:
         """Take back a buffer whose reduce was launched, or that is not needed. It is free when the reduce is done."""
-        self._pool.put_back(buffer.memory, buffer)
+        self._pools[buffer.layout.dtype].put_back(buffer.memory, buffer)
 
     def free_unused(self) -> None:
         """Free the buffers that hold no gradients, if their memory can be given back. All reduces have been awaited."""
         if not self._transport.keeps_memory:
-            for memory in self._pool.clear():
+            for memory in chain.from_iterable(pool.clear() for pool in self._pools.values()):
                 # The system may give new memory the same address.
                 del self._buffers[memory.data_ptr()]
                 # A transport may refer to the tensors of its last reduces.
@@ -117,12 +126,33 @@ class GradientBufferPool:
         return self._transport.reduce.reusable(buffer.collective, timeout_s)
 
 
-def buffer_numel(numel: int, largest: int) -> int:
-    """Return the elements of the gradient buffer for a unit of ``numel`` elements, where ``largest`` has the most.
+class BufferSize(NamedTuple):
+    """Which gradient buffers fit a unit.
 
-    Large units share buffers that fit any unit. A unit of at most a quarter of that size has buffers of its own size.
+    Attributes:
+        numel: The fewest elements.
+        largest: The most elements. The first buffer that is made has so many.
+        enough: The number of them, not being filled, from which on the oldest is awaited before there is another one.
     """
-    return largest if 4 * numel > largest else numel
+
+    numel: int
+    largest: int
+    enough: int
+
+
+def buffer_size(numel: int, numels: Sequence[int]) -> BufferSize:
+    """Return which gradient buffers fit a unit of ``numel`` elements, where those of one dtype have ``numels``.
+
+    Large units share their buffers. One of these fits the largest unit, and the others may be smaller if it is the only
+    one of its size, such as an embedding. A unit of at most a quarter of that size has buffers of its own size.
+    """
+    largest, *others = sorted(numels, reverse=True)
+    if 4 * numel <= largest:
+        return BufferSize(numel, numel, ENOUGH_BUFFERS)
+    second = others[0] if others else 0
+    if numel > second:
+        return BufferSize(numel, numel, 1)
+    return BufferSize(second, largest, ENOUGH_BUFFERS)
 
 
 class CastCopies:
