@@ -164,7 +164,7 @@ class Backwards:
             if self._units[unit].is_item:
                 is_needed = self._is_next(unit) or self._is_active(unit)
             else:
-                is_needed = any(cursor.needs_values(unit) for cursor in self.cursors)
+                is_needed = self._needs_values(unit)
             if not is_needed:
                 self._residency.release(unit)
         if units:
@@ -246,6 +246,12 @@ class Backwards:
 
     def _is_next(self, unit: int) -> bool:
         return any(cursor.needs_next(unit) for cursor in self.cursors)
+
+    def _needs_values(self, unit: int) -> bool:
+        for cursor in self.cursors:
+            if cursor.needs_values(unit):
+                return True
+        return False
 
     def _is_active(self, unit: int) -> bool:
         for cursor in self.cursors:
