@@ -13,7 +13,7 @@ it again, so that all ranks launch the same collectives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable
 
 import torch
 
