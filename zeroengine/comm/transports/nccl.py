@@ -146,14 +146,14 @@ class NCCLChannel:
             return Completed()
         group, places = self._peers_of(ranks)
         if places is None:
-            return self.issue(_all_gather, full, shard, group)
+            return self.issue(_all_gather, full, shard, group=group)
         arrived = ResizableBuffer(torch.empty_like(full))
 
         def put_in_order() -> None:
             torch.index_select(arrived.tensor.view(len(ranks), -1), 0, places, out=full.view(len(ranks), -1))
             arrived.free()
 
-        return Then(self.issue(_all_gather, arrived.tensor, shard, group), put_in_order)
+        return Then(self.issue(_all_gather, arrived.tensor, shard, group=group), put_in_order)
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False, levels: Levels = None
@@ -166,7 +166,7 @@ class NCCLChannel:
         temporary = None if direct else ResizableBuffer(full.new_empty(shard.numel()))
         target = shard if temporary is None else temporary.tensor
         self.record(f"reduce {label}")
-        work = self.issue(_reduce_scatter, target, full, self.group)
+        work = self.issue(_reduce_scatter, target, full, group=self.group)
         if temporary is None:
             self._writers.record(shard, work)
             return work
@@ -257,11 +257,11 @@ class NCCLChannel:
         # The checksum covers all operations so far, so ranks that have differed once stay different.
         self.order = (self.order * _ORDER_FACTOR + self._checksums[what]) & 0xFFFFFFFF
 
-    def issue(self, run: Callable[..., dist.Work | None], *arguments: Any) -> Work:
-        """Issue the operation that was recorded last: call ``run`` with ``arguments``."""
+    def issue(self, run: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Work:
+        """Issue the operation that was recorded last: call ``run`` with the arguments that follow it."""
         if self._watchdog is None:
-            return Collective(run(*arguments))
-        return self._watchdog.issue(self.last, lambda: Collective(run(*arguments)))
+            return Collective(run(*arguments, **options))
+        return self._watchdog.issue(self.last, lambda: Collective(run(*arguments, **options)))
 
 
 class NCCLTransport(TransportTraits):
