@@ -99,6 +99,11 @@ __global__ void add_norms(const double* norms, int64_t count, double* result) {
 __global__ void gradient_factor(const double* squared_norm, const double* loss_scale, double divisor, double limit,
                                 int skip, ze_cuda_factor* factor) {
   if (loss_scale) divisor = divisor * *loss_scale;
+  if (divisor == 0) {
+    // The losses of the step have no weight.
+    *factor = {0, 0, 1};
+    return;
+  }
   const double grad_norm = sqrt(*squared_norm) / divisor;
   const double clip = limit > 0 ? limit / (grad_norm + 1e-6) : 1;
   factor->factor = (clip > 1 ? 1 : clip) / divisor;

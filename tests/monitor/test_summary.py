@@ -57,12 +57,16 @@ def test_a_record_adds_up_over_ranks_and_kinds() -> None:
     layout = RankRow(["a", "b"])
     # "other", then for each kind the work for no unit, for a and for b.
     slots = [0.5, *(float(number) for number in range(1, 1 + 3 * len(KINDS)))]
-    given = {"has_loss": 1.0, "loss": 2.0, "samples": 3, "tokens": None, "flops": 10.0, "peak": 7, "device.master": 5}
+    given = {"has_loss": 1.0, "loss": 2.0, "loss_weight": 1.0, "samples": 3, "tokens": None}
+    given |= {"flops": 10.0, "peak": 7, "device.master": 5}
     rows = np.stack(
-        [layout.pack(given, slots), layout.pack(given | {"loss": 4.0, "device.master": 9}, [2 * s for s in slots])]
+        [
+            layout.pack(given, slots),
+            layout.pack(given | {"loss": 4.0, "loss_weight": 3.0, "device.master": 9}, [2 * s for s in slots]),
+        ]
     )
     record = summarize(rows, layout, FACTS, peak_flops=1.0)
-    assert (record.loss, record.samples, record.tokens, record.flops) == (3.0, 6, None, 20.0)
+    assert (record.loss, record.samples, record.tokens, record.flops) == (3.5, 6, None, 20.0)
     assert list(record.split) == list(SPLIT) and sum(record.split.values()) == pytest.approx(record.seconds)
     assert record.seconds == pytest.approx(1.5 * sum(slots))
     assert record.units["gather"] == [1.5 * 8, 1.5 * 9] and record.split["gather"] == 1.5 * (7 + 8 + 9)
@@ -76,6 +80,6 @@ def test_a_loss_that_is_not_a_number_is_told_from_a_loss_that_is_unknown(
     has_loss: float, loss: float, expected: float | None
 ) -> None:
     layout = RankRow(["a"])
-    row = layout.pack({"has_loss": has_loss, "loss": loss}, [0.1] * (1 + 2 * len(KINDS)))
+    row = layout.pack({"has_loss": has_loss, "loss": loss, "loss_weight": 1.0}, [0.1] * (1 + 2 * len(KINDS)))
     found = summarize(row[None], layout, FACTS, None).loss
     assert found is None if expected is None else found is not None and math.isnan(found)

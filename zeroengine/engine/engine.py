@@ -32,6 +32,7 @@ from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.state_digests import check_words
 from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.replicas import ReplicaLayout
+from zeroengine.runtime.loss_weights import weighted
 from zeroengine.runtime.unit import Unit
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.compiler_disable import disable_compile
@@ -142,39 +143,61 @@ class Engine:
         retain_graph: bool = False,
         create_graph: bool = False,
         inputs: Sequence[torch.Tensor] | None = None,
+        weight: float | torch.Tensor | None = None,
     ) -> None:
         """Compute gradients, and reduce them if this micro-step requires it.
 
         The loss is scaled by ``loss_scale`` first. The mean over ranks and over ``gradient_accumulation_steps``
         micro-steps is taken in the update. Several calls before one ``step`` add up.
 
+        Where ranks or micro-steps have different numbers of tokens or samples, that is a mean of means. With
+        ``weight=n`` it is the mean over all of them: the sum of ``n`` times gradient, over the sum of ``n``. A step
+        whose weights add up to 0 is skipped.
+
         Args:
             loss: A tensor of one element that depends on the parameters.
             retain_graph: As of ``Tensor.backward``.
             create_graph: As of ``Tensor.backward``.
             inputs: As of ``Tensor.backward``.
+            weight: What ``loss`` is the mean of: the number of its tokens or samples, at least 0, or a tensor of one
+                element, for which nothing waits. Give one to all losses of a step, on all ranks, or to none.
 
         Raises:
-            ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
+            ZeroEngineError: ``loss`` is not a scalar tensor, or is detached; or ``weight`` is no such number, or other
+                losses of the step have none.
         """
         call_checks.check_loss(loss, self._parts.passes.reducer)
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
+        factor = self._steps.factor_of(weight)
+        scaled = loss if factor is None else weighted(loss, factor)
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
-        scaled = loss if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(loss)
+        scaled = scaled if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(scaled)
+        if factor is not None:
+            self.reducer.loss_weights.add(factor)
         try:
             self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
         except RuntimeError as error:
             explain_layer_error(error, self._parts)
             raise
         # A backward that raises is no part of the step, so this comes after it.
-        self._steps.note_loss(loss)
+        self._steps.note_loss(loss, factor)
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        self._steps.note_loss(loss)
-        return self._parts.passes.backward.mark_scaled(self.loss_scaler.scaled(loss))
+    def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``.
+
+        Args:
+            loss: A tensor of one element.
+            weight: As of ``backward``. It counts when that backward begins.
+
+        Raises:
+            ZeroEngineError: As ``backward`` raises it for ``weight``.
+        """
+        factor = self._steps.factor_of(weight)
+        self._steps.note_loss(loss, factor)
+        scaled = self.loss_scaler.scaled(loss if factor is None else weighted(loss, factor))
+        return self._parts.passes.backward.mark_scaled(scaled, factor)
 
     @property
     def loss_scale(self) -> float:

@@ -62,7 +62,12 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     if local_gradient is not None:
         gradient += local_gradient
     located.data_group.all_reduce(gradient, "of a gradient")
-    return located.whole(gradient) / located.parts.passes.reducer.divisor()
+    gradient = located.whole(gradient) / reducer.divisor()
+    if reducer.loss_weights.is_weighted:
+        weights = reducer.loss_weights.total(gradient.device)
+        located.data_group.all_reduce(weights, "of the weights of losses")
+        gradient /= weights
+    return gradient
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -46,6 +46,7 @@ from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.forward import Forward, check_hooks_allowed
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.loss_weights import LossWeights
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
@@ -363,7 +364,10 @@ def connect_passes(
     ]
     modules = ModuleNumbers(setup.model, units)
     executor = Executor(make_schedule(units, gradients, modules, transport, config), units)
-    reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, timer)
+    # Gradients of fp16 must not grow with the weights, so the ranks agree on what these are divided by.
+    agree = partial(_largest_of_ranks, ranks.group) if config.scales_loss else None
+    weights = LossWeights(agree)
+    reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, weights, timer)
     num_forwards = ranks.group.divergence.num_forwards
     forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards, listener)
     for handle in forward.hook_handles:
@@ -379,6 +383,10 @@ def connect_passes(
     if config.activation_checkpointing.cpu_checkpointing and copies is not None:
         host_activations = HostActivations(setup.model, units, copies, setup.undo)
     return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes, host_activations)
+
+
+def _largest_of_ranks(group: Group, number: float) -> float:
+    return max(group.all_gather_object(number, "of weights of losses"))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,6 @@ class ProgressPrinter:
         rates: Sequence[float | torch.Tensor],
         grad_norm: float | None,
         loss: HostCopy | None,
-        micro_steps: int,
     ) -> None:
         """Print a line if it is time to. The result of the issued step is known now.
 
@@ -96,8 +95,7 @@ class ProgressPrinter:
             number: The number of updates so far.
             rates: The learning rate of each param group.
             grad_norm: The norm of the gradient.
-            loss: The sum of the losses of the step.
-            micro_steps: The number of them in the mean.
+            loss: See ``IssuedStep``.
         """
         now = time.monotonic()
         # A load changes the number. The first interval has no start of its first step.
@@ -107,7 +105,7 @@ class ProgressPrinter:
             return
         parts = []
         if loss is not None:
-            parts.append(f"{self._loss_name} {format_loss(loss.read()[0] / micro_steps)}")
+            parts.append(f"{self._loss_name} {format_loss(loss.read()[0])}")
         parts.append(f"lr {', '.join(f'{rate:.3g}' for rate in rates)}")
         parts.append(f"grad norm {grad_norm:.4g}")
         seconds, updates = now - self._since[0], number - self._since[1]

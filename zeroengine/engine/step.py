@@ -107,7 +107,8 @@ class StepRunner:
             # A step of assigned gradients alone had no backward that awaited the step before it.
             self.await_result()
             number = self.next_number
-            settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit), number)
+            is_weighted = reducer.loss_weights.is_weighted
+            settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit), number, is_weighted)
             # The schedule and the scaler change these values once the step has ended, a tensor in place.
             rates, loss_scale = [group["lr"] for group in optimizer.param_groups], scaler.scale
             rates = copy.deepcopy(rates) if self._reports.timer.enabled else rates
@@ -119,8 +120,8 @@ class StepRunner:
             reducer.end_step()
             raise
         self._passes.gatherer.end_update()
-        loss, micro_steps = self._reports.take_loss(), reducer.micro_steps_in_mean
-        self.issued_step = IssuedStep(number, rates, loss_scale, loss, micro_steps, result, self._skips)
+        loss = self._reports.take_loss(reducer.micro_steps_in_mean)
+        self.issued_step = IssuedStep(number, rates, loss_scale, loss, result, self._skips)
         schedule = self._states.lr_schedule
         # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
         is_async = optimizer.backend.is_async and not self._config.scales_loss and schedule.is_reversible
@@ -188,6 +189,7 @@ class StepRunner:
             limit: The largest norm, if this is the norm of a step.
         """
         label = f"norm at loss scale {self._passes.scaler.scale:g}" if self._config.scales_loss else "norm"
+        label += " of weighted losses" if self._passes.reducer.loss_weights.is_weighted else ""
         # Ranks compare the labels of their collectives, so different limits raise an error. initialize() has compared
         # the configured limit.
         changed = limit is not None and limit != self._config.gradient_clipping
@@ -201,8 +203,7 @@ class StepRunner:
                 self._states.lr_schedule.step()
             if self._reports.progress is not None and self.issued_step is not None:
                 rates = [group["lr"] for group in self._states.optimizer.param_groups]
-                loss, micro_steps = self.issued_step.loss, self.issued_step.micro_steps
-                self._reports.progress.count_update(self.num_updates, rates, self.grad_norm, loss, micro_steps)
+                self._reports.progress.count_update(self.num_updates, rates, self.grad_norm, self.issued_step.loss)
         else:
             self.num_skipped += 1
         report_step(self.num_updates + self.num_skipped)

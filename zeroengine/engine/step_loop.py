@@ -23,6 +23,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
+from zeroengine.runtime.loss_weights import Weight
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.schedule.events import GradientsBegan
 
@@ -113,16 +114,31 @@ class StepLoop(PassListener):
         self._loop.clipping.drop_gradients()
 
     def _forget_step(self) -> None:
-        """Let observers forget what the step in progress was given."""
+        """Forget what the step in progress was given."""
+        self.parts.passes.reducer.loss_weights.forget()
         for observer in self._at_drop:
             observer.gradients_dropped()
 
     # -- calls of the user ------------------------------------------------------------------------
 
-    def note_loss(self, loss: torch.Tensor) -> None:
+    def factor_of(self, weight: Any) -> Weight | None:
+        """Return the weight of a loss as a factor of it; None: it has none.
+
+        Raises:
+            ZeroEngineError: ``weight`` is no number of at least 0, or the step has losses with a weight and others
+                without.
+        """
+        weights = self.parts.passes.reducer.loss_weights
+        if weight is None and not weights.is_weighted:
+            return None
+        self.parts.passes.backward.end_if_over()
+        weights.check(weight, has_losses=self._loop.accumulation.has_gradients)
+        return weights.factor_of(weight)
+
+    def note_loss(self, loss: torch.Tensor, weight: Weight | None) -> None:
         """Note the loss of a backward, before it is scaled."""
         for observer in self._at_loss:
-            observer.loss_noted(loss)
+            observer.loss_noted(loss, weight)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the gradients of the step so far, or set them to zero. See ``Engine.zero_grad``."""
@@ -244,7 +260,10 @@ class StepLoop(PassListener):
             observer.micro_step_ended(self._rounds.ends_with_this_step)
         if call == ENGINE_STEP:
             self._warn_of_unused_hooks()
-        updated = loop.step_runner.run_step()
+        try:
+            updated = loop.step_runner.run_step()
+        finally:
+            parts.passes.reducer.loss_weights.forget()
         # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.passes.outside_writes.reset_baseline()
         self._rounds.end_step()

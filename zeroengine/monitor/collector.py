@@ -47,8 +47,7 @@ class RankStep:
         time: Its end, in Unix seconds.
         times: The seconds of each kind of work.
         numbers: Traffic, counts and memory, by the names of ``RankRow``.
-        loss: The sum of the losses of this rank, or None if ``backward`` was given none.
-        loss_divisor: Divides that sum.
+        loss: The mean loss of this rank, and its weight in the mean over ranks; None if ``backward`` was given none.
         lr: The learning rates.
         loss_scale: The factor of the loss.
         grad_norm: Returns the norm, and may wait for it.
@@ -61,7 +60,6 @@ class RankStep:
     times: StepTimes
     numbers: Mapping[str, float | None]
     loss: HostCopy | None
-    loss_divisor: int
     lr: Sequence[float | HostCopy]
     loss_scale: float
     grad_norm: Callable[[], float]
@@ -221,8 +219,9 @@ class Collector:
     def _take_step(self, step: RankStep) -> None:
         seconds, timeline = step.times.wait()
         self._timeline += timeline
-        loss = None if step.loss is None else step.loss.read()[0] / step.loss_divisor
-        row = self._layout.pack({**step.numbers, "has_loss": float(loss is not None), "loss": loss}, seconds)
+        loss, weight = (None, 0.0) if step.loss is None else step.loss.read()
+        losses = {"has_loss": float(loss is not None), "loss": loss, "loss_weight": weight}
+        row = self._layout.pack({**step.numbers, **losses}, seconds)
         rows = self._gather(torch.from_numpy(row))
         if rows is None:
             return

@@ -56,8 +56,13 @@ class Observer:
             completed: Whether it returned.
         """
 
-    def loss_noted(self, loss: torch.Tensor) -> None:
-        """``Engine.backward`` has run on this loss, or ``Engine.scale`` was given it. It is not scaled."""
+    def loss_noted(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+        """``Engine.backward`` has run on this loss, or ``Engine.scale`` was given it. It is not scaled.
+
+        Args:
+            loss: The loss.
+            weight: The weight that it was given, over a number that is the same for all; None: none.
+        """
 
     def gradients_dropped(self) -> None:
         """The step in progress has lost its gradients, by ``zero_grad``, a load or an error: it starts again."""

@@ -63,7 +63,7 @@ class RankRow:
         self.units = tuple(units)
         memory = (f"{medium}.{state}" for medium in MEDIA for state in STATES)
         waits = (f"{kind}.{number}" for kind in ("gather", "reduce") for number in range(len(self.units)))
-        scalars = ("has_loss", "loss", "samples", "tokens", "flops", "peak")
+        scalars = ("has_loss", "loss", "loss_weight", "samples", "tokens", "flops", "peak")
         self.names = (*SPLIT, *TRAFFIC, *scalars, *memory, *waits)
         self._index = {name: index for index, name in enumerate(self.names)}
 
@@ -123,12 +123,13 @@ def summarize(rows: Array, layout: RankRow, facts: CommonFacts, peak_flops: floa
         kind: layout.columns(rows, [f"{kind}.{number}" for number in range(len(layout.units))]).mean(axis=0).tolist()
         for kind in ("gather", "reduce")
     }
-    has_loss, losses = layout.columns(rows, ["has_loss", "loss"]).T
+    has_loss, losses, weights = layout.columns(rows, ["has_loss", "loss", "loss_weight"]).T
+    loss = float((losses * weights).sum() / weights.sum()) if has_loss.all() and weights.sum() else None
     return StepRecord(
         step=facts.step,
         time=facts.time,
         seconds=seconds,
-        loss=float(losses.mean()) if has_loss.all() else None,
+        loss=loss,
         lr=facts.lr,
         grad_norm=facts.grad_norm,
         loss_scale=facts.loss_scale,

@@ -44,11 +44,13 @@ class StepSums(NamedTuple):
         squared_norm: The squared norm of the summed gradients, before any division. 0-d.
         has_grad: For each parameter of all units, the number of ranks that computed a gradient. 1-D.
         digests: The digests of outside writes. 1-D. See ``OutsideWrites``.
+        weights: The weights of all losses. 0-d. See ``LossWeights``.
     """
 
     squared_norm: torch.Tensor
     has_grad: torch.Tensor
     digests: torch.Tensor
+    weights: torch.Tensor
 
 
 class StepReduction:
@@ -105,36 +107,37 @@ class StepReduction:
         """The device on which the norm of the gradients is computed."""
         return self._shards[0].unit.full_buffer.tensor.device if self._shards else torch.device("cpu")
 
-    def reduce_on_host(self, label: str) -> tuple[float, list[list[bool]]]:
-        """Reduce the late gradients of all ranks, and return the norm and the flags. Wait for them. A collective.
+    def reduce_on_host(self, label: str) -> tuple[float, list[list[bool]], float]:
+        """Reduce the late gradients of all ranks, and return the norm, flags and weights. Wait for them. A collective.
 
         Args:
             label: Names the collective; ranks that differ in it are refused.
 
         Returns:
-            The squared norm of the summed gradients, before any division; and for each unit and parameter whether any
-            rank computed a gradient.
+            The squared norm of the summed gradients, before any division; for each unit and parameter whether any rank
+            computed a gradient; and the sum of the weights of all losses.
 
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
         """
         # No rank knows whether another one has late gradients, and all ranks must reduce them together. So the first
         # sum carries that flag, too.
-        squared_norm, any_late, *flags = self._sum_on_host(label, late=self._reducer.has_late_gradients)
+        squared_norm, any_late, *flags, weights = self._sum_on_host(label, late=self._reducer.has_late_gradients)
         if any_late:
             self._reducer.reduce_late_gradients()
-            squared_norm, _, *flags = self._sum_on_host(label, late=False)
+            squared_norm, _, *flags, weights = self._sum_on_host(label, late=False)
         self.move_writes()
         of_params = [flag > 0 for flag in flags]
-        return squared_norm, [of_params[first:stop] for first, stop in pairwise(self._first_flags)]
+        return squared_norm, [of_params[first:stop] for first, stop in pairwise(self._first_flags)], weights
 
     def _sum_on_host(self, label: str, *, late: bool) -> list[float]:
-        """Return sums over the ranks: the squared norm, a flag for late gradients, and a flag for each parameter.
+        """Return sums over the ranks: squared norm, flag for late gradients, flags of parameters, weights of losses.
 
-        One collective of a float64 vector carries all of them, followed by the digests of outside writes, which are
+        One collective of a float64 vector carries all of them. The digests of outside writes are in it as well, and are
         compared here.
         """
         values = to_device([late, *self._local_facts()], self.device)
+        self._reducer.loss_weights.add_to(values)
         squared_norm_of_rank = self._squared_norm_of_rank().view(1)
         num_values, first_digest = len(values), 2 + self._num_params
         values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
@@ -143,9 +146,9 @@ class StepReduction:
             summed, copies = summed[: 1 + num_values], summed[1 + num_values :]
             sums: list[float] = summed.tolist()
             if self._between is None:
-                names_of_copies, suspects = [], self._writes.suspects(sums[first_digest:])
+                names_of_copies, suspects = [], self._writes.suspects(sums[first_digest:-1])
             else:
-                writes = to_device(self._writes.facts_of_data_group(sums[first_digest:]), self.device)
+                writes = to_device(self._writes.facts_of_data_group(sums[first_digest:-1]), self.device)
                 # Where one slice of a parameter has a gradient, the others have one of zeros, as the whole one would.
                 facts = torch.cat([summed[:first_digest], copies, copies * copies, writes])
                 of_model = self._between.all_reduce_scalars(facts, label)
@@ -160,7 +163,7 @@ class StepReduction:
         self._reducer.check_frozen()
         if names_of_copies:
             raise DivergenceError(_different_copies(names_of_copies))
-        return sums[:first_digest]
+        return [*sums[:first_digest], sums[-1]]
 
     def _squared_norm_of_rank(self) -> torch.Tensor:
         """Return the squared norm of this rank's part of the gradients, 0-d, float64, added in the order of units.
@@ -187,8 +190,8 @@ class StepReduction:
             update: Updates every shard. It takes the factor of the gradient, and for each unit and parameter whether
                 there is a gradient.
         """
-        squared_norm, has_grad = self.reduce_on_host(settings.label)
-        factor = settings.factor(torch.tensor(squared_norm, dtype=torch.float64, device="cpu"))
+        squared_norm, has_grad, weights = self.reduce_on_host(settings.label)
+        factor = settings.factor(*torch.tensor([squared_norm, weights], dtype=torch.float64, device="cpu"))
         result = GradientFactor(*factor.tolist())
         # All ranks have the same sum and so the same answer: either all of them update or none does.
         if not result.overflow:
@@ -199,17 +202,23 @@ class StepReduction:
         """Return the norm of the gradients over ``divisor``, before clipping. A collective.
 
         Args:
-            divisor: Divides the summed gradient.
+            divisor: Divides the summed gradient, as does the sum of the weights of losses, if they have some.
             label: Names the collective.
             waits: Whether the host waits for it, as in the backends that are not asynchronous.
 
         Returns:
             0-d float64 on the gradients' device.
         """
+        is_weighted = self._reducer.loss_weights.is_weighted
         if not waits:
-            return ops.gradient_factor(self.reduce_on_device(label).squared_norm, divisor=divisor)[1]
+            sums = self.reduce_on_device(label)
+            return ops.gradient_factor(
+                sums.squared_norm, divisor=divisor, weight=sums.weights if is_weighted else None
+            )[1]
+        squared_norm, _, weights = self.reduce_on_host(label)
         # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
-        norm = math.sqrt(self.reduce_on_host(label)[0]) / divisor
+        divisor *= weights if is_weighted else 1
+        norm = math.sqrt(squared_norm) / divisor if divisor else 0.0
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
     def reduce_on_device(self, label: str) -> StepSums:
@@ -228,13 +237,14 @@ class StepReduction:
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
+            self._reducer.loss_weights.add_to(values)
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
                 if self._between is not None:
                     norm_and_flags = self._between.all_reduce_scalars(sums[: 1 + self._num_params], label)
                     sums = torch.cat([norm_and_flags, sums[1 + self._num_params :]])
             self.move_writes()
-            return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
+            return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params : -1], sums[-1])
 
     def move_writes(self) -> None:
         """Move into shards and masters what was written into gathered parameters. See ``OutsideWrites``."""
@@ -309,9 +319,9 @@ class StepReduction:
         return [name for name, is_wrong in zip(names, differ.tolist(), strict=True) if is_wrong]
 
     def _local_facts(self) -> list[float]:
-        """Return this rank's flag for each parameter, then its digests of outside writes."""
+        """Return this rank's flag for each parameter, its digests of outside writes, and weights on the host."""
         flags = [flag for shard in self._shards for flag in shard.unit_grads.has_grad]
-        return [*flags, *self._writes.digests_to_sum()]
+        return [*flags, *self._writes.digests_to_sum(), self._reducer.loss_weights.number]
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.

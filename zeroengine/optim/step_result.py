@@ -19,7 +19,7 @@ class GradientFactor(NamedTuple):
     Attributes:
         factor: Multiplies the summed gradient: the clip factor over the divisor.
         grad_norm: The norm of the mean gradient, before clipping.
-        overflow: 1 if the step is skipped, else 0.
+        overflow: 1 if the step is skipped, because of an overflow or for lack of weight, else 0.
     """
 
     factor: float
@@ -32,11 +32,13 @@ class StepSettings:
     """The engine's settings of one step.
 
     Attributes:
-        divisor: Divides the summed gradient: ranks, micro-steps and loss scale.
+        divisor: Divides the summed gradient: ranks, micro-steps and loss scale. If losses have weights, the sum of
+            these divides it as well, in place of ranks and micro-steps.
         limit: The largest norm of the gradient; 0 for no clipping.
         skip: Whether a gradient that is not finite updates nothing.
         label: Names the norm's collective. Ranks with different labels get an error.
         number: The number of the step, counted from 1, skipped ones included.
+        is_weighted: Whether losses have weights. A step whose weights add up to 0 updates nothing.
     """
 
     divisor: float
@@ -44,10 +46,17 @@ class StepSettings:
     skip: bool
     label: str
     number: int = 1
+    is_weighted: bool = False
 
-    def factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
-        """Return the three values of ``GradientFactor``, in float64 on the device of ``squared_norm``."""
-        return ops.gradient_factor(squared_norm, divisor=self.divisor, limit=self.limit, skip=self.skip)
+    def factor(self, squared_norm: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the three values of ``GradientFactor``, in float64 on the device of ``squared_norm``.
+
+        Args:
+            squared_norm: That of the summed gradient, before any division. 0-d float64.
+            weights: The sum of the weights of all losses. 0-d float64, on the same device.
+        """
+        weight = weights if self.is_weighted else None
+        return ops.gradient_factor(squared_norm, divisor=self.divisor, weight=weight, limit=self.limit, skip=self.skip)
 
 
 class StepResult:
@@ -100,8 +109,8 @@ class IssuedStep:
         number: The number of steps so far, updates and skipped ones.
         rates: The learning rate of each param group, a number or a tensor.
         loss_scale: The factor of the loss.
-        loss: The sum of what the backwards of the step were given, of one element; None if nothing reports it.
-        micro_steps: The number of micro-steps that the gradient is the mean of.
+        loss: The mean of what the backwards of the step were given on this rank, and its weight in the mean over ranks;
+            None if nothing reports it. See ``Reports.take_loss``.
         result: Knows the norm, perhaps after a wait.
         skips: Whether a step whose norm is not finite is skipped.
     """
@@ -110,6 +119,5 @@ class IssuedStep:
     rates: Sequence[Any]
     loss_scale: float
     loss: HostCopy | None
-    micro_steps: int
     result: StepResult
     skips: bool

@@ -37,6 +37,7 @@ from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_hooks import NONE, GradientHook
 from zeroengine.runtime.graph_outputs import GraphOutputs
+from zeroengine.runtime.loss_weights import MIXED_LOSSES, Weight
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.running_calls import is_autograd_grad, is_outermost_backward
@@ -153,14 +154,16 @@ class Backward:
             self._timer.end(span)
             self._timer.note_training()
 
-    def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled."""
+    def mark_scaled(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor:
+        """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled, and counts its weight."""
         if loss.requires_grad:
-            loss.register_hook(WeakMethod(self, Backward._begin_scaled))
+            loss.register_hook(WeakMethod(self, Backward._begin_scaled, weight))
         return loss
 
-    def _begin_scaled(self) -> None:
+    def _begin_scaled(self, weight: Weight | None) -> None:
         self._scaled_task = current_graph_task_id()
+        if weight is not None:
+            self._reducer.loss_weights.add(weight)
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_task", None))
@@ -306,7 +309,7 @@ class Backward:
 
         Raises:
             LossScaleError: The gradient is of a loss that is not scaled.
-            ZeroEngineError: The listener refuses the backward.
+            ZeroEngineError: The listener refuses the backward, or other losses of the step have weights.
         """
         if not self.run_by_engine:
             number = self._backwards.current(current_graph_task_id()).number
@@ -322,11 +325,13 @@ class Backward:
                 self._begin_call()
         if not self.in_progress:
             self._begin()
-        if self._requires_scaled_loss and self._scaled_task is None:
+        if self._scaled_task is None and self._requires_scaled_loss:
             raise LossScaleError(
                 "Loss scaling is required in fp16, and loss.backward() has no scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+        if self._scaled_task is None and self._reducer.loss_weights.is_weighted:
+            raise ZeroEngineError(MIXED_LOSSES)
 
     def _will_produce_gradients(self) -> bool:
         """Return whether the backward in progress, unlike ``torch.autograd.grad``, accumulates gradients."""

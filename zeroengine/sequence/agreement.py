@@ -102,7 +102,7 @@ class RankComparison(Observer):
             with hidden_from_activation_checkpoint():
                 self._digest = digest_inputs((args, kwargs), self.device)
 
-    def loss_noted(self, loss: torch.Tensor) -> None:
+    def loss_noted(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
         """Note the loss, if several ranks compute it together; those of a model group, with the first inputs."""
         is_compared = self._model_groups and self._is_recording and not hasattr(loss, "placements")
         if self.group_size > 1 or is_compared:

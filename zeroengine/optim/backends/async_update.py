@@ -71,7 +71,7 @@ class AsyncUpdate:
         groups = settings_of(self._parts.base_optimizer, self.state.names)
         self._table.set_groups([group | average for group in groups])
         sums = self._parts.reduction.reduce_on_device(settings.label)
-        factor = settings.factor(sums.squared_norm)
+        factor = settings.factor(sums.squared_norm, sums.weights)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.
         values = HostCopy(torch.cat([factor, sums.has_grad, sums.digests]))
         # `prepare` counts the step and folds the factor into every segment, unless the gradient overflowed.

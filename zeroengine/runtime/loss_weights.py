@@ -1,0 +1,111 @@
+"""The weights of losses: a loss may be a mean over many tokens on one rank, and over few on another."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+
+MIXED_LOSSES = (
+    "losses with and without a weight in one step, whose mean is then not defined: give each loss of a step its "
+    "weight, the number of tokens or samples that it is the mean of, by engine.backward(loss, weight=n) or "
+    "engine.scale(loss, weight=n).backward()"
+)
+# On the host, or 0-d float64 on another device.
+Weight = float | torch.Tensor
+
+
+class LossWeights:
+    """The weights of the losses of the step in progress, on this rank.
+
+    The gradient of a step is the sum of weights times gradients, over all backwards of all ranks, divided by the sum of
+    the weights. The step sums the weights with the norm.
+
+    Args:
+        agree_on: Returns the largest of the numbers that the ranks give it. A collective. None: gradients have a wide
+            range, so that they may be as large as the weights make them.
+
+    Attributes:
+        is_weighted: Whether the losses of the step have weights.
+        number: The sum of the weights that are on the host.
+        on_device: The sum of those that are on another device: 0-d float64. None: there are none.
+    """
+
+    def __init__(self, agree_on: Callable[[float], float] | None) -> None:
+        self._agree_on = agree_on
+        # Weights are divided by it, a power of two, so that gradients of fp16 do not overflow. 0: not known yet.
+        self._unit = 0.0 if agree_on is not None else 1.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the next step."""
+        self.is_weighted, self.number = False, 0.0
+        self.on_device: torch.Tensor | None = None
+
+    def check(self, weight: Any, *, has_losses: bool) -> None:
+        """Check the weight of a loss.
+
+        Args:
+            weight: A number of at least 0, or a tensor of one such number. None: the loss has no weight.
+            has_losses: Whether the step has gradients of other losses.
+
+        Raises:
+            ZeroEngineError: It is something else, or the step has losses with a weight and others without.
+        """
+        if weight is None:
+            if self.is_weighted:
+                raise ZeroEngineError(MIXED_LOSSES)
+            return
+        is_number = isinstance(weight, numbers.Real) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
+        # What is on another device is not read, for which the host would wait.
+        is_known = is_number and not (isinstance(weight, torch.Tensor) and weight.device.type != "cpu")
+        if not is_number or (is_known and not 0 <= float(weight) < math.inf):
+            found = (
+                f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) and not is_number else repr(weight)
+            )
+            raise ZeroEngineError(
+                f"weight={found}: write the number of tokens or samples that the loss is the mean of, such as "
+                "weight=(labels != -100).sum(); 0 for a batch that does not count"
+            )
+        if has_losses and not self.is_weighted:
+            raise ZeroEngineError(MIXED_LOSSES)
+
+    def factor_of(self, weight: Any) -> Weight:
+        """Return a weight that passes ``check`` as the factor of its loss. In fp16 the first call is a collective."""
+        if not self._unit:
+            assert self._agree_on is not None
+            self._unit = 2.0 ** math.ceil(math.log2(max(1.0, self._agree_on(float(weight)))))
+        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            # The user may change the tensor later.
+            return weight.detach().to(torch.float64, copy=True).view(()) / self._unit
+        return float(weight) / self._unit
+
+    def add(self, factor: Weight) -> None:
+        """Count the weight of a loss whose backward begins."""
+        self.is_weighted = True
+        if not isinstance(factor, torch.Tensor):
+            self.number += factor
+        else:
+            self.on_device = factor if self.on_device is None else self.on_device + factor
+
+    def add_to(self, values: torch.Tensor) -> None:
+        """Add what is on the device to the last of ``values``, which holds ``number``."""
+        if self.on_device is not None:
+            values[-1] += self.on_device
+
+    def total(self, device: torch.device) -> torch.Tensor:
+        """Return the sum of the weights of this rank: 1-D float64, of one element, on ``device``."""
+        values = torch.tensor([self.number], dtype=torch.float64, device=device)
+        self.add_to(values)
+        return values
+
+
+def weighted(loss: torch.Tensor, factor: Weight) -> torch.Tensor:
+    """Return ``loss`` times ``factor``, at least in fp32, because the product may overflow fp16."""
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
