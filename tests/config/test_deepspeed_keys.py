@@ -195,8 +195,6 @@ def awake(path: str, value: Any) -> dict[str, Any]:
 
 
 ON = {
-    "gradient_allreduce_op": "sum",
-    "managed_gradient_accumulation": False,
     "optimizer.params.bias_correction": False,
     "optimizer.params.fp32_optimizer_states": False,
     "zero_optimization.compute_grad_norm": False,

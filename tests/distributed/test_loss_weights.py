@@ -215,3 +215,29 @@ def test_a_gradient_that_is_read_has_the_same_mean() -> None:
     for found in run_ranks(2, read_gradient):
         for gradient in found:
             assert torch.allclose(gradient, model.blocks[1].up.weight.grad, atol=1e-6)
+
+
+def norms_and_updates(more: dict[str, Any]) -> tuple[float, list[bool]]:
+    """Return the norm of a step of two backwards, and what the calls of ``step`` returned."""
+    start()
+    engine = make_engine(Task(micro_steps=2), 2, **more)
+    counts = engine.config.managed_gradient_accumulation
+    updated = []
+    for micro_step in range(2):
+        engine.backward(engine(*batch(micro_step, engine.rank)))
+        if micro_step or counts:
+            updated.append(bool(engine.step()))
+    norm = engine.grad_norm or 0.0
+    engine.backward(engine(*batch(2, engine.rank)))
+    updated.append(bool(engine.step()))
+    engine.close()
+    return norm, updated
+
+
+def test_steps_end_and_gradients_add_up_as_the_keys_of_deepspeed_say() -> None:
+    counted, summed, unmanaged = (
+        run_ranks(2, norms_and_updates, more)[0]
+        for more in ({}, {"gradient_allreduce_op": "SUM"}, {"managed_gradient_accumulation": False})
+    )
+    assert counted[1] == [False, True, False] and unmanaged[1] == [True, True]
+    assert summed[0] == pytest.approx(2 * counted[0], rel=1e-6) and unmanaged[0] == counted[0]

@@ -82,6 +82,10 @@ def _finite_or_never(value: Any) -> Any:
     return None if value == float("inf") else value
 
 
+def _lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 class Config(Section):
     """A configuration. `resolve` fills in the values that depend on the world size and the model."""
 
@@ -144,6 +148,12 @@ class Config(Section):
     """Divide gradients by the number of ranks before the sum instead of after it, so that fp16 sums overflow less."""
     gradient_predivide_factor: Annotated[AboveZero, AUTO] = 1.0
     """Without prescale_gradients: divide by this factor before the sum, and by the ranks over this factor after it."""
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower_case), NULL] = "mean"
+    """What the gradients of the ranks become: their mean, or their sum, where the loss of each rank is divided by a
+    number of all ranks already. Micro-steps are averaged in both. Losses with a weight have a mean of their own."""
+    managed_gradient_accumulation: Annotated[bool, NULL] = True
+    """Whether `step()` counts micro-steps, and updates in the last one. false: every `step()` updates, after any number
+    of backwards, and the mean is over `gradient_accumulation_steps` even so."""
     steps_per_print: Annotated[Positive | None, BeforeValidator(_finite_or_never), AUTO] = None
     """Number of steps between two lines of progress on rank 0: the loss, the learning rates, the norm of the gradient
     and the steps per second. null: none are printed."""
@@ -242,12 +252,13 @@ class Config(Section):
     @property
     def manual_accumulation(self) -> bool:
         """Whether the caller ends each step, after any number of backwards."""
-        return self.gradient_accumulation_steps == batch.MANUAL
+        return self.gradient_accumulation_steps == batch.MANUAL or not self.managed_gradient_accumulation
 
     @property
     def micro_steps_in_mean(self) -> int:
         """The number of micro-steps that the gradient is the mean of: 1 in manual accumulation. Needs `resolve`."""
-        return 1 if self.manual_accumulation else int(self.gradient_accumulation_steps)
+        steps = self.gradient_accumulation_steps
+        return 1 if steps == batch.MANUAL else int(steps)
 
     def predivide(self, world_size: int) -> float:
         """Return the number that gradients are divided by before they are summed over `world_size` ranks."""

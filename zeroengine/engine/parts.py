@@ -368,6 +368,8 @@ def connect_passes(
     agree = partial(_largest_of_ranks, ranks.group) if config.scales_loss else None
     weights = LossWeights(agree)
     reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, weights, timer)
+    if config.gradient_allreduce_op == "sum":
+        reducer.gradient_factor = float(reducer.num_summed)
     num_forwards = ranks.group.divergence.num_forwards
     forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards, listener)
     for handle in forward.hook_handles:

@@ -153,8 +153,6 @@ def _serve(
     """Return the engine under DeepSpeed's names."""
     # DeepSpeed casts the model first, so the run of a script begins with the same numbers here.
     engine.round_masters()
-    if facts.gradient_allreduce_op == "sum":
-        engine.reducer.gradient_factor = float(engine.reducer.num_summed)
     view = make_optimizer_view(engine) if trains else None
     return DeepSpeedEngine(engine, view, facts, training_data, collate_fn)
 

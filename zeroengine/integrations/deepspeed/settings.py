@@ -106,8 +106,6 @@ def load_settings(config: Any, *, warns: bool = False) -> Config:
     for name in ("managed_gradient_accumulation", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         tree.pop(name, None)
     tree.pop("dataloader_drop_last", None)
-    if str(tree.get("gradient_allreduce_op")).lower() == "sum":
-        del tree["gradient_allreduce_op"]
     if has_bf16_states(tree):
         for name in BF16_SECTIONS:
             if isinstance(tree.get(name), dict):
