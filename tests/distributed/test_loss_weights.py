@@ -241,3 +241,21 @@ def test_steps_end_and_gradients_add_up_as_the_keys_of_deepspeed_say() -> None:
     )
     assert counted[1] == [False, True, False] and unmanaged[1] == [True, True]
     assert summed[0] == pytest.approx(2 * counted[0], rel=1e-6) and unmanaged[0] == counted[0]
+
+
+def reduce_metrics() -> tuple[float, float, str]:
+    start()
+    engine = make_engine(Task(), 1)
+    hits = (3.0, math.nan)[engine.rank]
+    means = engine.reduce({"accuracy": hits, "loss": torch.tensor(2.0)}, weight=5 * (1 - engine.rank))
+    other = engine.reduce({"accuracy": float(engine.rank)}, weight=torch.tensor(1 + 2 * engine.rank))
+    with pytest.raises(ZeroEngineError) as raised:
+        engine.reduce({"accuracy": "high"})
+    engine.close()
+    return float(means["accuracy"]), float(other["accuracy"]), str(raised.value)
+
+
+def test_metrics_have_weighted_means() -> None:
+    for first, second, text in run_ranks(2, reduce_metrics):
+        assert (first, second) == (3.0, 0.75)
+        assert "accuracy is str" in text

@@ -45,14 +45,14 @@ def check_loss(loss: Any, reducer: Reducer) -> None:
         )
 
 
-def check_logged_values(values: Mapping[str, Any]) -> None:
+def check_logged_values(values: Mapping[str, Any], call: str = "log()") -> None:
     """Check that ``values`` are such as ``Engine.log`` takes."""
     for name, value in values.items():
         is_one_element = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
         # NumPy's scalars are real numbers, too.
         if not (isinstance(value, numbers.Real) or is_one_element):
             raise ZeroEngineError(
-                f"log(): {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
+                f"{call}: {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
                 f"{name}=values.mean()"
             )
 

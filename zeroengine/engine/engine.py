@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -21,6 +21,7 @@ from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.gathered import ParameterOwner
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
+from zeroengine.engine.metric_means import mean_over_ranks
 from zeroengine.engine.optimizer_methods import call_over_shards
 from zeroengine.engine.parts import EngineCalls
 from zeroengine.engine.split_models import explain_layer_error
@@ -174,10 +175,8 @@ class Engine:
         scaled = loss if factor is None else weighted(loss, factor)
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = scaled if self.loss_scaler.scale == 1 else self.loss_scaler.scaled(scaled)
-        if factor is not None:
-            self.reducer.loss_weights.add(factor)
         try:
-            self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs)
+            self._parts.passes.backward.run(scaled, retain_graph, create_graph, inputs, factor)
         except RuntimeError as error:
             explain_layer_error(error, self._parts)
             raise
@@ -569,6 +568,23 @@ class Engine:
         call_checks.check_logged_values(values)
         if self._parts.reports.monitor is not None:
             self._parts.reports.monitor.log(values)
+
+    @messages.ends_in_callers_code
+    def reduce(self, values: Mapping[str, float | torch.Tensor], weight: float | torch.Tensor = 1.0) -> dict[str, Any]:
+        """Return the mean of numbers over the ranks: ``engine.reduce({"accuracy": hits / n}, weight=n)``. A collective.
+
+        Args:
+            values: Numbers, or tensors of one element, by the same names on every rank.
+            weight: What this rank's values are means of: the number of tokens or samples. 0: they do not count.
+
+        Returns:
+            The sum of weight times value over the sum of the weights, by name: 0-d float64 tensors on ``device``, which
+            may still be computing; NaN where no rank has weight.
+
+        Raises:
+            ZeroEngineError: A value or the weight is something else, or the names differ between ranks.
+        """
+        return mean_over_ranks(values, weight, self.group)
 
     def memory(self) -> Memory:
         """Return the bytes that each state holds on this rank now."""

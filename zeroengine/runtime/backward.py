@@ -125,14 +125,19 @@ class Backward:
     # -- calls of the engine ----------------------------------------------------------------------
 
     def run(
-        self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor] | None,
+        weight: Weight | None = None,
     ) -> None:
-        """Run ``loss.backward``. If a scaled loss is required, ``loss`` is scaled already."""
+        """Run ``loss.backward``. ``loss`` was multiplied by its scale, if one is required, and by ``weight``."""
         # An earlier plain backward may not have been ended yet.
         self.finish()
         span = self._timer.begin("backward")
         # Autograd comes to the loss first.
-        handle = loss.register_hook(WeakMethod(self, Backward.follow))
+        handle = loss.register_hook(WeakMethod(self, Backward._reach_loss, weight))
         try:
             # The listener, too, asks who runs the backward that begins.
             self.run_by_engine = True
@@ -153,6 +158,11 @@ class Backward:
             handle.remove()
             self._timer.end(span)
             self._timer.note_training()
+
+    def _reach_loss(self, weight: Weight | None) -> None:
+        if weight is not None and self.in_progress:
+            self._reducer.loss_weights.add(weight)
+        self.follow()
 
     def mark_scaled(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor:
         """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled, and counts its weight."""

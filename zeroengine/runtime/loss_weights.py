@@ -57,22 +57,9 @@ class LossWeights:
         Raises:
             ZeroEngineError: It is something else, or the step has losses with a weight and others without.
         """
-        if weight is None:
-            if self.is_weighted:
-                raise ZeroEngineError(MIXED_LOSSES)
-            return
-        is_number = isinstance(weight, numbers.Real) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
-        # What is on another device is not read, for which the host would wait.
-        is_known = is_number and not (isinstance(weight, torch.Tensor) and weight.device.type != "cpu")
-        if not is_number or (is_known and not 0 <= float(weight) < math.inf):
-            found = (
-                f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) and not is_number else repr(weight)
-            )
-            raise ZeroEngineError(
-                f"weight={found}: write the number of tokens or samples that the loss is the mean of, such as "
-                "weight=(labels != -100).sum(); 0 for a batch that does not count"
-            )
-        if has_losses and not self.is_weighted:
+        if weight is not None:
+            check_weight(weight)
+        if (weight is None and self.is_weighted) or (weight is not None and has_losses and not self.is_weighted):
             raise ZeroEngineError(MIXED_LOSSES)
 
     def factor_of(self, weight: Any) -> Weight:
@@ -109,3 +96,19 @@ def weighted(loss: torch.Tensor, factor: Weight) -> torch.Tensor:
     """Return ``loss`` times ``factor``, at least in fp32, because the product may overflow fp16."""
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     return loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
+
+
+def check_weight(weight: Any) -> None:
+    """Check that ``weight`` is a number of at least 0, or a tensor of one such number.
+
+    Raises:
+        ZeroEngineError: It is something else. What is on another device than the CPU is not read, and so not checked.
+    """
+    is_number = isinstance(weight, numbers.Real) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
+    is_known = is_number and not (isinstance(weight, torch.Tensor) and weight.device.type != "cpu")
+    if not is_number or (is_known and not 0 <= float(weight) < math.inf):
+        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) and not is_number else repr(weight)
+        raise ZeroEngineError(
+            f"weight={found}: write the number of tokens or samples that the value is the mean of, such as "
+            "weight=(labels != -100).sum(); 0 for a batch that does not count"
+        )
