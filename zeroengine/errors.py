@@ -40,6 +40,10 @@ class LaunchError(ZeroEngineError):
     """zero-launch cannot start what its arguments ask for."""
 
 
+class SkippedStepsError(ZeroEngineError):
+    """Too many steps in a row were skipped (``skip_steps``)."""
+
+
 class LossScaleError(ZeroEngineError, RuntimeError):
     """A backward has not the loss scale that fp16 needs.
 

@@ -21,6 +21,7 @@ from zeroengine.config.offload import ActivationCheckpointing, Aio
 from zeroengine.config.optimizers import EIGHT_BIT_TYPES, OptimizerConfig
 from zeroengine.config.precision import BF16, FLOATS, FP16, STATE_DTYPES, DataTypes, FloatName, TorchAutocast
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
+from zeroengine.config.skip_steps import SkipSteps
 from zeroengine.config.snapshots import Snapshots
 from zeroengine.config.source import ConfigSource, walk
 from zeroengine.config.tensor_parallel import ExpertParallel, TensorParallel
@@ -54,7 +55,7 @@ class Checkpoint(Section):
     """When a rank receives this signal, all ranks save in `directory` after the same step, about a second or two steps
     later, and end with exit code 75. null: the signal is left to the script."""
     directory: Annotated[Folder | None, AUTO] = None
-    """Folder that `on_signal` saves in, as for `save_checkpoint(directory)`."""
+    """Folder that `on_signal` and the end of a run by `skip_steps` save in, as for `save_checkpoint(directory)`."""
 
     @model_validator(mode="after")
     def _check_directory(self) -> Checkpoint:
@@ -118,6 +119,8 @@ class Config(Section):
     ranks."""
     ema: Annotated[Ema | None, NULL] = None
     """A moving average of the weights, for evaluation and export. null: none is kept."""
+    skip_steps: Annotated[SkipSteps | None, NULL] = None
+    """Steps that change nothing because their loss or gradient norm is far from the usual. null: none is skipped so."""
     bf16: BF16 = BF16()
     """bfloat16 mixed precision."""
     fp16: FP16 = FP16()
@@ -462,6 +465,11 @@ class Config(Section):
             raise ValueError(
                 "local_steps and ema do not go together, because replicas would have different averages between "
                 'rounds; write "ema": null, or "local_steps": null'
+            )
+        if self.local_steps is not None and self.skip_steps is not None:
+            raise ValueError(
+                "local_steps and skip_steps do not go together, because replicas would skip different steps; write "
+                '"skip_steps": null, or "local_steps": null'
             )
         named = {name: dtype for name, dtype in self._state_dtypes().items() if dtype is not None}
         if len(set(named.values())) > 1:

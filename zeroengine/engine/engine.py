@@ -33,7 +33,7 @@ from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.state_digests import check_words
 from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.replicas import ReplicaLayout
-from zeroengine.runtime.loss_weights import weighted
+from zeroengine.runtime.step_losses import weighted
 from zeroengine.runtime.unit import Unit
 from zeroengine.sequence.batches import shard_sequence
 from zeroengine.utils.compiler_disable import disable_compile

@@ -9,7 +9,7 @@ import torch
 
 from zeroengine.comm.group import Group
 from zeroengine.engine.call_checks import check_logged_values
-from zeroengine.runtime.loss_weights import check_weight
+from zeroengine.runtime.step_losses import check_weight
 from zeroengine.utils.tensors import to_device
 
 

@@ -63,8 +63,8 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         gradient += local_gradient
     located.data_group.all_reduce(gradient, "of a gradient")
     gradient = located.whole(gradient) / reducer.divisor()
-    if reducer.loss_weights.is_weighted:
-        weights = reducer.loss_weights.total(gradient.device)
+    if reducer.losses.is_weighted:
+        weights = reducer.losses.weights(gradient.device)
         located.data_group.all_reduce(weights, "of the weights of losses")
         gradient /= weights
     return gradient

@@ -34,6 +34,7 @@ from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.optim.mixed_optimizer import MixedOptimizer, members_of
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.outer_step import Nesterov, OuterStep
+from zeroengine.optim.outlier_steps import OutlierSteps
 from zeroengine.optim.own_methods import CallOverShards, forward_own_methods
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.step_reduction import StepReduction
@@ -46,11 +47,11 @@ from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.forward import Forward, check_hooks_allowed
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.loss_weights import LossWeights
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.scheduling import ModuleNumbers, make_schedule
+from zeroengine.runtime.step_losses import StepLosses
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.sequence.host_activations import HostActivations
@@ -366,7 +367,7 @@ def connect_passes(
     executor = Executor(make_schedule(units, gradients, modules, transport, config), units)
     # Gradients of fp16 must not grow with the weights, so the ranks agree on what these are divided by.
     agree = partial(_largest_of_ranks, ranks.group) if config.scales_loss else None
-    weights = LossWeights(agree)
+    weights = StepLosses(agree)
     reducer = Reducer(executor, gradients, transport, config, collects_copies, lambda: scaler.scale, weights, timer)
     if config.gradient_allreduce_op == "sum":
         reducer.gradient_factor = float(reducer.num_summed)
@@ -399,6 +400,7 @@ class States:
         base_optimizer: The optimizer that was passed to ``initialize``, or was built there. It updates nothing.
         optimizer: Updates this rank's shards.
         lr_schedule: The LR schedule.
+        outliers: Which steps are skipped as outliers; None without ``skip_steps``.
         outer_step: Turns what the replicas have become into common parameters; None without ``local_steps``.
         master_weights: Reads and replaces the masters between steps.
         elementwise_members: Methods of the class of ``base_optimizer`` that were found to work on shards.
@@ -407,6 +409,7 @@ class States:
     base_optimizer: torch.optim.Optimizer
     optimizer: ShardedOptimizer
     lr_schedule: LRSchedule
+    outliers: OutlierSteps | None
     outer_step: OuterStep | None
     master_weights: MasterWeights
     elementwise_members: set[str] = field(default_factory=set)
@@ -443,7 +446,10 @@ def build_states(
             for index, (unit_grads, store) in enumerate(zip(gradients, placement.optimizer_stores, strict=True))
         )
         split_over = ranks.replicas if setup.model_groups else None
-        reduction = StepReduction(shards, passes.reducer, ranks.transport, passes.outside_writes, timer, split_over)
+        outliers = None if config.skip_steps is None else OutlierSteps(config.skip_steps)
+        reduction = StepReduction(
+            shards, passes.reducer, ranks.transport, passes.outside_writes, timer, split_over, outliers
+        )
         backend = partition.backend(
             BackendParts(
                 base_optimizer,
@@ -476,4 +482,4 @@ def build_states(
         for member in members_of(base_optimizer):
             redirect_calls(member, base_optimizer.refuse_member_step, None, setup.undo)
     forward_own_methods(base_optimizer, calls.run_method, setup.undo)
-    return States(base_optimizer, optimizer, lr_schedule, outer_step, master_weights)
+    return States(base_optimizer, optimizer, lr_schedule, outliers, outer_step, master_weights)

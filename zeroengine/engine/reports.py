@@ -34,7 +34,7 @@ from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.step_result import IssuedStep
-from zeroengine.runtime.loss_weights import Weight
+from zeroengine.runtime.step_losses import Weight
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.formats import counted
@@ -64,9 +64,6 @@ class Reports(Observer):
     ) -> None:
         self.monitor, self.forward_profiler, self.progress = monitor, forward_profiler, progress
         self.timer = Timer() if monitor is None else monitor.timer
-        self._loss: torch.Tensor | None = None
-        # The weights of the losses in it; None: they have none.
-        self._loss_weight: Weight | None = None
 
     def forward_began(self, args: Any, kwargs: Any) -> None:
         """Record the step that has ended, and count the forward."""
@@ -80,37 +77,12 @@ class Reports(Observer):
             self.monitor.forwards.end(completed)
 
     def loss_noted(self, loss: torch.Tensor, weight: Weight | None) -> None:
-        """Record the step that has ended, and add what a backward was given to the loss of this one."""
+        """Record the step that has ended."""
         if self.monitor is not None:
             self.monitor.begin_step()
-        # The copy is made now, because the user may change the tensor afterwards.
-        value = loss.detach().to(torch.float64, copy=True).view(())
-        if weight is not None:
-            # The mean over nothing, which does not count, is no number.
-            value = torch.where(torch.as_tensor(weight, device=value.device) == 0, 0.0, value * weight)
-            self._loss_weight = weight if self._loss_weight is None else self._loss_weight + weight
-        self._loss = value if self._loss is None else self._loss + value
-
-    def take_loss(self, micro_steps: int) -> HostCopy | None:
-        """Return the loss of the step that was issued, and begin with that of the next step.
-
-        Args:
-            micro_steps: The number of micro-steps that the gradient is the mean of.
-
-        Returns:
-            The mean over the micro-steps of this rank, and its weight in the mean over the ranks: two elements.
-        """
-        loss, weight = self._loss, self._loss_weight
-        self._loss = self._loss_weight = None
-        if loss is None:
-            return None
-        weights = torch.ones_like(loss) if weight is None else torch.as_tensor(weight).to(loss)
-        mean = loss / micro_steps if weight is None else torch.where(weights == 0, 0.0, loss / weights)
-        return HostCopy(torch.stack([mean, weights]))
 
     def gradients_dropped(self) -> None:
-        """Forget the losses and the samples of the step in progress."""
-        self._loss = self._loss_weight = None
+        """Forget the samples of the step in progress."""
         if self.monitor is not None:
             self.monitor.forwards.drop()
 
@@ -277,7 +249,7 @@ class EngineMonitor:
                 [_later(rate) for rate in issued.rates],
                 issued.loss_scale,
                 lambda: issued.result.grad_norm,
-                issued.skips,
+                lambda: not issued.result.updated,
                 self._collector.user,
             )
         )

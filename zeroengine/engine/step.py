@@ -35,6 +35,7 @@ from zeroengine.optim.reversible_schedule import step_reversibly
 from zeroengine.optim.step_result import IssuedStep, StepResult, StepSettings
 from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.utils.launcher import REPORTED_STEPS, report_step
+from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
 
@@ -55,6 +56,8 @@ class StepRunner:
         num_updates: Number of updates. Like the next two, it is up to date after ``await_result``.
         num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping; None before the first step and after a load.
+        num_skipped_in_a_row: Number of the latest steps that were skipped, all of them as outliers or, except in fp16,
+            because the gradient was not finite.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class StepRunner:
         # Whether a step with a gradient that is not finite is skipped.
         self._skips = config.scales_loss or config.check_grad_overflow
         self.issued_step: IssuedStep | None = None
-        self.num_updates = self.num_skipped = 0
+        self.num_updates = self.num_skipped = self.num_skipped_in_a_row = 0
         self.grad_norm: float | None = None
         # The result of the step that is not counted yet, and the function that reverts the schedule, if it was stepped.
         self._uncounted: tuple[StepResult, Callable[[], None] | None] | None = None
@@ -107,7 +110,12 @@ class StepRunner:
             # A step of assigned gradients alone had no backward that awaited the step before it.
             self.await_result()
             number = self.next_number
-            is_weighted = reducer.loss_weights.is_weighted
+            is_weighted, outliers = reducer.losses.is_weighted, self._states.outliers
+            if outliers is not None and outliers.judges_loss and reducer.losses.total is None:
+                raise ZeroEngineError(
+                    "skip_steps judges steps by their loss, which is not known where the loop calls loss.backward(): "
+                    'call engine.backward(loss), or write "skip_steps": {"of": ["norm"]}'
+                )
             settings = StepSettings(reducer.divisor(), limit, self._skips, self._label(limit), number, is_weighted)
             # The schedule and the scaler change these values once the step has ended, a tensor in place.
             rates, loss_scale = [group["lr"] for group in optimizer.param_groups], scaler.scale
@@ -120,8 +128,9 @@ class StepRunner:
             reducer.end_step()
             raise
         self._passes.gatherer.end_update()
-        loss = self._reports.take_loss(reducer.micro_steps_in_mean)
-        self.issued_step = IssuedStep(number, rates, loss_scale, loss, result, self._skips)
+        mean = reducer.losses.mean(reducer.micro_steps_in_mean)
+        loss = None if mean is None else HostCopy(mean)
+        self.issued_step = IssuedStep(number, rates, loss_scale, loss, result)
         schedule = self._states.lr_schedule
         # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
         is_async = optimizer.backend.is_async and not self._config.scales_loss and schedule.is_reversible
@@ -155,6 +164,20 @@ class StepRunner:
         updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not updates and revert_schedule is not None:
             revert_schedule()
+        if result.is_outlier:
+            section = self._config.skip_steps
+            assert section is not None
+            number, what = self.next_number, " or ".join(section.of)
+            self._warn(
+                number,
+                f"step {number} skipped: its {what} is more than {section.sigma:g} standard deviations from the mean "
+                f"of the latest {section.window} steps (norm {result.grad_norm:.4g}; skip_steps)",
+                True,
+            )
+        if updates:
+            self.num_skipped_in_a_row = 0
+        elif result.is_outlier or not (finite or self._config.scales_loss):
+            self.num_skipped_in_a_row += 1
         if not finite and is_collective:
             self._report(self.next_number, skipped=not updates)
         elif not finite:
@@ -189,7 +212,7 @@ class StepRunner:
             limit: The largest norm, if this is the norm of a step.
         """
         label = f"norm at loss scale {self._passes.scaler.scale:g}" if self._config.scales_loss else "norm"
-        label += " of weighted losses" if self._passes.reducer.loss_weights.is_weighted else ""
+        label += " of weighted losses" if self._passes.reducer.losses.is_weighted else ""
         # Ranks compare the labels of their collectives, so different limits raise an error. initialize() has compared
         # the configured limit.
         changed = limit is not None and limit != self._config.gradient_clipping

@@ -19,12 +19,12 @@ from zeroengine.engine.observers import build_observers
 from zeroengine.engine.public_call import ALL_BUT_FORWARD, Inside, PublicCall
 from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import SkippedStepsError, ZeroEngineError
 from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.step_result import StepResult
-from zeroengine.runtime.loss_weights import Weight
 from zeroengine.runtime.pass_listener import PassListener
+from zeroengine.runtime.step_losses import Weight
 from zeroengine.schedule.events import GradientsBegan
 
 log = logging.getLogger("zeroengine")
@@ -60,6 +60,10 @@ class StepLoop(PassListener):
         self._at_step_end = overriding(observers, Observer.step_ended)
         for observer in overriding(observers, Observer.state_dict):
             checkpoints.register_stateful(f"observer.{type(observer).__name__}", observer)
+        if parts.states.outliers is not None:
+            checkpoints.register_stateful("skip_steps", parts.states.outliers)
+        reports = parts.reports
+        self._notes_losses = any((reports.monitor, reports.progress, parts.states.outliers))
         # The warnings that were given, which come once each.
         self._warnings: set[str] = set()
 
@@ -83,6 +87,7 @@ class StepLoop(PassListener):
         self._loop.state_offloader.check_resident("a backward", required)
         # Every rank comes here, and the gradients of the previous step are still unchanged.
         self._loop.step_runner.await_and_report()
+        self._end_after_skipped_steps()
         # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.
         if wants_gradients:
             self._loop.clipping.check_backward()
@@ -115,7 +120,7 @@ class StepLoop(PassListener):
 
     def _forget_step(self) -> None:
         """Forget what the step in progress was given."""
-        self.parts.passes.reducer.loss_weights.forget()
+        self.parts.passes.reducer.losses.forget()
         for observer in self._at_drop:
             observer.gradients_dropped()
 
@@ -128,7 +133,7 @@ class StepLoop(PassListener):
             ZeroEngineError: ``weight`` is no number of at least 0, or the step has losses with a weight and others
                 without.
         """
-        weights = self.parts.passes.reducer.loss_weights
+        weights = self.parts.passes.reducer.losses
         if weight is None and not weights.is_weighted:
             return None
         self.parts.passes.backward.end_if_over()
@@ -137,6 +142,8 @@ class StepLoop(PassListener):
 
     def note_loss(self, loss: torch.Tensor, weight: Weight | None) -> None:
         """Note the loss of a backward, before it is scaled."""
+        if self._notes_losses:
+            self.parts.passes.reducer.losses.note(loss, weight)
         for observer in self._at_loss:
             observer.loss_noted(loss, weight)
 
@@ -263,7 +270,7 @@ class StepLoop(PassListener):
         try:
             updated = loop.step_runner.run_step()
         finally:
-            parts.passes.reducer.loss_weights.forget()
+            parts.passes.reducer.losses.forget()
         # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.passes.outside_writes.reset_baseline()
         self._rounds.end_step()
@@ -273,7 +280,33 @@ class StepLoop(PassListener):
         number = loop.step_runner.next_number - 1
         for observer in self._at_step_end:
             observer.step_ended(number)
+        if not parts.states.optimizer.backend.is_async:
+            self._end_after_skipped_steps()
         return updated
+
+    def _end_after_skipped_steps(self) -> None:
+        """Save, and end the run, if too many steps in a row were skipped. Every rank comes here.
+
+        Raises:
+            SkippedStepsError: They were.
+        """
+        section, runner = self.parts.setup.config.skip_steps, self._loop.step_runner
+        if section is None or runner.num_skipped_in_a_row < section.at_most:
+            return
+        directory = self.parts.setup.config.checkpoint.directory
+        # The next attempt of a loop that goes on even so is to end, too, but not to save again.
+        if directory is not None and runner.num_skipped_in_a_row == section.at_most:
+            self.checkpoints.save(directory, None, None, True, False)
+        saved = (
+            f"The last good step was saved in {directory}."
+            if directory is not None
+            else 'No checkpoint was saved: that takes "checkpoint": {"directory": ...}.'
+        )
+        raise SkippedStepsError(
+            f"{runner.num_skipped_in_a_row} steps in a row were skipped (skip_steps.at_most), the last one step "
+            f"{runner.next_number - 1}: the loss or the norm has left the usual range, or is not finite. {saved} Look "
+            "at the data of these steps, lower the learning rate, or raise skip_steps.sigma."
+        )
 
     def _warn_of_dropped_gradients(self) -> None:
         """Warn once of a step all of whose gradients the user has dropped, perhaps in each step."""

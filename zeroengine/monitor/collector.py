@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,7 +50,7 @@ class RankStep:
         lr: The learning rates.
         loss_scale: The factor of the loss.
         grad_norm: Returns the norm, and may wait for it.
-        skips: Whether a step whose norm is not finite is skipped.
+        skipped: Returns whether the step updated nothing, and may wait for that.
         user: The user's numbers by name.
     """
 
@@ -63,7 +62,7 @@ class RankStep:
     lr: Sequence[float | HostCopy]
     loss_scale: float
     grad_norm: Callable[[], float]
-    skips: bool
+    skipped: Callable[[], bool]
     user: Mapping[str, float | HostCopy]
 
 
@@ -227,9 +226,8 @@ class Collector:
             return
         norm = step.grad_norm()
         user = {name: _number(value) for name, value in step.user.items()}
-        skipped = step.skips and not np.isfinite(norm)
         lr = [_number(rate) for rate in step.lr]
-        facts = CommonFacts(step.step, step.time, lr, norm, step.loss_scale, bool(skipped), user)
+        facts = CommonFacts(step.step, step.time, lr, norm, step.loss_scale, step.skipped(), user)
         self._sinks.step(summarize(rows, self._layout, facts, self._peak_flops))
 
     def _gather(self, row: torch.Tensor) -> Any:

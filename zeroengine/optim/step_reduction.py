@@ -23,6 +23,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import DivergenceError
 from zeroengine.monitor.timer import Timer
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.outlier_steps import OutlierSteps
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
@@ -44,13 +45,24 @@ class StepSums(NamedTuple):
         squared_norm: The squared norm of the summed gradients, before any division. 0-d.
         has_grad: For each parameter of all units, the number of ranks that computed a gradient. 1-D.
         digests: The digests of outside writes. 1-D. See ``OutsideWrites``.
-        weights: The weights of all losses. 0-d. See ``LossWeights``.
+        weights: The weights of all losses. 0-d. See ``StepLosses``.
+        loss: The mean loss, if steps are judged by it (``OutlierSteps``). 0-d.
     """
 
     squared_norm: torch.Tensor
     has_grad: torch.Tensor
     digests: torch.Tensor
     weights: torch.Tensor
+    loss: torch.Tensor
+
+
+class HostSums(NamedTuple):
+    """``StepSums`` on the host, where the digests were compared. ``has_grad``: for each unit and parameter."""
+
+    squared_norm: float
+    has_grad: list[list[bool]]
+    weights: float
+    loss: float
 
 
 class StepReduction:
@@ -63,6 +75,7 @@ class StepReduction:
         writes: Knows which parameters were written from outside.
         timer: Times the norm, and the wait for the other ranks.
         split_over: The ranks that the model is split over are the counterparts; None: it is not split.
+        outliers: Which steps are outliers; None: none is.
     """
 
     def __init__(
@@ -73,7 +86,11 @@ class StepReduction:
         writes: OutsideWrites,
         timer: Timer,
         split_over: Replicas | None = None,
+        outliers: OutlierSteps | None = None,
     ) -> None:
+        self._outliers = outliers
+        # What follows the digests in the sum: the weights of losses, and the losses and their weights in the mean.
+        self._num_last = 1 if outliers is None else 3
         # Sums over the model group.
         self._between = None if split_over is None else split_over.between
         # The ranks that have the gradient of what is not split.
@@ -107,37 +124,36 @@ class StepReduction:
         """The device on which the norm of the gradients is computed."""
         return self._shards[0].unit.full_buffer.tensor.device if self._shards else torch.device("cpu")
 
-    def reduce_on_host(self, label: str) -> tuple[float, list[list[bool]], float]:
-        """Reduce the late gradients of all ranks, and return the norm, flags and weights. Wait for them. A collective.
+    def reduce_on_host(self, label: str) -> HostSums:
+        """Reduce the late gradients of all ranks, and wait for the norm, the flags and the losses. A collective.
 
         Args:
             label: Names the collective; ranks that differ in it are refused.
-
-        Returns:
-            The squared norm of the summed gradients, before any division; for each unit and parameter whether any rank
-            computed a gradient; and the sum of the weights of all losses.
 
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
         """
         # No rank knows whether another one has late gradients, and all ranks must reduce them together. So the first
         # sum carries that flag, too.
-        squared_norm, any_late, *flags, weights = self._sum_on_host(label, late=self._reducer.has_late_gradients)
+        (squared_norm, any_late, *flags), last = self._sum_on_host(label, late=self._reducer.has_late_gradients)
         if any_late:
             self._reducer.reduce_late_gradients()
-            squared_norm, _, *flags, weights = self._sum_on_host(label, late=False)
+            (squared_norm, _, *flags), last = self._sum_on_host(label, late=False)
         self.move_writes()
         of_params = [flag > 0 for flag in flags]
-        return squared_norm, [of_params[first:stop] for first, stop in pairwise(self._first_flags)], weights
+        has_grad = [of_params[first:stop] for first, stop in pairwise(self._first_flags)]
+        weights, total, weight = last if self._outliers is not None else (last[0], 0.0, 0.0)
+        return HostSums(squared_norm, has_grad, weights, total / weight if weight else math.nan)
 
-    def _sum_on_host(self, label: str, *, late: bool) -> list[float]:
-        """Return sums over the ranks: squared norm, flag for late gradients, flags of parameters, weights of losses.
+    def _sum_on_host(self, label: str, *, late: bool) -> tuple[list[float], list[float]]:
+        """Return sums over the ranks: squared norm, flag for late gradients, flags of parameters; and those of losses.
 
         One collective of a float64 vector carries all of them. The digests of outside writes are in it as well, and are
         compared here.
         """
         values = to_device([late, *self._local_facts()], self.device)
-        self._reducer.loss_weights.add_to(values)
+        self._reducer.losses.add_to(values)
+        values = torch.cat([values, *self._losses()])
         squared_norm_of_rank = self._squared_norm_of_rank().view(1)
         num_values, first_digest = len(values), 2 + self._num_params
         values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
@@ -146,9 +162,10 @@ class StepReduction:
             summed, copies = summed[: 1 + num_values], summed[1 + num_values :]
             sums: list[float] = summed.tolist()
             if self._between is None:
-                names_of_copies, suspects = [], self._writes.suspects(sums[first_digest:-1])
+                names_of_copies, suspects = [], self._writes.suspects(sums[first_digest : -self._num_last])
             else:
-                writes = to_device(self._writes.facts_of_data_group(sums[first_digest:-1]), self.device)
+                digests = sums[first_digest : -self._num_last]
+                writes = to_device(self._writes.facts_of_data_group(digests), self.device)
                 # Where one slice of a parameter has a gradient, the others have one of zeros, as the whole one would.
                 facts = torch.cat([summed[:first_digest], copies, copies * copies, writes])
                 of_model = self._between.all_reduce_scalars(facts, label)
@@ -163,7 +180,7 @@ class StepReduction:
         self._reducer.check_frozen()
         if names_of_copies:
             raise DivergenceError(_different_copies(names_of_copies))
-        return [*sums[:first_digest], sums[-1]]
+        return sums[:first_digest], sums[-self._num_last :]
 
     def _squared_norm_of_rank(self) -> torch.Tensor:
         """Return the squared norm of this rank's part of the gradients, 0-d, float64, added in the order of units.
@@ -190,13 +207,32 @@ class StepReduction:
             update: Updates every shard. It takes the factor of the gradient, and for each unit and parameter whether
                 there is a gradient.
         """
-        squared_norm, has_grad, weights = self.reduce_on_host(settings.label)
-        factor = settings.factor(*torch.tensor([squared_norm, weights], dtype=torch.float64, device="cpu"))
-        result = GradientFactor(*factor.tolist())
+        sums = self.reduce_on_host(settings.label)
+        values = torch.tensor([sums.squared_norm, sums.weights, sums.loss], dtype=torch.float64, device="cpu")
+        result = GradientFactor(*self._factor(settings, *values).tolist())
         # All ranks have the same sum and so the same answer: either all of them update or none does.
-        if not result.overflow:
-            update(result.factor, has_grad)
-        return StepResult(lambda: (result.grad_norm, not result.overflow))
+        if not result.skip:
+            update(result.factor, sums.has_grad)
+        return StepResult(lambda: result)
+
+    def factor(self, settings: StepSettings, sums: StepSums) -> torch.Tensor:
+        """Return the three values of ``GradientFactor``, in float64 on the device, without waiting for them."""
+        return self._factor(settings, sums.squared_norm, sums.weights, sums.loss)
+
+    def _factor(
+        self, settings: StepSettings, squared_norm: torch.Tensor, weights: torch.Tensor, loss: torch.Tensor
+    ) -> torch.Tensor:
+        factor = settings.factor(squared_norm, weights)
+        return factor if self._outliers is None else self._outliers.judge(factor, loss)
+
+    def _losses(self) -> list[torch.Tensor]:
+        """Return what the sum over ranks takes of this rank's loss, 1-D; nothing if no step is judged by it."""
+        if self._outliers is None:
+            return []
+        mean = self._reducer.losses.mean(self._reducer.micro_steps_in_mean)
+        if mean is None:
+            return [torch.zeros(2, dtype=torch.float64, device=self.device)]
+        return [torch.stack([mean[0] * mean[1], mean[1]]).to(self.device, non_blocking=True)]
 
     def norm(self, divisor: float, label: str, *, waits: bool) -> torch.Tensor:
         """Return the norm of the gradients over ``divisor``, before clipping. A collective.
@@ -209,16 +245,16 @@ class StepReduction:
         Returns:
             0-d float64 on the gradients' device.
         """
-        is_weighted = self._reducer.loss_weights.is_weighted
+        is_weighted = self._reducer.losses.is_weighted
         if not waits:
             sums = self.reduce_on_device(label)
             return ops.gradient_factor(
                 sums.squared_norm, divisor=divisor, weight=sums.weights if is_weighted else None
             )[1]
-        squared_norm, _, weights = self.reduce_on_host(label)
+        sums_on_host = self.reduce_on_host(label)
         # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
-        divisor *= weights if is_weighted else 1
-        norm = math.sqrt(squared_norm) / divisor if divisor else 0.0
+        divisor *= sums_on_host.weights if is_weighted else 1
+        norm = math.sqrt(sums_on_host.squared_norm) / divisor if divisor else 0.0
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
     def reduce_on_device(self, label: str) -> StepSums:
@@ -237,14 +273,17 @@ class StepReduction:
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
-            self._reducer.loss_weights.add_to(values)
+            self._reducer.losses.add_to(values)
+            values = torch.cat([values, *losses]) if (losses := self._losses()) else values
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
                 if self._between is not None:
                     norm_and_flags = self._between.all_reduce_scalars(sums[: 1 + self._num_params], label)
                     sums = torch.cat([norm_and_flags, sums[1 + self._num_params :]])
             self.move_writes()
-            return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params : -1], sums[-1])
+            facts, last = sums[: -self._num_last], sums[-self._num_last :]
+            loss = last[0] if self._outliers is None else last[1] / last[2]
+            return StepSums(facts[0], facts[1 : 1 + self._num_params], facts[1 + self._num_params :], last[0], loss)
 
     def move_writes(self) -> None:
         """Move into shards and masters what was written into gathered parameters. See ``OutsideWrites``."""
@@ -321,7 +360,7 @@ class StepReduction:
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, its digests of outside writes, and weights on the host."""
         flags = [flag for shard in self._shards for flag in shard.unit_grads.has_grad]
-        return [*flags, *self._writes.digests_to_sum(), self._reducer.loss_weights.number]
+        return [*flags, *self._writes.digests_to_sum(), self._reducer.losses.number]
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.

@@ -12,6 +12,9 @@ import torch
 from zeroengine import ops
 from zeroengine.utils.tensors import HostCopy
 
+# ``GradientFactor.skip`` of a step that is an outlier.
+OUTLIER = 2.0
+
 
 class GradientFactor(NamedTuple):
     """The three values of ``ops.gradient_factor``, in their order.
@@ -19,12 +22,13 @@ class GradientFactor(NamedTuple):
     Attributes:
         factor: Multiplies the summed gradient: the clip factor over the divisor.
         grad_norm: The norm of the mean gradient, before clipping.
-        overflow: 1 if the step is skipped, because of an overflow or for lack of weight, else 0.
+        skip: 1 if the step is skipped, because of an overflow or for lack of weight; ``OUTLIER`` (2) as an outlier;
+            else 0.
     """
 
     factor: float
     grad_norm: float
-    overflow: float
+    skip: float
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,13 @@ class StepResult:
     It compares equal to that bool and is pickled as it.
 
     Args:
-        read: Returns the gradient norm and whether parameters were updated. It may wait for the device.
+        read: Returns what the step was computed with. It may wait for the device.
 
     Attributes:
         on_query: Called once, when the result is first used as a bool.
     """
 
-    def __init__(self, read: Callable[[], tuple[float, bool]]) -> None:
+    def __init__(self, read: Callable[[], GradientFactor]) -> None:
         self._read = cache(read)
         self.on_query: Callable[[StepResult], None] | None = None
 
@@ -80,7 +84,7 @@ class StepResult:
         on_query, self.on_query = self.on_query, None
         if on_query is not None:
             on_query(self)
-        return self._read()[1]
+        return self.updated
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -98,7 +102,17 @@ class StepResult:
     @property
     def grad_norm(self) -> float:
         """Return the norm of the mean gradient before clipping."""
-        return self._read()[0]
+        return self._read().grad_norm
+
+    @property
+    def updated(self) -> bool:
+        """Whether parameters were updated. Unlike the truth value this calls nothing."""
+        return not self._read().skip
+
+    @property
+    def is_outlier(self) -> bool:
+        """Whether the step was skipped as an outlier (``skip_steps``)."""
+        return self._read().skip == OUTLIER
 
 
 @dataclass(frozen=True)
@@ -110,9 +124,8 @@ class IssuedStep:
         rates: The learning rate of each param group, a number or a tensor.
         loss_scale: The factor of the loss.
         loss: The mean of what the backwards of the step were given on this rank, and its weight in the mean over ranks;
-            None if nothing reports it. See ``Reports.take_loss``.
+            None if no loss was noted. See ``StepLosses.mean``.
         result: Knows the norm, perhaps after a wait.
-        skips: Whether a step whose norm is not finite is skipped.
     """
 
     number: int
@@ -120,4 +133,3 @@ class IssuedStep:
     loss_scale: float
     loss: HostCopy | None
     result: StepResult
-    skips: bool

@@ -37,10 +37,10 @@ from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.gradient_hooks import NONE, GradientHook
 from zeroengine.runtime.graph_outputs import GraphOutputs
-from zeroengine.runtime.loss_weights import MIXED_LOSSES, Weight
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.running_calls import is_autograd_grad, is_outermost_backward
+from zeroengine.runtime.step_losses import MIXED_LOSSES, Weight
 from zeroengine.schedule.events import (
     BackwardBegan,
     BackwardEnded,
@@ -161,7 +161,7 @@ class Backward:
 
     def _reach_loss(self, weight: Weight | None) -> None:
         if weight is not None and self.in_progress:
-            self._reducer.loss_weights.add(weight)
+            self._reducer.losses.add(weight)
         self.follow()
 
     def mark_scaled(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Backward:
     def _begin_scaled(self, weight: Weight | None) -> None:
         self._scaled_task = current_graph_task_id()
         if weight is not None:
-            self._reducer.loss_weights.add(weight)
+            self._reducer.losses.add(weight)
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_task", None))
@@ -340,7 +340,7 @@ class Backward:
                 "Loss scaling is required in fp16, and loss.backward() has no scale: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        if self._scaled_task is None and self._reducer.loss_weights.is_weighted:
+        if self._scaled_task is None and self._reducer.losses.is_weighted:
             raise ZeroEngineError(MIXED_LOSSES)
 
     def _will_produce_gradients(self) -> bool:

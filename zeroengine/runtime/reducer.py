@@ -44,9 +44,9 @@ from zeroengine.ops import digest
 from zeroengine.runtime.autograd_hooks import WeakMethod
 from zeroengine.runtime.dtensors import local_gradient
 from zeroengine.runtime.executor import Executor
-from zeroengine.runtime.loss_weights import LossWeights
 from zeroengine.runtime.reduce_launcher import ReduceLauncher
 from zeroengine.runtime.released_parameter import drop_gradient_of
+from zeroengine.runtime.step_losses import StepLosses
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.runtime.user_gradients import UserGradients
 from zeroengine.schedule import events
@@ -64,7 +64,7 @@ class Reducer:
         timer: Times reduces.
 
     Attributes:
-        loss_weights: The weights of the losses of the step in progress.
+        losses: The losses of the step in progress, and their weights.
         launcher: Copies gradients to where they are reduced, and reduces them.
         gradients: The gradients of each trainable unit, in the order of the units.
         micro_steps_in_mean: The number of micro-steps that the mean gradient is taken over.
@@ -84,11 +84,11 @@ class Reducer:
         config: Config,
         collects_copies: bool,
         loss_scale: Callable[[], float],
-        loss_weights: LossWeights,
+        losses: StepLosses,
         timer: Timer,
     ) -> None:
         self._executor, self._reduce_order, self._transport = executor, executor.schedule.reduce_order, transport
-        self._timer, self.loss_weights = timer, loss_weights
+        self._timer, self.losses = timer, losses
         self.micro_steps_in_mean, self._loss_scale, self.gradient_factor = config.micro_steps_in_mean, loss_scale, 1.0
         self.gradients = gradients
         self._gradients_of = {unit_grads.unit.number: unit_grads for unit_grads in gradients}
@@ -107,7 +107,7 @@ class Reducer:
         With another ``gradient_factor`` the result is that multiple of the mean. Where losses have weights, the sum of
         these over the ranks divides as well, and ranks and micro-steps do not.
         """
-        copies = 1 if self.loss_weights.is_weighted else self._transport.world_size * self.micro_steps_in_mean
+        copies = 1 if self.losses.is_weighted else self._transport.world_size * self.micro_steps_in_mean
         return copies * self._loss_scale() / (self.launcher.predivide * self.gradient_factor)
 
     # -- what the schedule says -------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Reducer:
         unit_grads.has_grad[index] = value is not None
         # The engine keeps sums rather than means, which the update divides by the divisor.
         summed = None
-        if value is not None and self.loss_weights.is_weighted:
+        if value is not None and self.losses.is_weighted:
             raise ZeroEngineError(
                 "a gradient was assigned in a step whose losses have weights, whose sum over the ranks is not known "
                 "before the step: change the loss in its place, or take this step without weights"

@@ -71,7 +71,7 @@ class AsyncUpdate:
         groups = settings_of(self._parts.base_optimizer, self.state.names)
         self._table.set_groups([group | average for group in groups])
         sums = self._parts.reduction.reduce_on_device(settings.label)
-        factor = settings.factor(sums.squared_norm, sums.weights)
+        factor = self._parts.reduction.factor(settings, sums)
         # The copy is issued before the update, so that the device runs the update while the host waits for the copy.
         values = HostCopy(torch.cat([factor, sums.has_grad, sums.digests]))
         # `prepare` counts the step and folds the factor into every segment, unless the gradient overflowed.
@@ -83,11 +83,7 @@ class AsyncUpdate:
             # The all-gather of the last unit may start now: it runs after this update and overlaps the next one.
             self._parts.publish_updates(units)
 
-        def read() -> tuple[float, bool]:
-            known = GradientFactor(*values.read()[:HAS_GRAD_OFFSET])
-            return known.grad_norm, not known.overflow
-
-        result = StepResult(read)
+        result = StepResult(lambda: GradientFactor(*values.read()[:HAS_GRAD_OFFSET]))
         self._pending = result, values
         return result
 

@@ -1,4 +1,4 @@
-"""The weights of losses: a loss may be a mean over many tokens on one rank, and over few on another."""
+"""The losses of a step, and their weights: a loss may be the mean of many tokens on one rank, and of few on another."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MIXED_LOSSES = (
 Weight = float | torch.Tensor
 
 
-class LossWeights:
-    """The weights of the losses of the step in progress, on this rank.
+class StepLosses:
+    """The losses of the step in progress, and their weights, on this rank.
 
     The gradient of a step is the sum of weights times gradients, over all backwards of all ranks, divided by the sum of
     the weights. The step sums the weights with the norm.
@@ -34,6 +34,7 @@ class LossWeights:
         is_weighted: Whether the losses of the step have weights.
         number: The sum of the weights that are on the host.
         on_device: The sum of those that are on another device: 0-d float64. None: there are none.
+        total: The sum of the losses, each times its weight, if it has one: 0-d float64. None: none was noted.
     """
 
     def __init__(self, agree_on: Callable[[float], float] | None) -> None:
@@ -46,6 +47,7 @@ class LossWeights:
         """Begin the next step."""
         self.is_weighted, self.number = False, 0.0
         self.on_device: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
 
     def check(self, weight: Any, *, has_losses: bool) -> None:
         """Check the weight of a loss.
@@ -85,11 +87,36 @@ class LossWeights:
         if self.on_device is not None:
             values[-1] += self.on_device
 
-    def total(self, device: torch.device) -> torch.Tensor:
+    def weights(self, device: torch.device) -> torch.Tensor:
         """Return the sum of the weights of this rank: 1-D float64, of one element, on ``device``."""
         values = torch.tensor([self.number], dtype=torch.float64, device=device)
         self.add_to(values)
         return values
+
+    def note(self, loss: torch.Tensor, factor: Weight | None) -> None:
+        """Add what a backward was given, before it is scaled."""
+        # The copy is made now, because the user may change the tensor afterwards.
+        value = loss.detach().to(torch.float64, copy=True).view(())
+        if factor is not None:
+            # The mean over nothing, which does not count, is no number.
+            value = torch.where(torch.as_tensor(factor, device=value.device) == 0, 0.0, value * factor)
+        self.total = value if self.total is None else self.total + value
+
+    def mean(self, micro_steps: int) -> torch.Tensor | None:
+        """Return the mean loss of this rank, and its weight in the mean over the ranks: two elements, float64.
+
+        Args:
+            micro_steps: The number of micro-steps that the gradient is the mean of, unless losses have weights.
+
+        Returns:
+            None if no loss was noted, as where the loop calls ``loss.backward()`` itself.
+        """
+        if self.total is None:
+            return None
+        if not self.is_weighted:
+            return torch.stack([self.total / micro_steps, torch.ones_like(self.total)])
+        (weights,) = self.weights(self.total.device)
+        return torch.stack([torch.where(weights == 0, 0.0, self.total / weights), weights])
 
 
 def weighted(loss: torch.Tensor, factor: Weight) -> torch.Tensor:
