@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         LossScaleError,
         OffloadError,
         ReleasedParameterError,
+        SkippedStepsError,
         ZeroEngineError,
     )
     from zeroengine.optim.mixed_optimizer import MixedOptimizer
@@ -77,6 +78,7 @@ else:  # Names are imported when they are first used, so the commands that need 
             "LossScaleError",
             "OffloadError",
             "ReleasedParameterError",
+            "SkippedStepsError",
             "ZeroEngineError",
         ],
         "zeroengine.optim.mixed_optimizer": ["MixedOptimizer"],
@@ -120,6 +122,7 @@ __all__ = [
     "Muon",
     "OffloadError",
     "ReleasedParameterError",
+    "SkippedStepsError",
     "WeightsToken",
     "ZeroEngineError",
     "engine_of",

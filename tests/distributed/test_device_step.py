@@ -94,6 +94,7 @@ class Case:
     schedule: Callable[[torch.optim.Optimizer], Any] | None = decaying
     micro_steps: int = 1
     spoilt: dict[int, float] = field(default_factory=dict)  # what the gradients of a step are multiplied by, on rank 1
+    weighted: bool = False
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -109,6 +110,8 @@ CASES = {
     "SGD with and without momentum": Case(BF16_MOMENTS, with_momentum),
     "Adagrad": Case(BF16, with_adagrad, micro_steps=2),
     "predivided": Case({"gradient_predivide_factor": 8.0}),
+    "weights of losses": Case(micro_steps=2, weighted=True),
+    "an outlier": Case({"skip_steps": {"window": 4, "sigma": 100}}, spoilt={3: 1e6}, schedule=in_turns, weighted=True),
     "overflow": Case(spoilt={1: INF, 3: NAN}, schedule=in_turns),
     "overflow in bf16": Case(BF16, spoilt={0: NAN, 2: INF, 3: INF}, micro_steps=2),
     "overflow, a schedule that stays": Case(spoilt={2: INF}, schedule=Untyped),
@@ -129,7 +132,7 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
         model.takes_side = step != 2 and (rank == 0 or stage == 3)  # where modules are partitioned, all run the same
         model.spoil = case.spoilt.get(step, 1.0) if rank == 1 else 1.0
         loss = engine(*batch(micro_step, rank))
-        engine.backward(loss)
+        engine.backward(loss, weight=torch.tensor(3 + micro_step + rank) if case.weighted else None)
         found["results"].append(engine.step())  # asked in the end
         found["losses"].append(loss.item())
         found["scales"].append(engine.loss_scale)
@@ -170,7 +173,15 @@ def compared(name: str, stages: tuple[int, ...]) -> list[tuple[int, list[str], i
 
 
 # The others differ from these in what is computed, not in what is waited for.
-SHORT = ("fp32", "accumulation", "Lion, moments in 8 bits", "overflow", "overflow in fp16")
+SHORT = (
+    "fp32",
+    "accumulation",
+    "an outlier",
+    "weights of losses",
+    "overflow",
+    "overflow in fp16",
+    "Lion, moments in 8 bits",
+)
 
 
 @pytest.mark.parametrize(

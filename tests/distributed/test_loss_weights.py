@@ -174,6 +174,72 @@ def test_what_has_no_mean_is_refused() -> None:
         assert len(found) == 7
 
 
+def habits() -> dict[str, float]:
+    """Return the norm of a step whose only gradient is that of one loss, whatever came before."""
+    start()
+    found = {}
+
+    def loss_of(engine: zeroengine.Engine, number: int = 1) -> torch.Tensor:
+        return engine(*batch(number, engine.rank))
+
+    def grad(engine: zeroengine.Engine) -> None:
+        scaled = engine.scale(loss_of(engine), weight=5)
+        torch.autograd.grad(scaled, [engine.module.norm.weight], retain_graph=True)
+        scaled.backward()
+
+    def raise_first(engine: zeroengine.Engine) -> None:
+        loss = engine.scale(loss_of(engine, 0), weight=16)
+
+        def fail(_: torch.Tensor) -> None:
+            raise RuntimeError("a hook of the user")
+
+        loss.register_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook of the user"):
+            loss.backward()
+        engine.backward(loss_of(engine), weight=5)
+
+    def raise_within(engine: zeroengine.Engine) -> None:
+        handle = engine.module.blocks[0].norm.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss_of(engine, 0), weight=16)
+        handle.remove()
+        engine.backward(loss_of(engine), weight=5)
+
+    def drop(engine: zeroengine.Engine, how: Any) -> None:
+        engine.backward(loss_of(engine, 0), weight=16)
+        how(engine)
+        engine.backward(loss_of(engine), weight=5)
+
+    def of_inputs(engine: zeroengine.Engine) -> None:
+        loss = loss_of(engine)
+        engine.backward(loss, weight=5, inputs=[torch.zeros(1, requires_grad=True)], retain_graph=True)
+        engine.backward(loss, weight=5)
+
+    cases = {
+        "alone": lambda engine: engine.backward(loss_of(engine), weight=5),
+        "autograd.grad": grad,
+        "raises first": raise_first,
+        "raises within": raise_within,
+        "model.zero_grad()": lambda engine: drop(engine, lambda engine: engine.module.zero_grad()),
+        "engine.zero_grad()": lambda engine: drop(engine, lambda engine: engine.zero_grad()),
+        "zeros": lambda engine: drop(engine, lambda engine: engine.zero_grad(set_to_none=False)),
+        "inputs": of_inputs,
+    }
+    for more in ({}, {"gradient_allreduce_op": "sum"}):
+        for name, act in cases.items():
+            engine = make_engine(Task(), 3, gradient_accumulation_steps="manual", **more)
+            act(engine)
+            engine.step()
+            found[f"{name} {more}"] = engine.grad_norm or 0.0
+            engine.close()
+    return found
+
+
+def test_a_weight_counts_with_its_gradient() -> None:
+    for found in run_ranks(2, habits):
+        assert found == pytest.approx(dict.fromkeys(found, found["alone {}"]), rel=1e-6)
+
+
 def differ() -> str:
     start()
     engine = make_engine(TASK, 3)

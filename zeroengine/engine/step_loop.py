@@ -98,7 +98,11 @@ class StepLoop(PassListener):
 
     def begin_backward(self, *, by_engine: bool) -> GradientsBegan:
         """Count a backward that begins."""
-        self._warn_of_dropped_micro_steps(self.parts.passes.reducer.user_gradients.drops_all)
+        reducer = self.parts.passes.reducer
+        drops_all = reducer.user_gradients.drops_all
+        self._warn_of_dropped_micro_steps(drops_all)
+        if drops_all:
+            reducer.losses.forget_weights()
         accumulation = self._loop.accumulation
         is_last = accumulation.begin_backward()
         return GradientsBegan(by_engine, accumulation.reduces_gradients, is_last)
@@ -137,7 +141,7 @@ class StepLoop(PassListener):
         if weight is None and not weights.is_weighted:
             return None
         self.parts.passes.backward.end_if_over()
-        weights.check(weight, has_losses=self._loop.accumulation.has_gradients)
+        weights.check(weight)
         return weights.factor_of(weight)
 
     def note_loss(self, loss: torch.Tensor, weight: Weight | None) -> None:

@@ -18,6 +18,7 @@ Autograd numbers backwards, and reports no end of one that raised.
     _ended          their ends, since ``_begin``                      the next ``_begin``
     _run_raised     an error of ``run``, or at an end                 ``finish``
     _scaled_task    ``run``, or the loss that ``mark_scaled`` gave    the end of that backward, ``finish``
+    _uncounted      the loss of a backward, if it has a weight        its first gradient, its end, ``finish``
     noted task      its first gradient in a call of a backward        whatever ends a call, or that backward
 """
 
@@ -104,6 +105,8 @@ class Backward:
         self._ended: set[int] = set()
         self._is_in_call = False
         self._scaled_task: int | None = None
+        # The number of a backward of a loss that has a weight, and the weight, until the first gradient.
+        self._uncounted: tuple[int, Weight] | None = None
         # Its task is the "noted task".
         self._arriving = executor.arriving
         self.hook_handles: list[Any] = []
@@ -153,16 +156,25 @@ class Backward:
             finally:
                 self.run_by_engine = False
             self._scaled_task = None
+            if inputs is None and self.in_progress:
+                # No parameter of this rank has a gradient of the loss.
+                self._count_weight()
             self._end()
         finally:
+            self._uncounted = None
             handle.remove()
             self._timer.end(span)
             self._timer.note_training()
 
     def _reach_loss(self, weight: Weight | None) -> None:
-        if weight is not None and self.in_progress:
-            self._reducer.losses.add(weight)
         self.follow()
+        if weight is not None:
+            self._uncounted = current_graph_task_id(), weight
+
+    def _count_weight(self) -> None:
+        if self._uncounted is not None:
+            self._reducer.losses.add(self._uncounted[1])
+            self._uncounted = None
 
     def mark_scaled(self, loss: torch.Tensor, weight: Weight | None) -> torch.Tensor:
         """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled, and counts its weight."""
@@ -172,8 +184,7 @@ class Backward:
 
     def _begin_scaled(self, weight: Weight | None) -> None:
         self._scaled_task = current_graph_task_id()
-        if weight is not None:
-            self._reducer.losses.add(weight)
+        self._uncounted = None if weight is None else (self._scaled_task, weight)
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_task", None))
@@ -342,6 +353,11 @@ class Backward:
             )
         if self._scaled_task is None and self._reducer.losses.is_weighted:
             raise ZeroEngineError(MIXED_LOSSES)
+        # A weight counts with the first gradient: the backward may be torch.autograd.grad, or raise before.
+        if self._uncounted is not None and self._uncounted[0] == self._backwards.cursors[0].number:
+            self._count_weight()
+        elif not self._reducer.losses.is_weighted:
+            self._reducer.losses.is_plain = True
 
     def _will_produce_gradients(self) -> bool:
         """Return whether the backward in progress, unlike ``torch.autograd.grad``, accumulates gradients."""
@@ -431,7 +447,7 @@ class Backward:
         self._end_plain_span()
         self.end_if_over()
         # A mark that remains belongs to a backward that raised, perhaps before it produced a gradient.
-        self._scaled_task = None
+        self._scaled_task = self._uncounted = None
         if self._raised:
             # Numbers grow, so a backward with a lower one that has ended was not nested in the one that raised.
             after_others = any(ended < raised for ended in self._ended for raised in self._producing)

@@ -10,6 +10,7 @@ waits for, or before the next event of any kind (``Executor.tell``), which also 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,6 @@ NONE = -2
 class ArrivingGradients:
     """The unit whose gradients arrive now. It is open or closed. See the note above.
 
-    Parameters own the hooks that use it. So it refers to none, and while it is closed to nothing that takes memory.
-
     Attributes:
         task: Autograd's number of the backward whose latest gradient was noted; ``NONE``: the next one may begin
             something.
@@ -41,7 +40,18 @@ class ArrivingGradients:
         num_pending: The number of further gradients that the schedule waits for.
     """
 
-    __slots__ = ("arrived", "copies", "filled", "has_grad", "num_pending", "progress", "task", "unit", "views")
+    __slots__ = (
+        "__weakref__",
+        "arrived",
+        "copies",
+        "filled",
+        "has_grad",
+        "num_pending",
+        "progress",
+        "task",
+        "unit",
+        "views",
+    )
 
     def __init__(self) -> None:
         self.task = NONE
@@ -108,14 +118,17 @@ class GradientHook:
         slow_path: Callable[[], object],
         report: Callable[[], object],
     ) -> None:
-        self._arriving, self._unit, self._index = arriving, unit, index
+        # What is open when a backward raises is to end with the engine.
+        self._arriving, self._unit, self._index = weakref.ref(arriving), unit, index
         self._slow_path, self._report = slow_path, report
         self.hooks: Mapping[int, Any] = {}
 
     @disable_compile
     def __call__(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``."""
-        arriving, index = self._arriving, self._index
+        arriving, index = self._arriving(), self._index
+        if arriving is None:
+            return
         if arriving.unit != self._unit or arriving.task != current_graph_task_id() or len(self.hooks) != 1:
             self._slow_path()
             return

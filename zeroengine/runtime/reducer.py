@@ -107,7 +107,9 @@ class Reducer:
         With another ``gradient_factor`` the result is that multiple of the mean. Where losses have weights, the sum of
         these over the ranks divides as well, and ranks and micro-steps do not.
         """
-        copies = 1 if self.losses.is_weighted else self._transport.world_size * self.micro_steps_in_mean
+        if self.losses.is_weighted:
+            return self._loss_scale() / self.launcher.predivide
+        copies = self._transport.world_size * self.micro_steps_in_mean
         return copies * self._loss_scale() / (self.launcher.predivide * self.gradient_factor)
 
     # -- what the schedule says -------------------------------------------------------------------
@@ -311,16 +313,17 @@ class Reducer:
             share: The part of ``value`` that this rank adds to the sum, if the unit is still to be reduced. The shares
                 of all ranks add up to 1.
         """
-        unit = unit_grads.unit
-        unit_grads.deferred_grads.pop(index, None)
-        unit_grads.has_grad[index] = value is not None
-        # The engine keeps sums rather than means, which the update divides by the divisor.
-        summed = None
         if value is not None and self.losses.is_weighted:
             raise ZeroEngineError(
                 "a gradient was assigned in a step whose losses have weights, whose sum over the ranks is not known "
                 "before the step: change the loss in its place, or take this step without weights"
             )
+        self.losses.is_plain = self.losses.is_plain or value is not None
+        unit = unit_grads.unit
+        unit_grads.deferred_grads.pop(index, None)
+        unit_grads.has_grad[index] = value is not None
+        # The engine keeps sums rather than means, which the update divides by the divisor.
+        summed = None
         if value is not None:
             summed = value.to(torch.promote_types(value.dtype, torch.float32)) * self.divisor()
         if not unit_grads.launched_in_step:

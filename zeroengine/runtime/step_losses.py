@@ -31,7 +31,8 @@ class StepLosses:
             range, so that they may be as large as the weights make them.
 
     Attributes:
-        is_weighted: Whether the losses of the step have weights.
+        is_weighted: Whether losses of the step have weights.
+        is_plain: Whether the step has gradients of losses without weight, or assigned ones.
         number: The sum of the weights that are on the host.
         on_device: The sum of those that are on another device: 0-d float64. None: there are none.
         total: The sum of the losses, each times its weight, if it has one: 0-d float64. None: none was noted.
@@ -45,23 +46,30 @@ class StepLosses:
 
     def forget(self) -> None:
         """Begin the next step."""
-        self.is_weighted, self.number = False, 0.0
+        self.is_weighted = self.is_plain = False
+        self.number = 0.0
         self.on_device: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
+        # The weights of the losses in it, also of those whose gradients were dropped.
+        self._noted: Weight = 0.0
 
-    def check(self, weight: Any, *, has_losses: bool) -> None:
+    def forget_weights(self) -> None:
+        """Forget the weights of losses all of whose gradients were dropped."""
+        self.is_weighted = self.is_plain = False
+        self.number, self.on_device = 0.0, None
+
+    def check(self, weight: Any) -> None:
         """Check the weight of a loss.
 
         Args:
             weight: A number of at least 0, or a tensor of one such number. None: the loss has no weight.
-            has_losses: Whether the step has gradients of other losses.
 
         Raises:
             ZeroEngineError: It is something else, or the step has losses with a weight and others without.
         """
         if weight is not None:
             check_weight(weight)
-        if (weight is None and self.is_weighted) or (weight is not None and has_losses and not self.is_weighted):
+        if self.is_weighted if weight is None else self.is_plain:
             raise ZeroEngineError(MIXED_LOSSES)
 
     def factor_of(self, weight: Any) -> Weight:
@@ -75,7 +83,13 @@ class StepLosses:
         return float(weight) / self._unit
 
     def add(self, factor: Weight) -> None:
-        """Count the weight of a loss whose backward begins."""
+        """Count the weight of a loss whose backward has a first gradient.
+
+        Raises:
+            ZeroEngineError: The step has gradients of losses without weight.
+        """
+        if self.is_plain:
+            raise ZeroEngineError(MIXED_LOSSES)
         self.is_weighted = True
         if not isinstance(factor, torch.Tensor):
             self.number += factor
@@ -100,6 +114,7 @@ class StepLosses:
         if factor is not None:
             # The mean over nothing, which does not count, is no number.
             value = torch.where(torch.as_tensor(factor, device=value.device) == 0, 0.0, value * factor)
+            self._noted = self._noted + factor
         self.total = value if self.total is None else self.total + value
 
     def mean(self, micro_steps: int) -> torch.Tensor | None:
@@ -115,7 +130,7 @@ class StepLosses:
             return None
         if not self.is_weighted:
             return torch.stack([self.total / micro_steps, torch.ones_like(self.total)])
-        (weights,) = self.weights(self.total.device)
+        weights = torch.as_tensor(self._noted).to(self.total)
         return torch.stack([torch.where(weights == 0, 0.0, self.total / weights), weights])
 
 
