@@ -117,8 +117,8 @@ def train_in_fp16(large: bool) -> tuple[int, list[float]]:
     for step in range(6):
         ids, labels = uneven(step, engine.rank)
         loss = engine(ids, labels)
-        # The same multiple of each weight changes nothing, and must not overflow.
-        weight = int(num_tokens(labels)) * (1_000_000 if large else 1)
+        # The same multiple of each weight changes nothing, and must not overflow. Nor must weights that grow.
+        weight = int(num_tokens(labels)) * (1_000_000 * (1 + step) if large else 1)
         engine.backward(loss * (math.inf if step == 3 and engine.rank == 1 else 1), weight=weight)
         if engine.step():
             norms.append(engine.grad_norm or 0.0)
@@ -146,6 +146,7 @@ def refuse() -> list[str]:
     def loss() -> torch.Tensor:
         return engine(*batch(0, engine.rank))
 
+    attempt(lambda: engine.backward(loss(), weight=1, inputs=list(engine.module.norm.parameters())))
     for weight in (-1, math.nan, "many", torch.ones(2)):
         attempt(lambda weight=weight: engine.backward(loss(), weight=weight))
     engine.backward(loss(), weight=3)
@@ -169,9 +170,9 @@ def refuse() -> list[str]:
 
 def test_what_has_no_mean_is_refused() -> None:
     for found in run_ranks(2, refuse):
-        assert all("weight=" in text for text in found[:4])
-        assert all("engine.scale(loss, weight=n)" in text for text in found[4:])
-        assert len(found) == 7
+        assert all("weight=" in text for text in found[:5])
+        assert all("engine.scale(loss, weight=n)" in text for text in found[5:])
+        assert len(found) == 8
 
 
 def habits() -> dict[str, float]:
@@ -211,9 +212,9 @@ def habits() -> dict[str, float]:
         engine.backward(loss_of(engine), weight=5)
 
     def of_inputs(engine: zeroengine.Engine) -> None:
-        loss = loss_of(engine)
-        engine.backward(loss, weight=5, inputs=[torch.zeros(1, requires_grad=True)], retain_graph=True)
-        engine.backward(loss, weight=5)
+        scaled = engine.scale(loss_of(engine), weight=5)
+        scaled.backward(inputs=[torch.zeros(1, requires_grad=True)], retain_graph=True)
+        scaled.backward()
 
     cases = {
         "alone": lambda engine: engine.backward(loss_of(engine), weight=5),

@@ -171,6 +171,11 @@ class Engine:
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.loop.state_offloader.check_resident("backward()", ("parameters", "gradients"))
+        if weight is not None and inputs is not None:
+            raise ZeroEngineError(
+                "backward(weight=..., inputs=...): the weight of a loss counts once, for the gradients of all "
+                "parameters; leave inputs out, or freeze the other parameters (requires_grad_(False))"
+            )
         factor = self._steps.factor_of(weight)
         scaled = loss if factor is None else weighted(loss, factor)
         # Multiplying by a scale of 1 would cost a kernel and change nothing.

@@ -140,7 +140,8 @@ class StepLoop(PassListener):
         weights = self.parts.passes.reducer.losses
         if weight is None and not weights.is_weighted:
             return None
-        self.parts.passes.backward.end_if_over()
+        # The weights of a backward that raised go with its gradients.
+        self.parts.passes.backward.finish()
         weights.check(weight)
         return weights.factor_of(weight)
 

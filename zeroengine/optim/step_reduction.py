@@ -208,6 +208,7 @@ class StepReduction:
                 there is a gradient.
         """
         sums = self.reduce_on_host(settings.label)
+        self._reducer.losses.adapt(sums.weights / self._transport.world_size)
         values = torch.tensor([sums.squared_norm, sums.weights, sums.loss], dtype=torch.float64, device="cpu")
         result = GradientFactor(*self._factor(settings, *values).tolist())
         # All ranks have the same sum and so the same answer: either all of them update or none does.

@@ -42,10 +42,13 @@ class StepLosses:
         self._agree_on = agree_on
         # Weights are divided by it, a power of two, so that gradients of fp16 do not overflow. 0: not known yet.
         self._unit = 0.0 if agree_on is not None else 1.0
+        # That of the next step.
+        self._next_unit = self._unit
         self.forget()
 
     def forget(self) -> None:
         """Begin the next step."""
+        self._unit = self._next_unit
         self.is_weighted = self.is_plain = False
         self.number = 0.0
         self.on_device: torch.Tensor | None = None
@@ -76,7 +79,9 @@ class StepLosses:
         """Return a weight that passes ``check`` as the factor of its loss. In fp16 the first call is a collective."""
         if not self._unit:
             assert self._agree_on is not None
-            self._unit = 2.0 ** math.ceil(math.log2(max(1.0, self._agree_on(float(weight)))))
+            # Where all weights are 0, the next step agrees.
+            self._next_unit = _unit_of(self._agree_on(float(weight)))
+            self._unit = self._next_unit or 1.0
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             # The user may change the tensor later.
             return weight.detach().to(torch.float64, copy=True).view(()) / self._unit
@@ -95,6 +100,15 @@ class StepLosses:
             self.number += factor
         else:
             self.on_device = factor if self.on_device is None else self.on_device + factor
+
+    def adapt(self, mean: float) -> None:
+        """Take over how large the weights of a step are, in fp16, for those of the next one.
+
+        Args:
+            mean: The mean over the ranks of what ``number`` and ``on_device`` are the sum of.
+        """
+        if self._agree_on is not None and self.is_weighted:
+            self._next_unit = _unit_of(mean * self._unit) or self._next_unit
 
     def add_to(self, values: torch.Tensor) -> None:
         """Add what is on the device to the last of ``values``, which holds ``number``."""
@@ -132,6 +146,10 @@ class StepLosses:
             return torch.stack([self.total / micro_steps, torch.ones_like(self.total)])
         weights = torch.as_tensor(self._noted).to(self.total)
         return torch.stack([torch.where(weights == 0, 0.0, self.total / weights), weights])
+
+
+def _unit_of(weight: float) -> float:
+    return 2.0 ** math.ceil(math.log2(weight)) if 0 < weight < math.inf else 0.0
 
 
 def weighted(loss: torch.Tensor, factor: Weight) -> torch.Tensor:

@@ -29,8 +29,9 @@ MAX_RANKS_SHOWN = 8
 # Losses of a model group may differ by rounding, relative to the largest.
 LOSS_TOLERANCE = 1e-5
 # Batches of whole sequences, before they are cut. States of generators that a forward draws numbers for whole samples
-# from. Numbers of labels of this rank's parts. Losses that backwards begin with. Calls of ``mean_loss``.
-Fact = Literal["batches", "random states", "labels", "losses", "means"]
+# from. Numbers of labels of this rank's parts. Losses that backwards begin with. Calls of ``mean_loss``. Weights of
+# losses.
+Fact = Literal["batches", "random states", "labels", "losses", "means", "weights"]
 FACTS: tuple[Fact, ...] = get_args(Fact)
 WRITE_MEAN = (
     "Write zeroengine.mean_loss(total, count), with the sum of the losses of this rank's tokens and their number, in "
@@ -107,6 +108,8 @@ class RankComparison(Observer):
         is_compared = self._model_groups and self._is_recording and not hasattr(loss, "placements")
         if self.group_size > 1 or is_compared:
             self.note("losses", loss)
+            if weight is not None:
+                self.note("weights", torch.as_tensor(weight))
 
     def micro_step_ended(self, ranks_meet: bool) -> None:
         """Note the end of a micro-step, and perhaps compare.
@@ -206,7 +209,9 @@ def ranks_with_same_inputs(digests: Sequence[Sequence[float]]) -> list[list[int]
 
 def _difference(rows: list[list[float]]) -> str | None:
     """Return in what the ranks of a group differ, and what to write instead."""
-    batches, random_states, labels, losses, _, *_, num_labels, num_losses, num_means = zip(*rows, strict=True)
+    batches, random_states, labels, losses, _, weights, *_, num_labels, num_losses, num_means, _ = zip(
+        *rows, strict=True
+    )
     if len(set(batches)) > 1:
         return (
             "they were given different samples. Give the ranks of a group the same: engine.dataloader(dataset), or "
@@ -214,6 +219,12 @@ def _difference(rows: list[list[float]]) -> str | None:
         )
     if len(set(random_states)) > 1:
         return SEED_ALIKE
+    if len(set(weights)) > 1:
+        return (
+            f"they gave their losses different weights, {', '.join(f'{weight:.6g}' for weight in weights)} over a "
+            "common number. Give the weight of the loss that they have together, such as the number of labels of the "
+            "whole sample"
+        )
     # A plain `loss.backward()` shows no loss.
     if any(num_losses) and len({repr(loss) for loss in losses}) == 1:
         return None
