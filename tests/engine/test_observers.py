@@ -34,7 +34,7 @@ class Recorder(Observer):
     def forward_ended(self, completed: bool) -> None:
         self.moments.append(f"forward_ended {completed}")
 
-    def loss_noted(self, loss: torch.Tensor) -> None:
+    def loss_noted(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
         self.moments.append(LOSS)
 
     def gradients_dropped(self) -> None:

@@ -44,7 +44,7 @@ def test_events_behind_a_step_that_waits_for_another_rank_are_kept(monkeypatch: 
 
     monkeypatch.setattr(collector, "_gather", late)
     times = Timer(UNITS, torch.device("cpu")).end_step()
-    collector.put(RankStep(1, 0.0, times, {}, None, 1, [0.1], 1.0, lambda: 1.0, True, {}))
+    collector.put(RankStep(1, 0.0, times, {}, None, [0.1], 1.0, lambda: 1.0, lambda: False, {}))
     collector.begin_step()
     collector.put(RunEvent(0.0, 1, "checkpoint", "saved"))
     assert not collector.close(None, 0.2)
@@ -64,7 +64,7 @@ def test_an_engine_that_is_deleted_on_the_thread_of_the_monitor_ends_its_run(cap
         return 1.0
 
     times = Timer(UNITS, torch.device("cpu")).end_step()
-    collector.put(RankStep(1, 0.0, times, {}, None, 1, [0.1], 1.0, norm, True, {}))
+    collector.put(RankStep(1, 0.0, times, {}, None, [0.1], 1.0, norm, lambda: False, {}))
     collector.begin_step()
     collector._thread.join(10)
     deadline = time.monotonic() + 10

@@ -123,7 +123,9 @@ class Forward:
         self.backward = Backward(executor, self.gatherer, reducer, config.scales_loss, timer, listener)
         # The graph owns this function, so the function refers to this object weakly.
         self._read_view = _reader(weakref.ref(self))
-        self.hook_handles = [*self._register_hooks(modules), *add_in_place(model), *self.backward.hook_handles]
+        # At lower stages the layers have no hooks, so that torch.compile may make one graph of the model.
+        tied = add_in_place(model) if self._has_releasable else []
+        self.hook_handles = [*self._register_hooks(modules), *tied, *self.backward.hook_handles]
 
     def _register_hooks(self, modules: ModuleNumbers) -> list[Any]:
         """Register hooks on the model, and on the modules that need units or hold lists of units."""
