@@ -65,6 +65,9 @@ def end_by_outliers(folder: Path) -> tuple[list[bool], str, list[bool], bool]:
     except SkippedStepsError as error:
         message = str(error)
     last_good = engine.full_state_dict()
+    # A load begins to count anew.
+    engine.load_checkpoint(folder)
+    assert take_step(engine, 6)
     engine.close()
     # The window is that of the checkpoint, also at another stage: the first step after it is judged.
     resumed = make_engine(Task(), 1, skip_steps=SECTION)

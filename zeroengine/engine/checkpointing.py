@@ -485,8 +485,9 @@ class EngineCheckpoints(Observer):
         # A foreign checkpoint may lack some counters. These keep the engine's own values.
         counters = self._counters() | saved
         runner.num_updates, runner.num_skipped = counters["global_steps"], counters["skipped_steps"]
-        # The last step is one of before the load.
+        # The last steps are those of before the load.
         runner.issued_step = runner.grad_norm = None
+        runner.num_skipped_in_a_row = 0
         if config.manual_accumulation:
             micro_steps = counters["micro_steps"]
         else:

@@ -243,7 +243,10 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that were skipped because the gradient was not finite."""
+        """The number of steps that were skipped.
+
+        The gradient was not finite, the weights of the losses added up to 0, or ``skip_steps`` found an outlier.
+        """
         return self._counters.num_skipped
 
     @skipped_steps.setter

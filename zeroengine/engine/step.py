@@ -54,7 +54,8 @@ class StepRunner:
     Attributes:
         issued_step: The last step, or None before the first, as after a load.
         num_updates: Number of updates. Like the next two, it is up to date after ``await_result``.
-        num_skipped: Number of steps that were skipped because the gradient was not finite.
+        num_skipped: Number of steps that were skipped: the gradient was not finite, the losses had no weight, or the
+            step was an outlier.
         grad_norm: Norm of the last step's mean gradient before clipping; None before the first step and after a load.
         num_skipped_in_a_row: Number of the latest steps that were skipped, all of them as outliers or, except in fp16,
             because the gradient was not finite.
