@@ -97,14 +97,12 @@ class BufferPool(Generic[Use]):
         buffer = self._reusable(nbytes, largest_nbytes, self._enough if enough is None else enough)
         if buffer is not None:
             memory = buffer.memory
-        elif largest_nbytes is None or any(memory.nbytes == largest_nbytes for memory in self._buffers.values()):
-            memory = self._allocate(nbytes)
-        else:
-            memory = self._allocate(largest_nbytes)
-        if buffer is not None:
             self._idle.remove(buffer)
-        elif self._keeps:
-            self._buffers[memory.untyped_storage().data_ptr()] = memory
+        else:
+            has_largest = any(memory.nbytes == largest_nbytes for memory in self._buffers.values())
+            memory = self._allocate(nbytes if largest_nbytes is None or has_largest else largest_nbytes)
+            if self._keeps:
+                self._buffers[memory.untyped_storage().data_ptr()] = memory
         return memory[:nbytes].view(dtype)
 
     def put_back(self, tensor: torch.Tensor, last_use: Use | None = None) -> None:

@@ -259,7 +259,7 @@ class Config(Section):
 
     @property
     def micro_steps_in_mean(self) -> int:
-        """The number of micro-steps that the gradient is the mean of: 1 in manual accumulation. Needs `resolve`."""
+        """The number of micro-steps that the gradient is the mean of: 1 where that is "manual". Needs `resolve`."""
         steps = self.gradient_accumulation_steps
         return 1 if steps == batch.MANUAL else int(steps)
 

@@ -12,6 +12,7 @@ import torch
 
 from zeroengine.config import FP16
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.step_losses import weighted
 
 FACTOR = 2.0
 
@@ -41,7 +42,7 @@ class LossScaler:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the scale, at least in fp32, because the product may overflow fp16."""
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
+        return weighted(loss, self.scale)
 
     @property
     def exhausted(self) -> bool:

@@ -167,8 +167,9 @@ def check_weight(weight: Any) -> None:
     is_number = isinstance(weight, numbers.Real) or (isinstance(weight, torch.Tensor) and weight.numel() == 1)
     is_known = is_number and not (isinstance(weight, torch.Tensor) and weight.device.type != "cpu")
     if not is_number or (is_known and not 0 <= float(weight) < math.inf):
-        found = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) and not is_number else repr(weight)
+        is_shaped = isinstance(weight, torch.Tensor) and not is_number
+        what = f"shape {tuple(weight.shape)}" if is_shaped else repr(weight)
         raise ZeroEngineError(
-            f"weight={found}: write the number of tokens or samples that the value is the mean of, such as "
+            f"weight={what}: write the number of tokens or samples that the value is the mean of, such as "
             "weight=(labels != -100).sum(); 0 for a batch that does not count"
         )

@@ -292,7 +292,6 @@ cpu_attention_backward: Any = _find("torch.ops.aten._scaled_dot_product_flash_at
 
 # -- torch.compile, without importing torch._dynamo ------------------------------------------------
 
-set_eval_frame: Callable[[Any], Any] = _find("torch._C._dynamo.eval_frame.set_eval_frame")
 set_code_exec_strategy: Any = _find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 FrameExecStrategy: Any = _find("torch._C._dynamo.eval_frame._FrameExecStrategy")
 FrameAction: Any = _find("torch._C._dynamo.eval_frame._FrameAction")
