@@ -151,9 +151,7 @@ class StepReduction:
         One collective of a float64 vector carries all of them. The digests of outside writes are in it as well, and are
         compared here.
         """
-        values = to_device([late, *self._local_facts()], self.device)
-        self._reducer.losses.add_to(values)
-        values = torch.cat([values, *self._losses()])
+        values = self._with_losses(to_device([late, *self._local_facts()], self.device))
         squared_norm_of_rank = self._squared_norm_of_rank().view(1)
         num_values, first_digest = len(values), 2 + self._num_params
         values = torch.cat([self._in_order_of_pieces(squared_norm_of_rank), values, *self._facts_of_copies()])
@@ -226,14 +224,16 @@ class StepReduction:
         factor = settings.factor(squared_norm, weights)
         return factor if self._outliers is None else self._outliers.judge(factor, loss)
 
-    def _losses(self) -> list[torch.Tensor]:
-        """Return what the sum over ranks takes of this rank's loss, 1-D; nothing if no step is judged by it."""
+    def _with_losses(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values``, which end in ``StepLosses.number``, with what else the sum takes of this rank's losses."""
+        losses = self._reducer.losses
+        losses.add_to(values)
         if self._outliers is None:
-            return []
-        mean = self._reducer.losses.mean(self._reducer.micro_steps_in_mean)
+            return values
+        mean = losses.mean(self._reducer.micro_steps_in_mean)
         if mean is None:
-            return [torch.zeros(2, dtype=torch.float64, device=self.device)]
-        return [torch.stack([mean[0] * mean[1], mean[1]]).to(self.device, non_blocking=True)]
+            return torch.cat([values, values.new_zeros(2)])
+        return torch.cat([values, torch.stack([mean[0] * mean[1], mean[1]]).to(self.device, non_blocking=True)])
 
     def norm(self, divisor: float, label: str, *, waits: bool) -> torch.Tensor:
         """Return the norm of the gradients over ``divisor``, before clipping. A collective.
@@ -274,8 +274,7 @@ class StepReduction:
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
             values = torch.cat([self._in_order_of_pieces(norm.view(1)), self._device_flags])
-            self._reducer.losses.add_to(values)
-            values = torch.cat([values, *losses]) if (losses := self._losses()) else values
+            values = self._with_losses(values)
             with self._timer.span("reduce"):
                 sums = self._sum_pieces(self._transport.all_reduce_scalars(values, label))
                 if self._between is not None:
