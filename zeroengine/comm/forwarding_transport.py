@@ -74,6 +74,10 @@ class ForwardingTransport(TransportTraits):
         """See ``TransportTraits``."""
         self._inner.fence()
 
+    def reclaim(self) -> None:
+        """See ``TransportTraits``."""
+        self._inner.reclaim()
+
     def close(self) -> None:
         """See ``interfaces.Transport``."""
         self._inner.close()

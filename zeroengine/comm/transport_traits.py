@@ -90,3 +90,8 @@ class TransportTraits(Protocol):
         """Return when no rank reads this rank's memory any more. Every rank calls it at the same place."""
         # No rank reads the memory of another.
         return
+
+    def reclaim(self) -> None:
+        """Give memory of ``empty`` whose tensors are gone back to the system. Call it behind a ``fence``."""
+        # The memory is torch's, which goes with its tensor.
+        return

@@ -47,6 +47,7 @@ class Accumulation:
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
         has_dropped: Whether all gradients of the step so far were dropped.
         reduces_gradients: Whether backwards reduce gradients over the ranks; False inside ``no_sync``.
+        last_update_by: The call that ended the last step; None before the first.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
@@ -63,7 +64,7 @@ class Accumulation:
         # previous one. They distinguish several losses of one forward from several micro-steps.
         self._forwards = 0
         self._forwards_before_backward = 0
-        self._last_update_by: str | None = None
+        self.last_update_by: str | None = None
         # The argument of set_gradient_accumulation_boundary for this step; None before it is called.
         self._boundary: bool | None = None
         self._warned = False
@@ -82,7 +83,7 @@ class Accumulation:
     @property
     def micro_steps_in_step(self) -> int:
         """The number of micro-steps of the step in progress so far."""
-        by_engine_step = self.ended_micro_steps or self._last_update_by == ENGINE_STEP
+        by_engine_step = self.ended_micro_steps or self.last_update_by == ENGINE_STEP
         return self.ended_micro_steps + self.has_new_gradients if by_engine_step else self.backwards
 
     # -- forwards and backwards -------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Accumulation:
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
             return self._boundary is True
-        if self._boundary is None and self._last_update_by == OPTIMIZER_STEP:
+        if self._boundary is None and self.last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
             return self.backwards + 1 >= self._per_step
         return self._next_engine_step_updates
@@ -212,11 +213,11 @@ class Accumulation:
         """Return whether the micro-step in progress ends with an update."""
         if self._per_step is None or self._boundary is not None or self._next_engine_step_updates:
             return self._next_engine_step_updates
-        if self.ended_micro_steps or self._last_update_by == ENGINE_STEP:
+        if self.ended_micro_steps or self.last_update_by == ENGINE_STEP:
             return False
         # If optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
         # update, two losses of one forward may still be a micro-step that engine.step() will end.
-        ended = self.backwards if self._last_update_by == OPTIMIZER_STEP else self._passes
+        ended = self.backwards if self.last_update_by == OPTIMIZER_STEP else self._passes
         return ended + bool(self._forwards) >= self._per_step
 
     def set_boundary(self, boundary: bool | None, override: bool) -> None:
@@ -312,7 +313,7 @@ class Accumulation:
             )
 
     def _check_other_call(self, call: str, other: str) -> None:
-        if self._last_update_by == other:
+        if self.last_update_by == other:
             raise ZeroEngineError(
                 f"{call} after {other}, with no backward in between: {other} has already ended the step. Keep one of "
                 "the two calls in the loop."
@@ -328,5 +329,5 @@ class Accumulation:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""
         # optimizer.step() is called once for all micro-steps of a step.
         self.micro_steps += 1 if call == ENGINE_STEP or self._per_step is None else self._per_step
-        self._last_update_by = call
+        self.last_update_by = call
         self._start_step()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from zeroengine.checkpoint.newest import SnapshotStore
 from zeroengine.checkpoint.on_signal import SaveOnSignal
@@ -19,6 +19,7 @@ from zeroengine.config import Config
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.call_checks import NUM_SHOWN
 from zeroengine.engine.clipping import GradientClipping
+from zeroengine.engine.earlier_partition import EarlierPartition
 from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.optional_packages import open_snapshots
 from zeroengine.engine.parts import (
@@ -32,10 +33,13 @@ from zeroengine.engine.parts import (
     connect_passes,
     connect_ranks,
     partition_model,
+    place_model,
 )
 from zeroengine.engine.reports import Reports, start_reports
 from zeroengine.engine.step import StepRunner
+from zeroengine.offload.placement import Placement
 from zeroengine.offload.state_offloader import StateOffloader
+from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
 from zeroengine.sequence import model_check, transformers_models
 from zeroengine.sequence.agreement import RankComparison
 from zeroengine.sequence.group import SequenceGroup
@@ -99,6 +103,20 @@ class EngineParts:
     error_at_start: BaseException | None
 
 
+class LastingParts(NamedTuple):
+    """The parts that a change of the partitioning leaves as they are.
+
+    Attributes:
+        reports: What reports on the run.
+        save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
+        snapshots: Keeps snapshots in the memory of hosts; None likewise.
+    """
+
+    reports: Reports
+    save_on_signal: SaveOnSignal | None
+    snapshots: SnapshotStore | None
+
+
 def build_parts(
     setup: EngineSetup, group: Group, replicas: Replicas | None, transport: Transport, calls: EngineCalls
 ) -> EngineParts:
@@ -117,20 +135,45 @@ def build_parts(
     save_on_signal = SaveOnSignal(setup.config, group) if setup.config.checkpoint.on_signal else None
     if save_on_signal is not None:
         setup.undo.callback(save_on_signal.close)
-    snapshots = open_snapshots(setup, group)
-    partition = partition_model(setup, ranks, reports.timer)
+    lasting = LastingParts(reports, save_on_signal, open_snapshots(setup, group))
+    placement, backend = place_model(setup, ranks, reports.timer, "to initialize")
+    return assemble(setup, ranks, lasting, placement, backend, calls, None)
+
+
+def assemble(
+    setup: EngineSetup,
+    ranks: Ranks,
+    lasting: LastingParts,
+    placement: Placement,
+    backend: Callable[[BackendParts], UpdateBackend],
+    calls: EngineCalls,
+    earlier: EarlierPartition | None,
+) -> EngineParts:
+    """Build the parts that depend on how the model is partitioned. A collective.
+
+    Args:
+        setup: What the engine is made from.
+        ranks: The ranks.
+        lasting: The parts that do not depend on it.
+        placement: Where the states of each unit are to live.
+        backend: Makes what updates them.
+        calls: What the parts call of the engine.
+        earlier: The partitioning before a change, whose states these parts take over; None: the model is ordinary.
+    """
+    group, reports, undo = ranks.group, lasting.reports, setup.partition_undo.hooks
+    partition = partition_model(setup, ranks, placement, backend, earlier)
     comparison = RankComparison(ranks.sums, group.device, setup.config.sequence_parallel_size, setup.model_groups)
     # Replicas of ``local_steps`` have samples of their own.
     readers = ranks.replica_group if setup.model_groups else group
     reader = readers.rank, readers.world_size
-    sequences = SequenceGroup(setup.model, ranks.transport, reader, comparison, reports.timer, setup.undo)
+    sequences = SequenceGroup(setup.model, ranks.transport, reader, comparison, reports.timer, undo)
     if sequences.size > 1:
-        transformers_models.connect(setup.model, sequences, setup.undo)
+        transformers_models.connect(setup.model, sequences, undo)
     passes = connect_passes(setup, ranks, partition, reports.timer, calls.listener)
     if sequences.size > 1:
         # The check comes before the engine's own hooks, which then see ordinary forwards.
-        model_check.install(setup.model, sequences, setup.undo)
-    states = build_states(setup, ranks, partition, passes, reports.timer, calls)
+        model_check.install(setup.model, sequences, undo)
+    states = build_states(setup, ranks, partition, passes, reports.timer, calls, earlier)
     config, clipping = setup.config, GradientClipping(setup.config.gradient_clipping)
     micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
     loop = LoopParts(
@@ -139,8 +182,8 @@ def build_parts(
         StepRunner(config, ranks, passes, states, clipping, reports),
         ForeignParameters(setup.model, partition.units, setup.base_optimizer),
         StateOffloader(config, group.rank, group.device),
-        save_on_signal,
-        snapshots,
+        lasting.save_on_signal,
+        lasting.snapshots,
         sequences,
     )
     # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
@@ -148,7 +191,7 @@ def build_parts(
     # Nothing above has failed, so gradients from before are dropped now.
     dropped = passes.reducer.user_gradients.drop()
     if group.rank == 0:
-        _log_notices(config, ranks, partition, passes)
+        _log_notices(config, ranks, partition, passes, frozenset() if earlier is None else earlier.notices)
         if dropped:
             log.warning(
                 "%d parameters had a .grad from before initialize(), such as that of a test backward. It is dropped: "
@@ -159,8 +202,13 @@ def build_parts(
     return EngineParts(setup, ranks, reports, partition, passes, states, loop, sys.exc_info()[1])
 
 
-def _log_notices(config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes) -> None:
-    notices = [*config.notices, *unused_keys(config.comm, ranks.transport, ranks.group.device)]
+def _log_notices(
+    config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes, known: Collection[str]
+) -> None:
+    notices = [
+        *(text for text in config.notices if text not in known),
+        *unused_keys(config.comm, ranks.transport, ranks.group.device),
+    ]
     zero = config.zero_optimization
     gathers = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     if gathers and not any(unit.is_releasable for unit in partition.units):

@@ -132,6 +132,29 @@ class EngineCheckpoints(Observer):
         # A checkpoint may have been loaded before the object was registered.
         self._hand_over(name)
 
+    def objects(self) -> dict[str, Any]:
+        """Return the registered objects, and what the last load left, for ``restore_objects``."""
+        return {
+            "stateful": dict(self._stateful),
+            "unclaimed": self._unclaimed_states,
+            "unused": self._unused,
+            "reported": self._reported,
+        }
+
+    def restore_objects(self, objects: dict[str, Any], observers: dict[str, dict[str, Any]]) -> None:
+        """Go on with the objects of an engine whose partitioning has changed.
+
+        Args:
+            objects: What ``objects`` returned before the change, without observers.
+            observers: The states of the observers, by name.
+        """
+        for name, state in observers.items():
+            if name in self._stateful:
+                self._stateful[name].load_state_dict(state)
+        self._stateful |= objects["stateful"]
+        self._unclaimed_states, self._unused = objects["unclaimed"], objects["unused"]
+        self._reported = objects["reported"]
+
     def unused_name(self, prefix: str) -> str:
         """Return a name for ``register_stateful`` that begins with ``prefix`` and a number that is free."""
         # Loaders are numbered in the order of registration, so each finds its own state again in a resumed run.

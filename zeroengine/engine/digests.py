@@ -68,7 +68,7 @@ class StateDigests(Observer):
             places = [(unit.rank, ranks.slice_number(unit)) for unit in units]
             self._places = self._group.all_gather_object(places, "of slices")
         self._weights: UnitDigests | None = None
-        parts.setup.undo.callback(self.close)
+        parts.setup.partition_undo.hooks.callback(self.close)
         # What the micro-steps of the step in progress were given, where digests are due, in the order of ``GIVEN``.
         self._given: list[UnitDigests] = []
         # The step, and the numbers of all ranks, from the sum until the host reads them.

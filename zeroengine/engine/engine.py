@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.checkpoint.load_plan import LoadOptions
-from zeroengine.engine import call_checks, ending, temporary_offload
+from zeroengine.engine import call_checks, change, ending, temporary_offload
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.average_weights import average_weights
 from zeroengine.engine.dataloader import ResumableLoader
@@ -40,10 +40,14 @@ from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.host_memory import trim_heap
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed import ProcessGroup, Store
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
+    from zeroengine.config import Config
+    from zeroengine.runtime.pass_listener import PassListener
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.live_loads import LoadResult, Weights
     from zeroengine.weights.stream import PlanBuckets, WeightStream
@@ -84,9 +88,15 @@ class Engine:
     """
 
     def __init__(self, make_parts: Callable[[EngineCalls], EngineParts]) -> None:
-        calls = partial(EngineCalls, self._end_step_by_optimizer, self.zero_grad, self._call_optimizer)
-        self._steps = steps = StepLoop(lambda listener: make_parts(calls(listener)))
-        self._parts = parts = steps.parts
+        self._use_steps(StepLoop(lambda listener: make_parts(self._calls(listener))))
+        ending.engines.add(self)
+
+    def _calls(self, listener: PassListener) -> EngineCalls:
+        return EngineCalls(self._end_step_by_optimizer, self.zero_grad, self._call_optimizer, listener)
+
+    def _use_steps(self, steps: StepLoop) -> None:
+        self._steps, self._parts = steps, steps.parts
+        parts = steps.parts
         self._checkpoints = steps.checkpoints
         # Parameters refer to their owner weakly.
         self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
@@ -96,7 +106,6 @@ class Engine:
         self.optimizer, self.base_optimizer = parts.states.optimizer, parts.states.base_optimizer
         self.sequence_group = parts.loop.sequences
         self.sample_group, self.num_sample_groups = self.sequence_group.number, self.sequence_group.num_groups
-        ending.engines.add(self)
 
     # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
     if not TYPE_CHECKING:
@@ -494,6 +503,44 @@ class Engine:
     def eval(self) -> Engine:
         """Set evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
+
+    @messages.ends_in_callers_code
+    def change(self, config: str | Path | Mapping[str, Any] | Config) -> None:
+        """Go on with another configuration: another stage, degrees, offload, batch or precision of states.
+
+            engine.change({"zero_optimization": {"stage": 1}})
+
+        The model, the optimizer, the schedule and loaders stay the same objects, and the next step has the bits of a
+        run that was started with this configuration and loaded the states. States move from rank to rank, a unit at a
+        time, without a disk; at most one unit is whole beyond the larger of both partitionings. Other attributes of the
+        engine, such as ``reducer``, are new objects. Call it on every rank, between steps.
+
+        Args:
+            config: A file or a dict with the keys that change. Other keys of the top level stay as they are; a section
+                is replaced as a whole. See ``docs/training.md`` for the keys that can change.
+
+        Raises:
+            ZeroEngineError: On every rank, and the engine goes on as before: a key cannot change, a value is wrong,
+                states would not fit (with numbers), or this is between the micro-steps of a step, or inside of
+                ``gathered``, a forward or a backward. If moving itself fails, such as on a full disk, the engine ends:
+                load the last checkpoint into a new one.
+        """
+        planned = change.plan_change(self._parts, self._checkpoints, config)
+        progress, lasting, earlier = change.take_apart(planned, self._steps)
+        # Parts refer to one another in cycles, and hold the states until they are collected.
+        self._replace_parts(ending.ended_by("change(), which failed", self._parts))
+        gc.collect()
+        try:
+            self._use_steps(
+                StepLoop(
+                    lambda listener: change.put_together(planned, lasting, earlier, self._calls(listener)), progress
+                )
+            )
+        except BaseException as error:
+            error.add_note("engine.change() failed while states moved, and the engine has ended: load a checkpoint.")
+            planned.setup.undo.__exit__(type(error), error, error.__traceback__)
+            raise
+        change.report_change(planned, self._parts)
 
     # -- offloading for a while -------------------------------------------------------------------
 

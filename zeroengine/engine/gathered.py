@@ -43,7 +43,7 @@ class ParameterOwner:
                 # neither.
                 param.__dict__["__getstate__"] = partial(_state_without_engine, weakref.ref(param))
                 for attribute in (OWNER_ATTRIBUTE, "__getstate__"):
-                    parts.setup.undo.callback(param.__dict__.pop, attribute, None)
+                    parts.setup.partition_undo.hooks.callback(param.__dict__.pop, attribute, None)
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, in the order of registration."""

@@ -36,7 +36,7 @@ from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.mpu_slices import note_slices_of_mpu
 from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
-from zeroengine.engine.parts import EngineSetup
+from zeroengine.engine.parts import EngineSetup, PartitionUndo
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.split_models import Split, check_split_model, split_model, split_of_config
 from zeroengine.errors import ZeroEngineError
@@ -148,10 +148,11 @@ def make_engine(
             # Each model group counts as one rank: it computes its samples together.
             own_group = own.split_over.model or (group.rank,)
             num_data_ranks = group.world_size // len(own_group)
+            requested, data_ranks_per_node = settings, _data_ranks_per_node(own_group, ranks_per_node)
             settings = settings.resolve(
                 world_size=group.world_size,
                 model_dtype=dtype,
-                ranks_per_node=_data_ranks_per_node(own_group, ranks_per_node),
+                ranks_per_node=data_ranks_per_node,
                 shard_ranks=shard_ranks,
                 ranks_per_model=len(own_group),
             )
@@ -215,8 +216,23 @@ def make_engine(
             log.warning("%s", notice)
         # The prediction looks at the caller's optimizer, which the engine empties.
         start = describe_start(model, state_memory, replica_ranks, num_replicas, group.device)
+        partition_undo = PartitionUndo()
+        undo.push(partition_undo.end)
         setup = EngineSetup(
-            model, base_optimizer, lr_scheduler, state_memory, async_step, copies, undo, model_groups, experts
+            model,
+            base_optimizer,
+            lr_scheduler,
+            state_memory,
+            async_step,
+            copies,
+            undo,
+            partition_undo,
+            requested,
+            dtype,
+            data_ranks_per_node,
+            shard_ranks,
+            model_groups,
+            experts,
         )
         try:
             engine = Engine(partial(build_parts, setup, group, replicas, transport))

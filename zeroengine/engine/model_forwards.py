@@ -55,8 +55,10 @@ class ModelForwards:
         if parts.reports.forward_profiler is not None:
             # A profile leaves out the gathers, so it begins after the engine's hooks and ends before them.
             begin, end = _hook(self, ModelForwards._begin_profile), _hook(self, ModelForwards._end_profile)
-            parts.setup.undo.callback(self._model.register_forward_pre_hook(begin).remove)
-            parts.setup.undo.callback(self._model.register_forward_hook(end, prepend=True, always_call=True).remove)
+            parts.setup.partition_undo.hooks.callback(self._model.register_forward_pre_hook(begin).remove)
+            parts.setup.partition_undo.hooks.callback(
+                self._model.register_forward_hook(end, prepend=True, always_call=True).remove
+            )
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Begin a forward, unless it is nested in another one.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from zeroengine.comm.quantized_transport import QuantizedGather, QuantizedReduce
 from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
+from zeroengine.engine.earlier_partition import EarlierPartition
 from zeroengine.engine.restoration import Restoration
 from zeroengine.memory.state_memory import StateMemory
 from zeroengine.monitor.timer import Timer
@@ -62,6 +64,38 @@ from zeroengine.utils.progress import call_every
 TRIM_INTERVAL_BYTES = 64 << 20
 
 
+class PartitionUndo:
+    """The calls that end one partitioning of the model, with the engine or where ``Engine.change`` makes another one.
+
+    Attributes:
+        hooks: Make the model ordinary again.
+        stores: Close the stores of its states, which the calls of ``hooks`` may still read.
+    """
+
+    def __init__(self) -> None:
+        self.hooks, self.stores = ExitStack(), ExitStack()
+
+    def begin_again(self) -> PartitionUndo:
+        """Return the calls so far, and take those of another partitioning from now on."""
+        earlier = PartitionUndo()
+        earlier.take_over(self)
+        self.hooks, self.stores = ExitStack(), ExitStack()
+        return earlier
+
+    def take_over(self, other: PartitionUndo) -> None:
+        """Make the calls of ``other`` in place of those so far."""
+        self.hooks, self.stores = other.hooks, other.stores
+
+    def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Make all calls, those of the stores last. See ``Restoration`` for ``error``."""
+        try:
+            self.hooks.__exit__(kind, error, traceback)
+        finally:
+            self.stores.close()
+
+
 @dataclass(frozen=True)
 class EngineSetup:
     """What an engine is made from, after the checks of ``initialize``: the same on every rank.
@@ -75,6 +109,11 @@ class EngineSetup:
         copies: Moves tensors between the device and the host. None: as the device requires.
         undo: The calls that end the engine: they make the model, the optimizer and the schedule ordinary again, with
             their values at that time, and free the engine's threads, files and other resources.
+        partition_undo: Of these, the calls that end how the model is partitioned. It is one of the calls of ``undo``.
+        requested: The configuration before it was resolved.
+        model_dtype: The dtype of the model before ``initialize``, as ``Config.resolve`` takes it.
+        ranks_per_node: The number of ranks of each machine, likewise.
+        shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over, likewise.
         model_groups: The ranks that hold one model together, in the order of their slices, for each model; empty: no
             parameter is split.
         experts: The ranks that the experts are split over; None: they are not split.
@@ -87,6 +126,11 @@ class EngineSetup:
     async_step: bool | None
     copies: GPUCopies | None
     undo: ExitStack
+    partition_undo: PartitionUndo
+    requested: Config
+    model_dtype: torch.dtype | None = None
+    ranks_per_node: int | None = None
+    shard_ranks: int | None = None
     model_groups: Sequence[tuple[int, ...]] = ()
     experts: ExpertGroup | None = None
 
@@ -136,6 +180,7 @@ class Ranks:
         sums: Sums small vectors over all ranks.
         quantized_gather: Gathers parameters inexactly; None if nothing asks for it.
         quantized_reduce: Sums gradients inexactly, as the reduce channel of ``transport``; None likewise.
+        plain_transport: What ``transport`` stands around: what moves the bytes.
         experts: The ranks that experts are split over; None: they are not.
     """
 
@@ -146,6 +191,7 @@ class Ranks:
     sums: RankSums
     quantized_gather: QuantizedGather | None
     quantized_reduce: QuantizedReduce | None
+    plain_transport: Transport
     experts: ExpertGroup | None = None
 
     def transport_of(self, unit: UnitPlan | Unit) -> Transport:
@@ -197,7 +243,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         replicas: The replicas of ``local_steps``, if there are several.
         transport: Moves bytes between the ranks of the replica.
     """
-    config, plans, zero = setup.config, setup.plans, setup.config.zero_optimization
+    config, plans, zero, plain_transport = setup.config, setup.plans, setup.config.zero_optimization, transport
     rules = DegreeRules.of_settings(zero, transport.world_size)
     sharing = group if replicas is None else replicas.group
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
@@ -208,10 +254,10 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
         of_experts = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if plan.expert_ranks))
         experts.transport.open_groups(of_experts, experts.data_group)
     if config.comms_logger.enabled and group.rank == 0:
-        transport = log_collectives(transport, config.comms_logger, setup.undo)
+        transport = log_collectives(transport, config.comms_logger, setup.partition_undo.hooks)
         if experts is not None:
             # Other ranks have the same experts, so these collectives have a table of their own.
-            logged = log_collectives(experts.transport, config.comms_logger, setup.undo, "experts")
+            logged = log_collectives(experts.transport, config.comms_logger, setup.partition_undo.hooks, "experts")
             experts = experts._replace(transport=logged)
     has_peers = transport.world_size > 1
     quantized_reduce = None
@@ -228,7 +274,7 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     quantizes = has_peers and any(zero.quantizes_gathers(plan.trainable) for plan in plans)
     quantized_gather = QuantizedGather(transport) if quantizes else None
     sums: RankSums = transport if replicas is None else SumsOverReplicas(transport, replicas)
-    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, experts)
+    return Ranks(group, replicas, rules, transport, sums, quantized_gather, quantized_reduce, plain_transport, experts)
 
 
 @dataclass(frozen=True)
@@ -248,55 +294,86 @@ class PartitionedModel:
     restoration: Restoration
 
 
-def partition_model(setup: EngineSetup, ranks: Ranks, timer: Timer) -> PartitionedModel:
-    """Move the model's parameters into units. All ranks get rank 0's parameters and buffers. A collective.
+def place_model(
+    setup: EngineSetup, ranks: Ranks, timer: Timer, purpose: str
+) -> tuple[Placement, Callable[[BackendParts], UpdateBackend]]:
+    """Open the stores of offloaded states, and choose what updates them. A collective.
 
     Args:
         setup: What the engine is made from.
         ranks: The ranks.
         timer: Times transfers of offloaded states.
+        purpose: The purpose, such as "to initialize", for messages.
+
+    Returns:
+        The first two attributes of ``PartitionedModel``.
 
     Raises:
         ZeroEngineError: On every rank: something cannot be partitioned. The model is as it was.
     """
-    model, config, plans, undo, group = setup.model, setup.config, setup.plans, setup.undo, ranks.group
+    config, plans, group = setup.config, setup.plans, ranks.group
     # Placing states may create files. If one rank has no space, every rank must raise, because the others would
     # otherwise wait for it in the first broadcast below.
-    with group.collective_errors("to initialize"):
+    with group.collective_errors(purpose):
         check_scheduler(setup.lr_scheduler, setup.base_optimizer, config)
         placement = place_states(plans, ranks.rules, config, ranks.transport, group.device, timer, setup.copies)
-        undo.callback(placement.close)
+        setup.partition_undo.stores.callback(placement.close)
         check_hooks_allowed(_hooked_modules(setup, ranks, placement))
         degree = max((ranks.rules.of_unit(plan).optimizer for plan in plans), default=1)
         device, async_step = group.device, setup.async_step
         backend = choose_backend(setup.base_optimizer, plans, placement, config, device, async_step, degree)
+    return placement, backend
+
+
+def partition_model(
+    setup: EngineSetup,
+    ranks: Ranks,
+    placement: Placement,
+    backend: Callable[[BackendParts], UpdateBackend],
+    earlier: EarlierPartition | None,
+) -> PartitionedModel:
+    """Move the model's parameters into units. All ranks get rank 0's parameters and buffers. A collective.
+
+    Args:
+        setup: What the engine is made from.
+        ranks: The ranks.
+        placement: Where the states of each unit are to live.
+        backend: Makes what updates them.
+        earlier: The partitioning before a change, of which this takes over the states; None: the model is ordinary.
+    """
+    model, config, undo, group = setup.model, setup.config, setup.partition_undo.hooks, ranks.group
     units: list[Unit] = []
     restoration = Restoration(group, ranks.data_group, ranks.transport, placement, units)
     undo.push(restoration)
     # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
-    units.extend(_make_units(setup, ranks, placement))
+    units.extend(_make_units(setup, ranks, placement, earlier))
     forbid_forward_while_unset(model, units, undo)
     # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
     mixed_precision.prepare_buffers(model, config, group.device, partial(group.broadcast, purpose="of buffers"), undo)
     return PartitionedModel(placement, backend, units, restoration)
 
 
-def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[Unit]:
+def _make_units(
+    setup: EngineSetup, ranks: Ranks, placement: Placement, earlier: EarlierPartition | None
+) -> Iterator[Unit]:
     """Move the model's parameters into units, one after another, and return the freed memory to the system."""
     count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(placement.optimizer_stores)
     # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
     # unit, rather than two copies of the model.
     for number, (plan, stored) in enumerate(zip(setup.plans, placement.parameter_shards, strict=True)):
+        # Frozen units have no masters, so there is one optimizer store for each trainable unit.
+        master_store = next(master_stores) if plan.trainable else None
+        if earlier is not None:
+            earlier.restore_parameters(plan)
         unit = Unit(
             number,
             plan,
             ranks.rules.of_unit(plan),
             ranks.transport_of(plan),
-            ranks.holders(plan),
+            ranks.holders(plan) if earlier is None else None,
             ranks.group,
             stored,
-            # Frozen units have no masters, so there is one optimizer store for each trainable unit.
-            next(master_stores) if plan.trainable else None,
+            master_store,
             ranks.quantized_gather if setup.config.zero_optimization.quantizes_gathers(plan.trainable) else None,
             setup.config.check_parameter_writes,
         )
@@ -304,6 +381,8 @@ def _make_units(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Itera
         # a unit of lower precision was rounded.
         count_freed(sum(param.nbytes for param in unit.params) + (4 * plan.numel if unit.has_master else 0))
         yield unit
+        if earlier is not None:
+            earlier.move_states(unit, master_store)
 
 
 def _hooked_modules(setup: EngineSetup, ranks: Ranks, placement: Placement) -> Iterator[nn.Module]:
@@ -373,10 +452,11 @@ def connect_passes(
         reducer.gradient_factor = float(reducer.num_summed)
     num_forwards = ranks.group.divergence.num_forwards
     forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards, listener)
+    undo = setup.partition_undo.hooks
     for handle in forward.hook_handles:
-        setup.undo.callback(handle.remove)
+        undo.callback(handle.remove)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
-    mixed_precision.install(setup.model, config, device, setup.undo)
+    mixed_precision.install(setup.model, config, device, undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
     digests, compares = reducer.assigned_digests, config.check_parameter_writes
     data_ranks = ranks.replica_group.world_size
@@ -384,7 +464,7 @@ def connect_passes(
     outside_writes = OutsideWrites(units, compared, digests, compares, data_ranks, number)
     copies, host_activations = partition.placement.copies, None
     if config.activation_checkpointing.cpu_checkpointing and copies is not None:
-        host_activations = HostActivations(setup.model, units, copies, setup.undo)
+        host_activations = HostActivations(setup.model, units, copies, undo)
     return Passes(scaler, reducer, forward, forward.backward, forward.gatherer, outside_writes, host_activations)
 
 
@@ -421,7 +501,13 @@ class States:
 
 
 def build_states(
-    setup: EngineSetup, ranks: Ranks, partition: PartitionedModel, passes: Passes, timer: Timer, calls: EngineCalls
+    setup: EngineSetup,
+    ranks: Ranks,
+    partition: PartitionedModel,
+    passes: Passes,
+    timer: Timer,
+    calls: EngineCalls,
+    earlier: EarlierPartition | None,
 ) -> States:
     """Build the optimizer over shards and the schedule, and let the caller's optimizer call the engine. A collective.
 
@@ -432,6 +518,7 @@ def build_states(
         passes: Where the gradients come from and the updated parameters go.
         timer: Times the norm and the updates.
         calls: The methods of the engine that either optimizer calls.
+        earlier: The partitioning before a change, whose optimizer and schedule go on; None: there are none.
 
     Raises:
         ZeroEngineError: On every rank: the schedule drives another optimizer, or needs a metric.
@@ -447,6 +534,8 @@ def build_states(
         )
         split_over = ranks.replicas if setup.model_groups else None
         outliers = None if config.skip_steps is None else OutlierSteps(config.skip_steps)
+        if earlier is not None:
+            outliers = earlier.outliers
         reduction = StepReduction(
             shards, passes.reducer, ranks.transport, passes.outside_writes, timer, split_over, outliers
         )
@@ -463,16 +552,24 @@ def build_states(
                 None if split_over is None else split_over.between,
             )
         )
-        optimizer = ShardedOptimizer(
-            base_optimizer, backend, shards, reduction, step=calls.step, zero_grad=calls.zero_grad
-        )
-        schedule = make_scheduler(setup.lr_scheduler, optimizer, config)
+        if earlier is None:
+            optimizer = ShardedOptimizer(
+                base_optimizer, backend, shards, reduction, step=calls.step, zero_grad=calls.zero_grad
+            )
+            schedule = make_scheduler(setup.lr_scheduler, optimizer, config)
+        else:
+            optimizer = earlier.optimizer
+            optimizer.backend, optimizer.shards, optimizer.reduction = backend, shards, reduction
+            earlier.finish_moves()
         outer_step = None
         if ranks.replicas is not None and config.local_steps is not None:
             nesterov = None if config.local_steps.nesterov is None else Nesterov(*config.local_steps.nesterov)
             between, device = ranks.replicas.between, ranks.group.device
             outer_step = OuterStep(shards, ranks.transport, between, nesterov, timer, device)
     master_weights = MasterWeights(optimizer, passes.gatherer, placement, passes.outside_writes, ranks.transport)
+    if earlier is not None:
+        lr_schedule, members = earlier.lr_schedule, earlier.elementwise_members
+        return States(base_optimizer, optimizer, lr_schedule, outliers, None, master_weights, members)
     lr_schedule = LRSchedule(schedule, optimizer, base_optimizer)
     setup.undo.callback(lr_schedule.close)
     # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on this

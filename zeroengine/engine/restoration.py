@@ -59,6 +59,11 @@ class Restoration:
         self.shards: list[OptimizerShard] = []
         self.reason_not_whole = ""
 
+    def forget(self) -> None:
+        """Restore nothing: another partitioning takes over what the units hold."""
+        self._units = ()
+        self.shards.clear()
+
     def check_room(self) -> None:
         """Check that whole parameters fit into the memory of every rank. A collective.
 
@@ -118,9 +123,9 @@ class Restoration:
                         unit.restore_parameters()
                     # After the last step, which another rank has not ended.
                     except DivergenceError as divergence:
-                        unit.abandon_parameters(partial(_raise_abandoned, f"the ranks have diverged: {divergence}"))
+                        unit.abandon_parameters(partial(raise_abandoned, f"the ranks have diverged: {divergence}"))
                 else:
-                    unit.abandon_parameters(partial(_raise_abandoned, reason))
+                    unit.abandon_parameters(partial(raise_abandoned, reason))
         if not reason:
             # A peer may still read the last parameters from this rank's memory, which is freed next.
             self._transport.fence()
@@ -161,7 +166,8 @@ class Restoration:
             yield value.view(slot.shape)
 
 
-def _raise_abandoned(reason: str, param: nn.Parameter, operation: str) -> None:
+def raise_abandoned(reason: str, param: nn.Parameter, operation: str) -> None:
+    """Refuse a use of a parameter that lost its values because of ``reason``."""
     raise ReleasedParameterError(
         f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, because "
         f"{reason}. Build the model anew, and load its weights."

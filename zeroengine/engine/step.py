@@ -23,6 +23,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,16 @@ from zeroengine.utils.launcher import REPORTED_STEPS, report_step
 from zeroengine.utils.tensors import HostCopy
 
 log = logging.getLogger("zeroengine")
+
+
+class StepCounts(NamedTuple):
+    """What a ``StepRunner`` has counted: its attributes of these names."""
+
+    num_updates: int
+    num_skipped: int
+    num_skipped_in_a_row: int
+    grad_norm: float | None
+    issued_step: IssuedStep | None
 
 
 class StepRunner:
@@ -77,6 +88,16 @@ class StepRunner:
         self._overflow: tuple[int, bool] | None = None
         # Whatever fails from here on until a step was taken fails before the first step.
         REPORTED_STEPS.setdefault("step", 0)
+
+    def counts(self) -> StepCounts:
+        """Return what was counted so far. The result of the last step is known."""
+        return StepCounts(
+            self.num_updates, self.num_skipped, self.num_skipped_in_a_row, self.grad_norm, self.issued_step
+        )
+
+    def restore_counts(self, counts: StepCounts) -> None:
+        """Go on counting there."""
+        self.num_updates, self.num_skipped, self.num_skipped_in_a_row, self.grad_norm, self.issued_step = counts
 
     @property
     def next_number(self) -> int:

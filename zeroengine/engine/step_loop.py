@@ -19,6 +19,7 @@ from zeroengine.engine.observers import build_observers
 from zeroengine.engine.public_call import ALL_BUT_FORWARD, Inside, PublicCall
 from zeroengine.engine.replay import ReplayTarget, StepReplay
 from zeroengine.engine.replica_rounds import ReplicaRounds
+from zeroengine.engine.run_progress import RunProgress, restore_progress, run_progress
 from zeroengine.errors import SkippedStepsError, ZeroEngineError
 from zeroengine.monitor.observer import Observer, overriding
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
@@ -38,6 +39,7 @@ class StepLoop(PassListener):
 
     Args:
         make_parts: Builds the parts of the engine, whose passes tell their listener of forwards and backwards.
+        progress: Where the run is, after a change; None: at its begin.
 
     Attributes:
         parts: The parts of the engine.
@@ -45,7 +47,7 @@ class StepLoop(PassListener):
         forwards: Observes the forwards of the model.
     """
 
-    def __init__(self, make_parts: Callable[[PassListener], EngineParts]) -> None:
+    def __init__(self, make_parts: Callable[[PassListener], EngineParts], progress: RunProgress | None = None) -> None:
         self.parts = parts = make_parts(self)
         self._loop = parts.loop
         self._rounds, digests, target = ReplicaRounds(parts), StateDigests(parts), ReplayTarget.of_process()
@@ -66,6 +68,13 @@ class StepLoop(PassListener):
         self._notes_losses = any((reports.monitor, reports.progress, parts.states.outliers))
         # The warnings that were given, which come once each.
         self._warnings: set[str] = set()
+        if progress is not None:
+            self._warnings = progress.warnings
+            restore_progress(progress, parts, checkpoints)
+
+    def progress(self) -> RunProgress:
+        """Return where the run is, between two steps."""
+        return run_progress(self.parts, self.checkpoints, self._warnings)
 
     # -- the events of forwards and backwards -----------------------------------------------------
 

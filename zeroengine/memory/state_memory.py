@@ -89,6 +89,7 @@ class StateMemory:
     Attributes:
         plans: The units.
         config: The configuration.
+        topology: The ranks, the device and the transport.
         optimizer: The optimizer.
     """
 
@@ -99,7 +100,7 @@ class StateMemory:
         topology: RankTopology,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self.plans, self.config, self._topology = plans, config, topology
+        self.plans, self.config, self.topology = plans, config, topology
         # One object serves all predictions: after ``initialize`` the caller's optimizer has no state to look at.
         self._probe = OptimizerProbe(optimizer, config, plans)
         self.optimizer = self._probe.optimizer
@@ -130,9 +131,9 @@ class StateMemory:
     def requirement(self, choice: StateChoice) -> MemoryRequirement:
         """Return what a choice takes."""
         if choice not in self._requirements:
-            states = predict_states(self.plans, choice.applied(self.config), self._topology, self._probe)
+            states = predict_states(self.plans, choice.applied(self.config), self.topology, self._probe)
             # The model's own values are counted as taken already, and are freed while the units are made.
-            values = sum(value_bytes(plan, self._topology.device) for plan in self.plans)
+            values = sum(value_bytes(plan, self.topology.device) for plan in self.plans)
             device = states.device_total + states.peak_device_extra - states.shared_pages - values
             self._requirements[choice] = MemoryRequirement(states, device, states.cpu_total, states.disk_files)
         return self._requirements[choice]
@@ -164,9 +165,9 @@ class StateMemory:
                 return ["none"]
             path = getattr(self.config.zero_optimization, section).nvme_path
             # On a machine without a GPU, CPU memory is where states are anyway.
-            return ["none"] + ["cpu"] * (self._topology.device == "cuda") + ["nvme"] * bool(any_disk or path)
+            return ["none"] + ["cpu"] * (self.topology.device == "cuda") + ["nvme"] * bool(any_disk or path)
 
-        stages = tuple(STAGES) if self._serves_stages or self._topology.world_size == 1 else (0,)
+        stages = tuple(STAGES) if self._serves_stages or self.topology.world_size == 1 else (0,)
         choices = [
             StateChoice(s, o, p)
             for s in (stages if stage == CHOSEN else (int(stage),))
@@ -210,7 +211,7 @@ class StateMemory:
         else:
             remedy = self._say_nothing_fits(free)
         raise ZeroEngineError(
-            f"the model does not fit: {current.in_words()} takes {requirement.shortage(free, self._topology.device)}. "
+            f"the model does not fit: {current.in_words()} takes {requirement.shortage(free, self.topology.device)}. "
             f"These are {requirement.breakdown()}; activations come on top. {remedy}. "
             'With "memory_check": "warn" it is tried.'
         )

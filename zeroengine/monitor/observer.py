@@ -33,8 +33,8 @@ import torch
 class Observer:
     """Observes the steps of one engine. Each moment does nothing unless a class overrides it.
 
-    An observer is complete when it is constructed. What it opens it closes by ``EngineSetup.undo``, which also runs
-    where ``initialize`` fails.
+    An observer is complete when it is constructed. What it opens it closes by ``EngineSetup.partition_undo``, which
+    also runs where ``initialize`` fails. ``Engine.change`` makes new observers, with the states of those before.
 
     Attributes:
         world_independent: Its state loads on any number of ranks, so it is to be the same on all ranks.

@@ -21,7 +21,9 @@ OUTSIDE_TRAINING: tuple[Kind, ...] = ("checkpoint", "evaluation")
 SPLIT = (*KINDS, "other")
 TRAFFIC = ("gather_bytes", "reduce_bytes", "exchange_bytes", "disk_read_bytes", "disk_write_bytes")
 Cause = Literal["compute", "offload", "other", "link"]
-EventKind = Literal["start", "resume", "checkpoint", "skip", "restart", "eviction", "warning", "error", "trace", "end"]
+EventKind = Literal[
+    "start", "resume", "change", "checkpoint", "skip", "restart", "eviction", "warning", "error", "trace", "end"
+]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,34 @@ from zeroengine.config.ema import Ema
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.partition.layout import ShardSpan
+from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
+
+# The names of states in ``Unit.moved_states``, beside those of moments.
+MASTER, AVERAGE = "master", "average"
+
+
+def empty_state(unit: Unit, store: OffloadStore | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a state of a unit's optimizer shard: zeros in the store, or uninitialized memory on the device.
+
+    Args:
+        unit: The unit.
+        store: The store of its masters and optimizer state. None: they are on the device.
+        numel: The number of values.
+        dtype: Their dtype.
+    """
+    if store is not None:
+        return store.empty(numel, dtype)
+    tensor = torch.empty(numel, dtype=dtype, device=unit.full_buffer.tensor.device)
+    ops.advise_huge_pages(tensor)
+    return tensor
+
+
+def zero_state(unit: Unit, store: OffloadStore | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in the store or on the device. The arguments are those of ``empty_state``."""
+    tensor = empty_state(unit, store, numel, dtype)
+    # New memory of a store reads as zeros, and writing it would load it from disk.
+    return tensor if store is not None else tensor.zero_()
 
 
 class OptimizerShard:
@@ -50,9 +77,11 @@ class OptimizerShard:
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
         self.master = self._take_master() if unit.has_master else self.param
         self.low_precision_param = self.param if unit.has_master else None
-        self.average = None if ema is None else self.empty(ema.torch_dtype)
+        moved_average = unit.moved_states.pop(AVERAGE, None)
+        self.average = moved_average if ema is None or moved_average is not None else self.empty(ema.torch_dtype)
         self.average_weight = 0.0 if ema is None else 1 - ema.decay
-        self.restart_average()
+        if moved_average is None:
+            self.restart_average()
         self.medium: Medium | None = None if store is None else store.medium
         self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
         self.may_be_written = unit.has_master and not unit.is_releasable
@@ -63,6 +92,8 @@ class OptimizerShard:
 
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit already has one if its parameters were built in a wider dtype."""
+        if MASTER in self.unit.moved_states:
+            return self.unit.moved_states.pop(MASTER)
         initial_master = self.unit.initial_master
         if initial_master is not None and self.store is not None and self.store.holds(initial_master):
             return initial_master
@@ -99,18 +130,11 @@ class OptimizerShard:
             dtype: The dtype of the values.
             numel: Their number. None: one for each element of the shard.
         """
-        numel = self.param.numel() if numel is None else numel
-        if self.store is not None:
-            return self.store.empty(numel, dtype)
-        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full_buffer.tensor.device)
-        ops.advise_huge_pages(tensor)
-        return tensor
+        return empty_state(self.unit, self.store, self.param.numel() if numel is None else numel, dtype)
 
     def zeros(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         """Return zeros in the store or on the device. The arguments are those of ``empty``."""
-        tensor = self.empty(dtype, numel)
-        # New memory of a store reads as zeros, and writing it would load it from disk.
-        return tensor if self.store is not None else tensor.zero_()
+        return zero_state(self.unit, self.store, self.param.numel() if numel is None else numel, dtype)
 
     def spans(self) -> Iterator[ShardSpan]:
         """Return the spans of parameters in this shard, at most one for each parameter."""

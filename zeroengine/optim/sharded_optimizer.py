@@ -66,6 +66,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Only from here on attributes that this object lacks are those of the caller's optimizer.
         self._base_optimizer = base_optimizer
 
+    def drop_parts(self) -> None:
+        """Refer to no shard any more, until others are assigned with their backend and their reduction."""
+        self.shards = ()
+        del self.backend, self.reduction
+
     # -- as a torch optimizer ---------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class OriginalParameters:
         self.changed: list[str] = []
 
     def move_to(
-        self, full_buffer: FullBuffer, values: torch.Tensor, unit_name: str, holders: Group, all_ranks: Group
+        self, full_buffer: FullBuffer, values: torch.Tensor, unit_name: str, holders: Group | None, all_ranks: Group
     ) -> None:
         """Move the model's values into a unit's memory, and free the model's own memory on the way.
 
@@ -50,7 +50,8 @@ class OriginalParameters:
             full_buffer: What the parameters become views of.
             values: Takes the values of rank 0, in the flat layout: the full buffer, or a wider one.
             unit_name: The name of the unit.
-            holders: The ranks that have the same values of it. Those of the first one count.
+            holders: The ranks that have the same values of it. Those of the first one count. None: all values are
+                there, and the ranks agree on them.
             all_ranks: The ranks of the engine, of which the first one computes values that are not there yet.
         """
         with torch.no_grad(), contextlib.ExitStack() as original_data:
@@ -64,14 +65,15 @@ class OriginalParameters:
                     original_data.callback(_set_data, param, target, self._templates[index])
                 else:
                     trace = take_trace(param)
-                    assert trace is not None
+                    assert trace is not None and holders is not None
                     if trace.is_unset:
                         self.unset.add(self._layout.slots[index].name)
                     source = _compute(trace, param, target, holders, all_ranks)
                 if not param.requires_grad and _is_changed(source, target):
                     self.changed.append(self._layout.slots[index].name)
                 full_buffer.adopt(index)
-            holders.broadcast(values, f"of unit {unit_name}")
+            if holders is not None:
+                holders.broadcast(values, f"of unit {unit_name}")
             original_data.pop_all()
 
     @property

@@ -51,7 +51,8 @@ class Unit:
     releasable, its full buffer has no memory afterwards, and the caller must call ``mark_released`` next.
 
     Args:
-        holders: The ranks that have the same values of the parameters. Those of the first one count.
+        holders: The ranks that have the same values of the parameters. Those of the first one count. None: all of them
+            agree already, and what initial masters are is known elsewhere, as in a change of the partitioning.
         all_ranks: The ranks of the engine.
         offloaded_shards: The store of the shard. None: it is on the device.
         master_store: The store of ``initial_master``. None: it is on the device.
@@ -71,6 +72,8 @@ class Unit:
         shard: 1-D, the elements that this rank owns at the parameter degree.
         initial_master: The fp32 values of this rank's optimizer shard, from before they were rounded to the unit's
             dtype. None if nothing was rounded, and once the optimizer has taken them.
+        moved_states: States of this rank's optimizer shard from before a change of the partitioning, by name, until the
+            optimizer has taken them. See ``optim.state_moves``.
         originals: What the parameters were before ``initialize``, which ``restore_parameters`` makes of them again.
         writes: What user code wrote into the parameters while they were gathered, if the unit is releasable.
     """
@@ -81,7 +84,7 @@ class Unit:
         plan: UnitPlan,
         degrees: Degrees,
         transport: Transport,
-        holders: Group,
+        holders: Group | None,
         all_ranks: Group,
         offloaded_shards: OffloadedShards | None = None,
         master_store: OffloadStore | None = None,
@@ -132,6 +135,7 @@ class Unit:
         )
         self.originals = OriginalParameters(self.params, self.layout)
         self.initial_master = self._load(holders, all_ranks, master_store)
+        self.moved_states: dict[str, torch.Tensor] = {}
         self.shard = self.full_buffer.tensor if shard is None else shard
         self.copy_full_to_shard()
         names = [slot.name for slot in self.layout.slots]
@@ -141,11 +145,11 @@ class Unit:
             self.full_buffer.free()
             self.state = GatherState.RELEASED
 
-    def _load(self, holders: Group, all_ranks: Group, master_store: OffloadStore | None) -> torch.Tensor | None:
+    def _load(self, holders: Group | None, all_ranks: Group, master_store: OffloadStore | None) -> torch.Tensor | None:
         """Move the model's values into the full buffer. If that rounds them, return this rank's fp32 master."""
         full = self.full_buffer.tensor
         # Wider values pass through an fp32 buffer, from which the master is copied before they are rounded.
-        if not self.restores_from_master:
+        if holders is None or not self.restores_from_master:
             self.originals.move_to(self.full_buffer, full, self.name, holders, all_ranks)
             return None
         initial = torch.zeros_like(full, dtype=torch.float32)

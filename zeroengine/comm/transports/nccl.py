@@ -116,6 +116,10 @@ class NCCLChannel:
         """Let operations among ``ranks`` use a communicator. Close it with this transport."""
         self._groups[tuple(sorted(ranks))] = group
 
+    def has_group(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether ``ranks`` have a communicator of their own."""
+        return tuple(sorted(ranks)) in self._groups
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """All communicators."""
@@ -302,14 +306,15 @@ class NCCLTransport(TransportTraits):
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
         """Make the communicators that units of these degrees need, and those of exchanges. A collective."""
-        if len(exchanging) > 1:
+        if len(exchanging) > 1 and not self.exchange.has_group(exchanging):
             self.exchange.add_group(exchanging, group.new_group(group.backend, self._timeout, exchanging))
         for channel, rank_sets in (
             (self.gather, (ranks for unit in degrees for ranks in unit.gather_groups(self.rank))),
             (self.reduce, (ranks for unit in degrees for ranks in unit.reduce_groups(self.rank, self.world_size))),
         ):
             for ranks in dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets):
-                if 1 < len(ranks) < self.world_size:
+                # A change of degrees comes here again.
+                if 1 < len(ranks) < self.world_size and not channel.has_group(ranks):
                     part = group.new_group(group.backend, self._timeout, ranks)
                     channel.add_group(ranks, part)
                     if self._memory is not None:

@@ -89,6 +89,10 @@ class SharedMemoryTransport(TransportTraits):
         for channel in self._channels:
             channel.fence()
 
+    def reclaim(self) -> None:
+        """Free the pages of this rank's file that no tensor is in any more."""
+        self._memory.reclaim()
+
     def close(self) -> None:
         """Close the memory files."""
         self._memory.close()

@@ -102,7 +102,7 @@ class MappedBuffer:
     def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype, writable: bool) -> None:
         self._lib, self._writable = lib, writable
         self._size = max(numel, 1) * dtype.itemsize
-        self.tensor = _private_pages(numel, dtype)
+        _, self.tensor = _private_pages(numel, dtype)
         self._holds_memory = True
 
     def allocate(self) -> None:
@@ -163,6 +163,8 @@ class SharedMemory:
         self._end = CONTROL_BYTES
         # Address, bytes, and offset in the file of each tensor of ``empty``.
         self._regions: list[tuple[int, int, int]] = []
+        # Offset in the file and bytes of the tensors that are gone.
+        self._unused: list[tuple[int, int]] = []
         # The addresses of mapped buffers.
         self._mapped: set[int] = set()
         # The finalizer holds the descriptors and not this object, or the object would never be collected.
@@ -190,13 +192,21 @@ class SharedMemory:
         os.ftruncate(self._fd, self._end)
         # Python's mmap of the file would keep a descriptor open for each tensor. So this reserves the pages first, and
         # maps the file over them.
-        tensor = _private_pages(numel, dtype, phase)
+        memory, tensor = _private_pages(numel, dtype, phase)
+        weakref.finalize(memory, self._unused.append, (offset, nbytes))
         start = tensor.data_ptr()
         check_result(self.lib.ze_map(start, nbytes, self._fd, offset, True), "mapping shared memory")
         # The system reuses addresses of freed memory, so older regions at these addresses are stale.
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))
         return tensor
+
+    def reclaim(self) -> None:
+        """Give the pages of tensors that are gone back to the system. No peer may read them any more."""
+        while self._unused:
+            offset, nbytes = self._unused.pop()
+            with mmap.mmap(self._fd, nbytes, offset=offset) as pages:
+                pages.madvise(mmap.MADV_REMOVE)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Return where in the file ``tensor`` begins, in bytes."""
@@ -298,13 +308,13 @@ def open_memory(
     return SharedMemory(rank, own_address.fd, peers, numbers, divergence)
 
 
-def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> torch.Tensor:
-    """Return private memory in pages of its own, which are unmapped with the tensor.
+def _private_pages(numel: int, dtype: torch.dtype, phase: int = 0) -> tuple[mmap.mmap, torch.Tensor]:
+    """Return private memory in pages of its own, and a tensor with which they are unmapped.
 
     Memory that is large enough begins ``phase`` bytes after a place where a huge page can lie.
     """
     memory, start = map_in_huge_pages(max(numel, 1) * dtype.itemsize, private_mapping, phase)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
+    return memory, torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
 
 
 def host_identity() -> str:

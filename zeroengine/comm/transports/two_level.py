@@ -90,6 +90,7 @@ class TwoLevelTransport(TransportTraits):
                 (local.gather, local.reduce), local.of_other_hosts, self._direct[:2], strict=True
             )
         ]
+        # ``open_groups`` chooses these three, again after a change of degrees.
         self.gather: Channel = self._two_level[0]
         self.reduce: Channel = self._two_level[1]
         self.packed_sums: PackedSums | None = self._two_level[1]
@@ -106,11 +107,9 @@ class TwoLevelTransport(TransportTraits):
             self.exchange = self._direct[2]
             self._direct[2].progress_others = self.progress
         unfit = self._layout.unfit(degrees)
-        if not unfit:
-            return
-        self.gather, self.reduce = self._direct[:2]
-        self.packed_sums = None
-        if self.rank == 0:
+        self.gather, self.reduce = self._direct[:2] if unfit else self._two_level
+        self.packed_sums = None if unfit else self._two_level[1]
+        if unfit and self.rank == 0:
             log.warning(
                 "degrees of %s straddle hosts of %d ranks, so each rank sends to each other rank. Degrees that divide "
                 "%d, or are multiples of it, send %d times fewer bytes between hosts.",
@@ -152,6 +151,10 @@ class TwoLevelTransport(TransportTraits):
         """Return when no peer of this host reads this rank's memory, and everything was sent."""
         self._drain()
         self._local.fence()
+
+    def reclaim(self) -> None:
+        """Free the pages of this rank's file that no tensor is in any more."""
+        self._local.reclaim()
 
     def _drain(self) -> None:
         for channel in self._two_level:

@@ -93,6 +93,13 @@ class SpanState(NamedTuple):
         else:
             self.elements[key].copy_(values)
 
+    def copy_raw(self, key: str, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Replace a state with a value for each element by one of the same format. ``scales``: those of its blocks."""
+        sources = [values] if scales is None else [values, scales]
+        for target, source in zip(self._tensors(key), sources, strict=True):
+            populate(target, write=True)
+            target.copy_(source)
+
     def _tensors(self, key: str) -> list[torch.Tensor]:
         # They may be mapped from a file. See "SIGBUS" in ``disk/mapped_memory.py``.
         return [tensors[key] for tensors in (self.elements, self.scales) if key in tensors]

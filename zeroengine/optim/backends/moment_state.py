@@ -10,7 +10,20 @@ import torch
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.backends.interface import SpanState, StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.cut import Algorithm
 from zeroengine.partition.layout import ShardSpan
+
+
+def moments_dtype(algorithm: Algorithm, master_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of moments: that of the algorithm, but no narrower than masters that are wider than fp32."""
+    is_wide = master_dtype.itemsize > torch.float32.itemsize
+    wide = max(algorithm.moments_dtype, master_dtype, key=lambda dtype: dtype.itemsize)
+    return wide if is_wide else algorithm.moments_dtype
+
+
+def scales_name(moment: str) -> str:
+    """Return the name in ``Unit.moved_states`` of the scales of a moment of 8 bits."""
+    return f"{moment}.scales"
 
 
 class MomentState:
@@ -47,14 +60,17 @@ class MomentState:
         self.moments: dict[int, list[torch.Tensor]] = {}
         self.scales: dict[int, list[torch.Tensor]] = {}
         for shard in shards:
-            algorithm = shard.unit.algorithm
-            wide = max(algorithm.moments_dtype, shard.master.dtype, key=lambda dtype: dtype.itemsize)
-            dtype = wide if wide.itemsize > torch.float32.itemsize else algorithm.moments_dtype
-            self.moments[shard.index] = [shard.zeros(dtype) for _ in names]
+            algorithm, moved = shard.unit.algorithm, shard.unit.moved_states
+            dtype = moments_dtype(algorithm, shard.master.dtype)
+            is_moved = bool(names) and names[0] in moved
+            self.moments[shard.index] = [moved.pop(name) if is_moved else shard.zeros(dtype) for name in names]
             blocks = shard.param.numel() // algorithm.block
-            has_scales = algorithm.block > 1
-            self.scales[shard.index] = [shard.zeros(torch.float32, blocks) for _ in names if has_scales]
-            for span in shard.spans() if initial_values else ():
+            self.scales[shard.index] = [
+                moved.pop(scales_name(name)) if is_moved else shard.zeros(torch.float32, blocks)
+                for name in names
+                if algorithm.block > 1
+            ]
+            for span in shard.spans() if initial_values and not is_moved else ():
                 self._fill(shard, span)
         self.steps: list[int] = []
         # For each shard, by its index, the place of its unit's first parameter in ``steps``.
@@ -99,6 +115,11 @@ class MomentState:
         """See ``ShardState``."""
         self._fill(shard, span)
         self.steps[self._place(shard, span)] = 0
+
+    def set_steps(self, shard: OptimizerShard, steps: Sequence[int]) -> None:
+        """Set the step count of every parameter of a shard's unit."""
+        first = self._first_step[shard.index]
+        self.steps[first : first + len(steps)] = steps
 
     def steps_of(self, shard: OptimizerShard) -> list[int]:
         """Return the step count of every parameter of a shard's unit."""

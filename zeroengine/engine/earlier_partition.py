@@ -1,0 +1,94 @@
+"""The partitioning of a model before a change, which gives its states to the next one, a unit at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from zeroengine.comm.interfaces import Transport
+from zeroengine.engine.restoration import raise_abandoned
+from zeroengine.offload.interfaces import OffloadStore
+from zeroengine.optim.lr_schedules import LRSchedule
+from zeroengine.optim.outlier_steps import OutlierSteps
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.state_moves import StateMoves
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.released_parameter import stop_observing
+from zeroengine.runtime.unit import Unit
+
+
+@dataclass
+class EarlierPartition:
+    """The units before a change, and what goes on after it. All ranks call its methods together.
+
+    Nothing else refers to the memory of these states, so that each unit's is freed when it has moved.
+
+    Attributes:
+        units: The units, of which nothing computes any more.
+        moves: Moves the optimizer's states.
+        transport: Moves bytes between the ranks.
+        optimizer: The engine's optimizer, which gets other shards.
+        lr_schedule: The LR schedule.
+        outliers: The steps that ``skip_steps`` judges by.
+        elementwise_members: As of ``States``.
+        notices: The notices of the configuration that were given already.
+    """
+
+    units: Sequence[Unit]
+    moves: StateMoves
+    transport: Transport
+    optimizer: ShardedOptimizer
+    lr_schedule: LRSchedule
+    outliers: OutlierSteps | None
+    elementwise_members: set[str]
+    notices: frozenset[str]
+
+    def __post_init__(self) -> None:
+        # By parameter, its unit; without those that were restored.
+        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        self._unset = {name for unit in self.units for name in unit.originals.unset}
+
+    def restore_parameters(self, plan: UnitPlan) -> None:
+        """Make the parameters of a unit after the change whole and ordinary, with their values. A collective."""
+        # Parameters that were made in inference mode could never be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            for _, param in plan.params:
+                if (unit := self._unit_of.get(param)) is None:
+                    continue
+                for own in unit.params:
+                    stop_observing(own)
+                    del self._unit_of[own]
+                unit.gather_whole()
+                unit.restore_parameters()
+                unit.secondary = None
+
+    def abandon(self, reason: str) -> None:
+        """Leave the parameters that are not restored yet without values: each use of one raises, with ``reason``."""
+        for unit in dict.fromkeys(self._unit_of.values()):
+            unit.abandon_parameters(partial(raise_abandoned, reason))
+
+    def move_states(self, unit: Unit, store: OffloadStore | None) -> None:
+        """Move the optimizer's states of a unit after the change, and free what nothing needs any more. A collective.
+
+        Args:
+            unit: The unit. It has its parameters.
+            store: Where its masters and moments are to be; None: on the device.
+        """
+        unit.originals.unset = {slot.name for slot in unit.layout.slots} & self._unset
+        if unit.trainable:
+            self.moves.move(unit, store)
+        # Peers read this rank's earlier shards up to here.
+        self.transport.fence()
+        self.transport.reclaim()
+
+    def finish_moves(self) -> None:
+        """Give the optimizer, which has its new backend, the states without a value per element. A collective."""
+        self.moves.finish(self.optimizer)
+        self.units = ()
+        gc.collect()
+        self.transport.fence()
+        self.transport.reclaim()
