@@ -92,6 +92,6 @@ class TransportTraits(Protocol):
         return
 
     def reclaim(self) -> None:
-        """Give memory of ``empty`` whose tensors are gone back to the system. Call it behind a ``fence``."""
+        """Give memory of ``empty`` whose tensors are gone back to the system. No rank may read it any more."""
         # The memory is torch's, which goes with its tensor.
         return

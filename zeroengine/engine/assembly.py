@@ -191,7 +191,7 @@ def assemble(
     # Nothing above has failed, so gradients from before are dropped now.
     dropped = passes.reducer.user_gradients.drop()
     if group.rank == 0:
-        _log_notices(config, ranks, partition, passes, frozenset() if earlier is None else earlier.notices)
+        _log_notices(config, ranks, partition, passes, None if earlier is None else earlier.notices)
         if dropped:
             log.warning(
                 "%d parameters had a .grad from before initialize(), such as that of a test backward. It is dropped: "
@@ -203,10 +203,11 @@ def assemble(
 
 
 def _log_notices(
-    config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes, known: Collection[str]
+    config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes, known: Collection[str] | None
 ) -> None:
+    """Log what the user should read. ``known``: the notices of the configuration before a change; None: there is none."""
     notices = [
-        *(text for text in config.notices if text not in known),
+        *(text for text in config.notices if text not in (known or ())),
         *unused_keys(config.comm, ranks.transport, ranks.group.device),
     ]
     zero = config.zero_optimization
@@ -219,7 +220,8 @@ def _log_notices(
     sizes = {unit.numel * unit.dtype.itemsize for unit in partition.units if unit.is_releasable}
     if ranks.group.device.type == "cuda" and (advice := allocator_advice(sizes, os.environ)):
         notices.append(advice)
-    notices += _notices_of_changes(partition)
+    if known is None:
+        notices += _notices_of_changes(partition)
     for notice in notices:
         log.warning(notice)
     if config.dump_state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,26 +47,25 @@ class EarlierPartition:
     notices: frozenset[str]
 
     def __post_init__(self) -> None:
-        # By parameter, its unit; without those that were restored.
+        # By parameter that has not moved, its unit; and the units that are gathered, with their number of these.
         self._unit_of = {param: unit for unit in self.units for param in unit.params}
-        self._unset = {name for unit in self.units for name in unit.originals.unset}
+        self._gathered: dict[Unit, int] = {}
+        self._device = self.units[0].full_buffer.tensor.device
 
-    def restore_parameters(self, plan: UnitPlan) -> None:
-        """Make the parameters of a unit after the change whole and ordinary, with their values. A collective."""
+    def gather_parameters(self, plan: UnitPlan) -> None:
+        """Let the parameters of a unit after the change show their values, so that it can copy them. A collective."""
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
-            for _, param in plan.params:
-                if (unit := self._unit_of.get(param)) is None:
-                    continue
-                for own in unit.params:
-                    stop_observing(own)
-                    del self._unit_of[own]
-                unit.gather_whole()
-                unit.restore_parameters()
-                unit.secondary = None
+            for unit in dict.fromkeys(self._unit_of[param] for _, param in plan.params):
+                if unit not in self._gathered:
+                    self._gathered[unit] = len(unit.params)
+                    for param in unit.params:
+                        stop_observing(param)
+                    unit.gather_whole()
+                    unit.full_buffer.show()
 
     def abandon(self, reason: str) -> None:
-        """Leave the parameters that are not restored yet without values: each use of one raises, with ``reason``."""
+        """Leave the parameters that have not moved yet without values: each use of one raises, with ``reason``."""
         for unit in dict.fromkeys(self._unit_of.values()):
             unit.abandon_parameters(partial(raise_abandoned, reason))
 
@@ -78,17 +76,24 @@ class EarlierPartition:
             unit: The unit. It has its parameters.
             store: Where its masters and moments are to be; None: on the device.
         """
-        unit.originals.unset = {slot.name for slot in unit.layout.slots} & self._unset
+        for param in unit.params:
+            earlier = self._unit_of.pop(param)
+            unit.originals.continue_from(earlier.originals, param)
+            self._gathered[earlier] -= 1
+            if not self._gathered[earlier]:
+                del self._gathered[earlier]
+                earlier.drop_memory()
         if unit.trainable:
             self.moves.move(unit, store)
-        # Peers read this rank's earlier shards up to here.
-        self.transport.fence()
-        self.transport.reclaim()
+        self._reclaim()
 
     def finish_moves(self) -> None:
         """Give the optimizer, which has its new backend, the states without a value per element. A collective."""
         self.moves.finish(self.optimizer)
         self.units = ()
-        gc.collect()
-        self.transport.fence()
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        # A peer may see this rank's earlier shards as its own memory. When it comes to the sum, it has copied them.
+        self.transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64, device=self._device), "change")
         self.transport.reclaim()

@@ -364,7 +364,7 @@ def _make_units(
         # Frozen units have no masters, so there is one optimizer store for each trainable unit.
         master_store = next(master_stores) if plan.trainable else None
         if earlier is not None:
-            earlier.restore_parameters(plan)
+            earlier.gather_parameters(plan)
         unit = Unit(
             number,
             plan,

@@ -76,6 +76,15 @@ class OriginalParameters:
                 holders.broadcast(values, f"of unit {unit_name}")
             original_data.pop_all()
 
+    def continue_from(self, earlier: OriginalParameters, param: nn.Parameter) -> None:
+        """Remember of a parameter what it was before ``initialize``, which ``earlier`` knows."""
+        index = next(index for index, own in enumerate(self._params) if own is param)
+        earlier_index = next(index for index, own in enumerate(earlier._params) if own is param)
+        self.dtypes[index] = earlier.dtypes[earlier_index]
+        self._templates[index] = earlier._templates[earlier_index]
+        name = self._layout.slots[index].name
+        self.unset |= {name} & earlier.unset
+
     @property
     def strided(self) -> list[str]:
         """The names of those whose dimensions had another order in memory, which are contiguous in the full buffer."""

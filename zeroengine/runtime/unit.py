@@ -355,10 +355,14 @@ class Unit:
             values: The value of each parameter. None: the values in the full buffer.
         """
         self.originals.restore(self.full_buffer.views if values is None else values)
+        self.drop_memory()
+
+    def drop_memory(self) -> None:
+        """Own no memory any more. The parameters have other memory, or have lost their values."""
         self.full_buffer.drop()
         self.writes.values.clear()
         self.shard = self.full_buffer.tensor
-        self.initial_master = self.gather_work = None
+        self.initial_master = self.gather_work = self.secondary = None
 
     def abandon_parameters(self, resolver: Resolver) -> None:
         """Leave the parameters without values: every use of one calls ``resolver``, which raises."""
