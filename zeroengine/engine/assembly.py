@@ -205,7 +205,7 @@ def assemble(
 def _log_notices(
     config: Config, ranks: Ranks, partition: PartitionedModel, passes: Passes, known: Collection[str] | None
 ) -> None:
-    """Log what the user should read. ``known``: the notices of the configuration before a change; None: there is none."""
+    """Log what the user should read. ``known``: what was logged before a change; None: there was none."""
     notices = [
         *(text for text in config.notices if text not in (known or ())),
         *unused_keys(config.comm, ranks.transport, ranks.group.device),
