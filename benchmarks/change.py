@@ -1,4 +1,4 @@
-"""Measures `engine.change` beside a save and a load of the same states, and the memory that a change takes for a moment.
+"""Measures `engine.change` beside a save and a load of the same states, and the memory that a change takes.
 
     python benchmarks/change.py --size m --ranks 2 --rounds 5
 
@@ -138,7 +138,8 @@ def main() -> None:
         f"{arguments.ranks} ranks; the largest unit takes about {unit / MIB:.0f} MiB\n"
     )
     print(
-        "| stages | change | save, new engine, load | ratio | memory above the larger partitioning |\n|---|---|---|---|---|"
+        "| stages | change | save, new engine, load | ratio | memory above the larger partitioning |\n"
+        "|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.folder or Path(folder) / "checkpoints"
