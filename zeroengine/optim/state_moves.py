@@ -140,11 +140,20 @@ class StateMoves:
         block: int,
     ) -> None:
         first = sources[0].states
-        if len(sources) == 1 and store is None and first.store is None and _has_same_shard(first.unit, unit):
-            if _has_format(first, name, dtype, block):
-                unit.moved_states[name] = first.values[name]
-                if name in first.scales:
-                    unit.moved_states[scales_name(name)] = first.scales[name]
+        if len(sources) == 1 and store is None and _has_format(first, name, dtype, block):
+            earlier = {name: first.values[name]}
+            if name in first.scales:
+                earlier[scales_name(name)] = first.scales[name]
+            if first.store is None and _has_same_shard(first.unit, unit):
+                unit.moved_states |= earlier
+                return
+            # What is gathered is the new shard, and is not copied.
+            if (
+                unit.degrees.optimizer == 1
+                and _has_same_offsets(first.unit, unit)
+                and not _lies_inside(first.unit, unit)
+            ):
+                unit.moved_states |= {key: self._covering(own, first.unit, unit)[0] for key, own in earlier.items()}
                 return
         numel = unit.layout.shard_numel(unit.degrees.optimizer)
         moved = {name: zero_state(unit, store, numel, dtype)}
@@ -255,7 +264,7 @@ class StateMoves:
         """Return all values of a state of a parameter, 1-D. A collective, unless every rank has them."""
         unit, own = earlier.unit, earlier.by_parameter.get(index)
         slot, degree = unit.layout.slots[index], unit.degrees.optimizer
-        if degree == 1 and own is not None:
+        if degree == 1 and not earlier.is_whole and own is not None:
             return own[1].elements[key].reshape(-1)
         # A sum in which one rank has each value and the others have zeros is exact.
         whole = torch.zeros(slot.numel, dtype=torch.promote_types(dtype, torch.float32), device=self._group.device)
