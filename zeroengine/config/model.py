@@ -28,6 +28,7 @@ from zeroengine.config.tensor_parallel import ExpertParallel, TensorParallel
 from zeroengine.config.tiling import Tiling
 from zeroengine.config.zero import ZeroOptimization
 from zeroengine.errors import ConfigError
+from zeroengine.utils.formats import parse_byte_size
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
 UNRESOLVED: Any = None
@@ -42,6 +43,13 @@ SCALED_REPLICAS = (
 )
 
 BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
+
+
+def _byte_size(value: Any) -> Any:
+    return parse_byte_size(value) if isinstance(value, str) else value
+
+
+MemoryLimit = Annotated[int, BeforeValidator(_byte_size, json_schema_input_type=int | str), Gt(0)] | None
 
 
 class Checkpoint(Section):
@@ -165,6 +173,13 @@ class Config(Section):
     memory_check: Annotated[Literal["error", "warn", "off"], AUTO] = "error"
     """What `initialize` does where states, buffers and gathered units will not fit into free memory: refuse, warn, or
     nothing."""
+    on_out_of_memory: Annotated[Literal["raise", "lower"], AUTO] = "raise"
+    """What a forward or a backward does for which a rank has too little memory: raise, or let all ranks go on with the
+    next setting that takes less (a higher stage, then offload), and take the step again, with the same numbers. Over
+    several ranks it is for stages 0 to 2, from which it goes on to 3. It costs a message of all ranks a micro-step."""
+    memory_limit: Annotated[MemoryLimit, NULL] = None
+    """The most resident memory of a rank's process on a CPU, such as "2GB". Above it a forward raises the error of a
+    full memory. null: no limit."""
     units: list[str] | None = None
     """Patterns of module names, such as "layers.*". Each module that matches is one unit. What another pattern matches
     inside of it is a unit of its own: ["layers.*", "layers.*.experts.*"]. null: units are chosen automatically."""

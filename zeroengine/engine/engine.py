@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from zeroengine.config import Config
+    from zeroengine.engine.out_of_memory import MicroStepRetaker
     from zeroengine.runtime.pass_listener import PassListener
     from zeroengine.weights.changes import WeightsToken
     from zeroengine.weights.live_loads import LoadResult, Weights
@@ -88,7 +89,20 @@ class Engine:
     """
 
     def __init__(self, make_parts: Callable[[EngineCalls], EngineParts]) -> None:
+        self._retaker: MicroStepRetaker | None = None
         self._use_steps(StepLoop(lambda listener: make_parts(self._calls(listener))))
+        if self.config.on_out_of_memory == "lower":
+            from zeroengine.engine.out_of_memory import MicroStepRetaker
+
+            # The methods of this object would keep it in memory.
+            engine = weakref.proxy(self)
+            self._retaker = MicroStepRetaker(
+                lambda: engine._parts,
+                lambda *args, **kwargs: engine._run_forward(*args, **kwargs),
+                lambda *args, **kwargs: engine._run_backward(*args, **kwargs),
+                lambda: engine._steps.end_micro_step(),
+                lambda config: engine.change(config),
+            )
         ending.engines.add(self)
 
     def _calls(self, listener: PassListener) -> EngineCalls:
@@ -128,6 +142,12 @@ class Engine:
 
         ``engine.module(...)`` is the same: all that the engine does for a forward is done by hooks of the model.
         """
+        retaker = self._retaker
+        if retaker is not None and torch.is_grad_enabled() and not self._parts.passes.forward.num_model_forwards:
+            return retaker.forward(args, kwargs)
+        return self._run_forward(*args, **kwargs)
+
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         is_nested = self._parts.passes.forward.num_model_forwards
         try:
             return self.module(*args, **kwargs)
@@ -176,6 +196,25 @@ class Engine:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached; or ``weight`` is no such number, or other
                 losses of the step have none.
         """
+        options: dict[str, Any] = {
+            "retain_graph": retain_graph,
+            "create_graph": create_graph,
+            "inputs": inputs,
+            "weight": weight,
+        }
+        if self._retaker is not None:
+            self._retaker.backward(loss, options)
+        else:
+            self._run_backward(loss, **options)
+
+    def _run_backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor] | None,
+        weight: float | torch.Tensor | None,
+    ) -> None:
         call_checks.check_loss(loss, self._parts.passes.reducer)
         self._parts.passes.gatherer.check_has_weights("backward()")
         # Offloaded gradients have no memory that the reduction could write into.
@@ -309,6 +348,8 @@ class Engine:
                 moments decay.
         """
         self._steps.zero_grad(set_to_none)
+        if self._retaker is not None:
+            self._retaker.forget_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
@@ -414,12 +455,20 @@ class Engine:
             DivergenceError: On every rank, where the ranks ran different collectives, or wrote different values into
                 the parameters.
         """
-        return self._steps.end_micro_step()
+        result = self._steps.end_micro_step()
+        if self._retaker is not None:
+            if self._parts.loop.accumulation.ended_micro_steps:
+                self._retaker.note_end_of_micro_step()
+            else:
+                self._retaker.forget_step()
+        return result
 
     @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
         self._steps.end_by_optimizer()
+        if self._retaker is not None:
+            self._retaker.forget_step()
 
     @disable_compile
     @explain_out_of_memory

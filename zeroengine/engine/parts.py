@@ -22,6 +22,7 @@ from zeroengine.comm.replicas import RankSums, Replicas, SumsOverReplicas
 from zeroengine.config import Config
 from zeroengine.engine.call_checks import forbid_forward_while_unset
 from zeroengine.engine.earlier_partition import EarlierPartition
+from zeroengine.engine.memory_limit import limit_memory
 from zeroengine.engine.restoration import Restoration
 from zeroengine.memory.state_memory import StateMemory
 from zeroengine.monitor.timer import Timer
@@ -455,6 +456,8 @@ def connect_passes(
     undo = setup.partition_undo.hooks
     for handle in forward.hook_handles:
         undo.callback(handle.remove)
+    if config.memory_limit is not None and device.type == "cpu":
+        limit_memory(setup.model, config.memory_limit, undo)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
     mixed_precision.install(setup.model, config, device, undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.

@@ -125,6 +125,25 @@ class Backward:
             self.hook_handles.append(handle)
             self._hooks.append((hook.hooks, handle.id))
 
+    # -- a micro-step that this rank cannot compute -----------------------------------------------
+
+    def begin_without_loss(self) -> None:
+        """Begin a backward of which this rank computes nothing, where the other ranks compute theirs."""
+        self.finish()
+        self.run_by_engine = True
+        try:
+            self._begin()
+        finally:
+            self.run_by_engine = False
+        self._run_raised = True
+
+    def complete_without_gradients(self) -> None:
+        """Launch the reduces that are left of a backward that has raised. Gradients that are missing count as zeros."""
+        self._executor.forget_interrupted()
+        if self.in_progress:
+            with torch.inference_mode(False), torch.no_grad():
+                self._reducer.end_backward()
+
     # -- calls of the engine ----------------------------------------------------------------------
 
     def run(

@@ -1,0 +1,204 @@
+"""A rank that runs out of memory in a micro-step: all go on with less, and the step has the bits of one without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.models import VOCAB, Block, batch
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, Trained, assert_same_bits, make_engine, start
+from zeroengine.errors import DivergenceError, ZeroEngineError
+
+LOWER = {"on_out_of_memory": "lower", "memory_check": "off"}
+Accident = tuple[int, int, str]  # (micro-step, rank, "forward" or "backward")
+
+
+class Dropping(nn.Module):
+    """Draws random numbers, and counts its forwards. Each stage takes less memory than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.norm, self.head = nn.Embedding(VOCAB, 48), nn.LayerNorm(48), nn.Linear(48, VOCAB)
+        self.blocks = nn.ModuleList(Block(48) for _ in range(10))
+        self.dropout, self.num_forwards = nn.Dropout(0.2), 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+class Memory:
+    """Raises the error of a full memory in the middle of some forwards and backwards, once each."""
+
+    def __init__(self, engine: Any, accidents: Sequence[Accident]) -> None:
+        self.left, self.micro_step, self._rank = list(accidents), 0, engine.rank
+        block = engine.module.blocks[1]
+        block.register_forward_hook(lambda *_: self.check("forward"))
+        block.register_full_backward_hook(lambda *_: self.check("backward"))
+
+    def check(self, where: str) -> None:
+        if (accident := (self.micro_step, self._rank, where)) in self.left:
+            self.left.remove(accident)
+            raise torch.OutOfMemoryError(f"no memory in {where}")
+
+
+def train(
+    accidents: Sequence[Accident], num_steps: int, more: dict[str, Any], stage: int, loop: Callable[..., None] | None
+) -> tuple[Trained, int, int]:
+    start()
+    task = Task(factory=Dropping, steps=num_steps, micro_steps=more.get("gradient_accumulation_steps", 1))
+    # Small buckets, beside which such a model's states count.
+    zero = {"stage": stage, "reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}
+    more = more | {"zero_optimization": zero | more.get("zero_optimization", {})}
+    engine = make_engine(task, stage, **more)
+    torch.manual_seed(7 + engine.rank)
+    memory = Memory(engine, accidents)
+    losses, norms = [], []
+    for number in range(task.steps * task.micro_steps):
+        memory.micro_step = number
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        if engine.step():
+            norms.append(engine.grad_norm or 0.0)
+        losses.append(loss.item())
+    assert not [left for left in memory.left if left[1] == engine.rank]
+    assert (engine.global_steps, engine.micro_steps) == (task.steps, task.steps * task.micro_steps)
+    trained = Trained(losses, norms, engine.full_state_dict()), int(engine.config.zero_optimization.stage)
+    engine.close()
+    return *trained, engine.module.num_forwards
+
+
+def check(
+    num_ranks: int, accidents: Sequence[Accident], stages: Sequence[int], num_steps: int = 6, **more: Any
+) -> list[int]:
+    """Compare with a run without accidents. Return the number of forwards of each rank."""
+    first, last = stages
+    expected = run_ranks(num_ranks, train, [], num_steps, more, first, None)
+    found = run_ranks(num_ranks, train, accidents, num_steps, more | LOWER, first, None)
+    for (whole, _, _), (lowered, stage, _) in zip(expected, found, strict=True):
+        assert_same_bits(whole, lowered)
+        assert stage == last
+    return [num_forwards for _, _, num_forwards in found]
+
+
+def test_accidents_on_different_ranks_leave_the_bits_and_raise_the_stage() -> None:
+    check(2, [(1, 0, "forward"), (3, 1, "backward"), (4, 1, "forward")], (0, 3))
+    check(2, [(2, 1, "backward")], (1, 2))
+
+
+def test_with_accumulation_the_whole_step_is_taken_again() -> None:
+    # Gradients that are partitioned are added in another order, so these stages are those before and after that.
+    forwards = check(2, [(4, 1, "backward")], (2, 3), 3, gradient_accumulation_steps=3)
+    # Micro-steps 3 and 4 of the second step come twice.
+    assert forwards == [9 + 2, 9 + 2]
+    check(2, [(5, 0, "forward")], (0, 1), 3, gradient_accumulation_steps=3)
+
+
+def test_both_ranks_may_run_out_of_memory_at_once() -> None:
+    check(2, [(2, 0, "forward"), (2, 1, "backward")], (0, 1))
+
+
+def test_one_process_moves_its_states_to_a_disk(tmp_path: Path) -> None:
+    def zero(device: str) -> dict[str, Any]:
+        offload = {"device": device, "nvme_path": str(tmp_path), "buffer_size": 1024}
+        return {"zero_optimization": {"offload_optimizer": offload}}
+
+    check(1, [(1, 0, "forward")], (0, 0), **zero("none"))
+    # All states are there already, and nothing is left.
+    with pytest.raises(AssertionError, match=r"OutOfMemoryError.*no memory in backward"):
+        run_ranks(1, train, [(1, 0, "backward")], 3, {**zero("nvme"), **LOWER}, 0, None)
+
+
+@pytest.mark.slow  # the same with many
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ten_accidents_at_random_steps(num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(num_ranks)
+    for seed in range(5):
+        first, second = sorted(torch.randperm(12, generator=generator)[:2].tolist())
+        ranks = torch.randint(num_ranks, (2,), generator=generator).tolist()
+        where = [("forward", "backward")[(seed + number) % 2] for number in range(2)]
+        accidents = [(first, ranks[0], where[0]), (second, ranks[1], where[1])]
+        if seed % 2:
+            check(num_ranks, accidents[1:], (0, 1), 4, gradient_accumulation_steps=3)
+        else:
+            check(num_ranks, accidents, (0, 2), 12)
+
+
+def refuse(kind: str) -> str:
+    start()
+    engine = make_engine(Task(factory=Dropping), 1, **LOWER)
+    memory = Memory(engine, [(0, 0, "backward")])
+    ids, labels = batch(0, engine.rank)
+    if kind == "another error":
+        memory.left = []
+        engine.module.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    kinds = (RuntimeError, ZeroEngineError, ZeroDivisionError)
+    with pytest.raises(kinds) as caught:
+        loss = engine(ids, labels)
+        engine.backward(loss * 2 if kind == "outside" else loss + engine(ids, labels))
+    text = f"{type(caught.value).__name__}: {caught.value} {' '.join(getattr(caught.value, '__notes__', []))}"
+    if kind != "another error":
+        # The run goes on where the loop catches the error.
+        memory.left = []
+        engine.zero_grad()
+        engine.backward(engine(ids, labels))
+        assert engine.step()
+    engine.close()
+    return text
+
+
+def test_what_cannot_be_taken_again_says_what_to_write() -> None:
+    for kind, text in (("outside", "the loss was computed outside"), ("twice", "the micro-step has 2 forwards")):
+        first, second = run_ranks(2, refuse, kind)
+        assert first.startswith("OutOfMemoryError") and second.startswith("ZeroEngineError: rank 0 ran out of memory")
+        for message in (first, second):
+            assert text in message and "let the model return the loss" in message
+    assert "ZeroDivisionError" in run_ranks(1, refuse, "another error")[0]
+
+
+def at_stage_3() -> str:
+    start()
+    engine = make_engine(Task(factory=Dropping), 3, **LOWER)
+    Memory(engine, [(0, 0, "forward")])
+    with pytest.raises((torch.OutOfMemoryError, DivergenceError)) as caught:
+        engine(*batch(0, engine.rank))
+    return " ".join(getattr(caught.value, "__notes__", [])) + type(caught.value).__name__
+
+
+def test_over_several_ranks_at_stage_3_the_error_says_that_it_cannot_go_on() -> None:
+    first, second = run_ranks(2, at_stage_3)
+    assert "stages 0 to 2" in first and "OutOfMemoryError" in first
+    assert "DivergenceError" in second
+
+
+def above_limit() -> tuple[str, int, list[float]]:
+    start()
+    limited = make_engine(Task(factory=Dropping), 1, memory_limit="1MB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        limited(*batch(0, limited.rank))
+    limited.close()
+    engine = make_engine(Task(factory=Dropping), 1, memory_limit="64GB", **LOWER)
+    losses = []
+    for number in range(2):
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    stage = int(engine.config.zero_optimization.stage)
+    engine.close()
+    return str(caught.value), stage, losses
+
+
+def test_a_limit_of_the_memory_raises_the_error_of_a_full_one() -> None:
+    for text, stage, losses in run_ranks(2, above_limit):
+        assert "the process holds" in text and "above memory_limit" in text
+        assert stage == 1 and len(losses) == 2
