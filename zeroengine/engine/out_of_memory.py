@@ -1,10 +1,11 @@
 """Take a micro-step again, with less memory, after a rank has run out of it: `"on_out_of_memory": "lower"`.
 
 [Note: A rank that runs out of memory]
-It still takes part in the collectives of the micro-step, with gradients that count as zeros, so that no rank waits. At
-the end of each backward the ranks tell one another whether memory sufficed. If not, all of them drop the gradients of
-the step, change to the next setting that takes less (``Engine.change``), and take the step's micro-steps again from the
-first one, with the random numbers that they had. So the step has the bits of a run without the accident.
+It still takes part in the collectives of the micro-step, with gradients that count as zeros, so that no rank waits.
+Where units are gathered, these collectives are known from the steps before, if two of them had the same. At the end of
+each backward the ranks tell one another whether memory sufficed. If not, all of them drop the gradients of the step,
+change to the next setting that takes less (``Engine.change``), and take the step's micro-steps again from the first
+one, with the random numbers that they had. So the step has the bits of a run without the accident.
 
 What is taken again is the forward of the model, so the loss that ``Engine.backward`` gets must be what the model has
 returned, or a part of it.
@@ -28,6 +29,7 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.memory import is_out_of_memory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.state_memory import LEAST_SAVING
+from zeroengine.schedule.actions import Gather, Reduce
 from zeroengine.utils.call_stack import run_as_own_call
 from zeroengine.utils.host_memory import trim_heap
 
@@ -97,6 +99,8 @@ class MicroStepRetaker:
         # The micro-steps of the step in progress that have had their backward, and the forwards since then.
         self._done: list[MicroStep] = []
         self._begun: list[MicroStep] = []
+        # What each micro-step of the step before launched, and whether the step before that launched the same.
+        self._launches: dict[int, tuple[list[Gather | Reduce], bool]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of training, again if memory does not suffice."""
@@ -104,6 +108,8 @@ class MicroStepRetaker:
         micro_step = MicroStep(args, kwargs, random_states(device))
         self._begun.append(micro_step)
         while True:
+            if len(self._begun) == 1:
+                self._parts().passes.backward.executor.launches = []
             try:
                 micro_step.output = self._run_forward(*args, **kwargs)
                 return micro_step.output
@@ -140,6 +146,7 @@ class MicroStepRetaker:
         del loss
         if failure is not None:
             self._complete_pass(is_forward=False)
+        self._note_launches()
         self._begun.clear()
         while self._go_on(memory, failure):
             assert micro_step is not None
@@ -164,10 +171,10 @@ class MicroStepRetaker:
         if not is_out_of_memory(error):
             return None
         parts = self._parts()
-        if parts.ranks.group.world_size > 1 and any(unit.is_releasable for unit in parts.partition.units):
+        if self._gathers and self._launches_left() is None:
             error.add_note(
-                'on_out_of_memory "lower" goes on over several ranks where each holds the parameters (stages 0 to 2): '
-                "this rank cannot gather what the others gather without computing."
+                'on_out_of_memory "lower": at stage 3 over several ranks this rank has to know what the others gather '
+                "next, which takes two steps before with the same collectives."
             )
             return None
         number = parts.loop.step_runner.next_number
@@ -176,14 +183,42 @@ class MicroStepRetaker:
     def _complete_pass(self, *, is_forward: bool) -> None:
         """Take part in the collectives of the micro-step that this rank has not run, and drop its gradients."""
         parts = self._parts()
-        if is_forward:
-            parts.passes.backward.begin_without_loss()
-        parts.passes.backward.complete_without_gradients()
-        parts.passes.backward.finish()
+        # What the micro-step has computed so far makes room for what it gathers.
         gc.collect()
         trim_heap()
         if parts.ranks.group.device.type == "cuda":
             torch.cuda.empty_cache()
+        launches = self._launches_left() if self._gathers else None
+        if launches is not None:
+            parts.passes.backward.executor.launches = None
+            with torch.inference_mode(False), torch.no_grad():
+                parts.passes.backward.executor.repeat(launches)
+        else:
+            if is_forward:
+                parts.passes.backward.begin_without_loss()
+            parts.passes.backward.complete_without_gradients()
+        parts.passes.backward.finish()
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward launches collectives."""
+        parts = self._parts()
+        return parts.ranks.group.world_size > 1 and any(unit.is_releasable for unit in parts.partition.units)
+
+    def _launches_left(self) -> list[Gather | Reduce] | None:
+        """Return the collectives of the micro-step that this rank has not launched; None: they are not known."""
+        launched = self._parts().passes.backward.executor.launches
+        expected, is_stable = self._launches.get(len(self._done), ([], False))
+        if launched is None or not is_stable or expected[: len(launched)] != launched:
+            return None
+        return expected[len(launched) :]
+
+    def _note_launches(self) -> None:
+        """Note what the micro-step has launched."""
+        launched = self._parts().passes.backward.executor.launches
+        if launched is not None:
+            before, _ = self._launches.get(len(self._done), ([], False))
+            self._launches[len(self._done)] = launched, before == launched
 
     def _go_on(self, memory: RankMemory, failure: RuntimeError | None) -> bool:
         """Return whether memory did not suffice on some rank, after all have taken the micro-steps before again.
@@ -234,6 +269,7 @@ class MicroStepRetaker:
         if parts.ranks.group.rank == 0:
             log.warning("rank %d ran out of memory %s; going on with %s, and taking the step again", rank, error, words)
         self._change(change)
+        self._launches.clear()
         return True
 
     def _take_earlier_again(self) -> None:
@@ -251,6 +287,7 @@ class MicroStepRetaker:
     def _take_again(self, micro_step: MicroStep) -> tuple[RankMemory, RuntimeError | None]:
         """Run a forward and its backward once more. Return what to tell the others, and an error of memory."""
         where = "forward"
+        self._parts().passes.backward.executor.launches = []
         set_random_states(micro_step.random, self._parts().ranks.group.device)
         try:
             output = self._run_forward(*micro_step.args, **micro_step.kwargs)

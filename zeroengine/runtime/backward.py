@@ -77,6 +77,7 @@ class Backward:
         listener: Is told of backwards, none of which begins before it is complete.
 
     Attributes:
+        executor: As given.
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
         hook_handles: The handles of the hooks on parameters.
@@ -91,7 +92,7 @@ class Backward:
         timer: Timer,
         listener: PassListener,
     ) -> None:
-        self._executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
+        self.executor, self._gatherer, self._reducer, self._timer = executor, gatherer, reducer, timer
         self._requires_scaled_loss, self._listener = requires_scaled_loss, listener
         self._residency, self._backwards = executor.schedule.residency, executor.schedule.backwards
         self._logs = executor.schedule.logs
@@ -115,7 +116,7 @@ class Backward:
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        report = WeakMethod(self._executor, Executor.tell_arrived)
+        report = WeakMethod(self.executor, Executor.tell_arrived)
         for number, (param, (unit_index, index)) in enumerate(zip(self._params, _indices(self._reducer), strict=True)):
             slow_path = WeakMethod(self, Backward._take_gradient, number, unit_index, index)
             unit = self._reducer.gradients[unit_index].unit.number
@@ -139,7 +140,7 @@ class Backward:
 
     def complete_without_gradients(self) -> None:
         """Launch the reduces that are left of a backward that has raised. Gradients that are missing count as zeros."""
-        self._executor.forget_interrupted()
+        self.executor.forget_interrupted()
         if self.in_progress:
             with torch.inference_mode(False), torch.no_grad():
                 self._reducer.end_backward()
@@ -253,7 +254,7 @@ class Backward:
         contained = self._outputs.of_backward() if is_outermost or not self._backwards.is_running else []
         # Autograd drops the callback if the backward raises. ``_abandon`` then forgets it.
         queue_callback(partial(self._end_task, task, is_outermost))
-        self._executor.tell(BackwardBegan(task, is_outermost, accumulates, contained))
+        self.executor.tell(BackwardBegan(task, is_outermost, accumulates, contained))
         self._note_begin(task, is_outermost and accumulates)
         return True
 
@@ -267,23 +268,23 @@ class Backward:
     def _reach(self, log: VisitLog, visit: Visit) -> None:
         if self.follow():
             keeps_graph, extends_graph = current_graph_task_keeps_graph(), torch.is_grad_enabled()
-            self._executor.tell(Reached(current_graph_task_id(), log, visit, keeps_graph, extends_graph))
+            self.executor.tell(Reached(current_graph_task_id(), log, visit, keeps_graph, extends_graph))
 
     def reach_inputs(self, log: VisitLog, visit: Visit) -> None:
         """Tell the schedule that autograd has come to what was made before ``visit`` of ``log`` began."""
         if self.follow():
-            self._executor.tell(ReachedInputs(current_graph_task_id(), log, visit))
+            self.executor.tell(ReachedInputs(current_graph_task_id(), log, visit))
 
     def _end_task(self, task: int, is_outermost: bool) -> None:
         """End a backward that has not raised."""
-        self._executor.tell(BackwardEnded(task))
+        self.executor.tell(BackwardEnded(task))
         self._end_pass()
         self._note_end(task, is_outermost)
 
     def _abandon(self) -> None:
         """Forget backwards that raised. Call this where none can be in progress."""
-        self._executor.forget_interrupted()
-        self._executor.tell(BackwardsAbandoned())
+        self.executor.forget_interrupted()
+        self.executor.tell(BackwardsAbandoned())
         self._end_pass()
 
     def _end_pass(self) -> None:
@@ -296,7 +297,7 @@ class Backward:
             # A backward without gradients, as of a model that is frozen, has nothing to reduce.
             if self.in_progress and self._backwards.is_first(task):
                 # Units that it does not use may be reduced now.
-                self._executor.tell(CallBegan())
+                self.executor.tell(CallBegan())
         elif is_plain:
             if self._will_produce_gradients():
                 # Units that this rank does not use may be reduced before it has a gradient, as on other ranks.
@@ -406,7 +407,7 @@ class Backward:
         self._listener.check_backward(wants_gradients)
         self._ended.clear()
         if wants_gradients:
-            self._executor.tell(self._listener.begin_backward(by_engine=self.run_by_engine))
+            self.executor.tell(self._listener.begin_backward(by_engine=self.run_by_engine))
             self.in_progress = True
             self._begin_call()
 
@@ -416,7 +417,7 @@ class Backward:
         for hooks, own_number in self._hooks:
             if len(hooks) > 1:
                 hooks[own_number] = hooks.pop(own_number)
-        self._executor.tell(CallBegan())
+        self.executor.tell(CallBegan())
 
     def _end(self) -> None:
         # If all parameters are frozen, the backward belongs to the loss of another model.

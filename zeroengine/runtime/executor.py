@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from zeroengine.runtime.gradient_hooks import NONE, ArrivingGradients
 from zeroengine.runtime.unit import Unit
-from zeroengine.schedule.actions import Action
+from zeroengine.schedule.actions import Action, Gather, Reduce, Release
 from zeroengine.schedule.events import Event, GradientsArrived
 from zeroengine.schedule.schedule import Schedule
 
@@ -25,11 +25,33 @@ class Executor:
         schedule: The schedule.
         units: All units, by number.
         arriving: The unit whose gradients arrive now.
+        launches: The gathers and reduces that were launched since the list was assigned; None: nobody asks.
     """
 
     def __init__(self, schedule: Schedule, units: Sequence[Unit]) -> None:
         self.schedule, self.units, self.arriving = schedule, units, ArrivingGradients()
+        self.launches: list[Gather | Reduce] | None = None
         self._performers: dict[type[Any], Callable[[Any], None]] = {}
+
+    def note_launch(self, launched: Gather | Reduce) -> None:
+        """Note that a collective was launched."""
+        if self.launches is not None:
+            self.launches.append(launched)
+
+    def repeat(self, launches: Sequence[Gather | Reduce]) -> None:
+        """Take part in collectives that other ranks launch, where this rank computes nothing. The schedule is not told.
+
+        Nothing may use the units' parameters. Reduces get zeros for what has not arrived.
+        """
+        for launch in launches:
+            if isinstance(launch, Reduce):
+                self._performers[Reduce](launch)
+                continue
+            if not self.units[launch.unit].is_released:
+                self._performers[Gather](Gather(launch.unit))
+                self._performers[Release](Release(launch.unit))
+            self._performers[Gather](launch)
+            self._performers[Release](Release(launch.unit))
 
     def let_perform(self, action: type[A], performer: Callable[[A], None]) -> None:
         """Let ``performer`` do the actions of one type."""

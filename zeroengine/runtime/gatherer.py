@@ -115,11 +115,12 @@ class Gatherer:
             )
         if not (self._timer.is_watched or functorch_active()):
             unit.start_gather(exact)
-            return
-        nbytes = unit.bytes_to_gather(exact)
-        with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
-            unit.start_gather(exact)
-        self._timer.count("gather", nbytes)
+        else:
+            nbytes = unit.bytes_to_gather(exact)
+            with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
+                unit.start_gather(exact)
+            self._timer.count("gather", nbytes)
+        self._executor.note_launch(Gather(unit.number, exact))
 
     def _ensure(self, unit: Unit, exact: bool = False) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream. ``exact``: see ``Gather``."""

@@ -130,6 +130,7 @@ class Reducer:
 
     def _reduce(self, action: Reduce) -> None:
         self.launcher.launch(self._gradients_of[action.unit])
+        self._executor.note_launch(action)
 
     # -- backward ---------------------------------------------------------------------------------
 
