@@ -84,12 +84,14 @@ Logs = dict[str, list[RankLog]]  # by scenario, each rank's
 class Recorded:
     """A transport, or a channel of one, whose launches are recorded.
 
-    Only the engine's: a channel may launch further operations of itself. ``open_groups`` may replace a transport's
-    channels, so they are looked up at each use.
+    Only the engine's: a channel may launch further operations of itself.
     """
 
     def __init__(self, inner: Any, log: RankLog, channel: str = "") -> None:
         self._inner, self._log, self._channel = inner, log, channel
+
+    def open_groups(self, *args: Any) -> Recorded:
+        return Recorded(self._inner.open_groups(*args), self._log)
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._inner, name)

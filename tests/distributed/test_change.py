@@ -463,5 +463,5 @@ def fail_midway(folder: Path) -> tuple[str, str, str]:
 def test_a_failure_while_states_move_ends_the_engine_and_leaves_the_checkpoint(tmp_path: Path) -> None:
     for notes, uses, lost in run_ranks(2, fail_midway, tmp_path):
         assert "failed while states moved, and the engine has ended: load a checkpoint" in notes
-        assert "change(), which failed" in uses
+        assert "engine.change() failed while states moved" in uses
         assert "its values are not here" in lost

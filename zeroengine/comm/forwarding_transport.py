@@ -42,9 +42,9 @@ class ForwardingTransport(TransportTraits):
         self.shard_align_bytes = inner.shard_align_bytes
         self.ranks_per_host = inner.ranks_per_host
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
         """See ``TransportTraits``."""
-        self._inner.open_groups(degrees, group, exchanging)
+        return self._inner.open_groups(degrees, group, exchanging)
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """See ``interfaces.Transport``."""

@@ -48,6 +48,7 @@ class Accumulation:
         has_dropped: Whether all gradients of the step so far were dropped.
         reduces_gradients: Whether backwards reduce gradients over the ranks; False inside ``no_sync``.
         last_update_by: The call that ended the last step; None before the first.
+        boundary: The argument of ``set_boundary`` for this step; None before it is called.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, reducer: Reducer) -> None:
@@ -65,8 +66,7 @@ class Accumulation:
         self._forwards = 0
         self._forwards_before_backward = 0
         self.last_update_by: str | None = None
-        # The argument of set_gradient_accumulation_boundary for this step; None before it is called.
-        self._boundary: bool | None = None
+        self.boundary: bool | None = None
         self._warned = False
         self._reducer = reducer
 
@@ -108,8 +108,8 @@ class Accumulation:
         # Gradients are reduced while the last backward of a step computes. A wrong guess costs only time, because
         # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
-            return self._boundary is True
-        if self._boundary is None and self.last_update_by == OPTIMIZER_STEP:
+            return self.boundary is True
+        if self.boundary is None and self.last_update_by == OPTIMIZER_STEP:
             # Backwards are counted, because optimizer.step() is called only once, after the last of them.
             return self.backwards + 1 >= self._per_step
         return self._next_engine_step_updates
@@ -177,13 +177,13 @@ class Accumulation:
         self.backwards = self._new_backwards = self.ended_micro_steps = 0
         self._passes = self._local_passes = 0
         self.incomplete = self.has_dropped = False
-        self._boundary = None
+        self.boundary = None
 
     def _warn_of_forgotten_step(self) -> None:
         # Gradients add up on purpose inside `no_sync`, and where the loop sets the boundary of this step, so such
         # passes are no sign of a missing step().
         num_passes = self._passes - self._local_passes
-        if self._per_step is None or self._boundary is not None or self._warned:
+        if self._per_step is None or self.boundary is not None or self._warned:
             return
         if num_passes <= self._per_step + FORGOTTEN_AFTER:
             return
@@ -204,14 +204,14 @@ class Accumulation:
     @property
     def _next_engine_step_updates(self) -> bool:
         """Whether `engine.step()` would update now, if there were gradients."""
-        if self._boundary is not None:
-            return self._boundary
+        if self.boundary is not None:
+            return self.boundary
         # In manual accumulation every step() updates, as in plain PyTorch.
         return self._per_step is None or self.ended_micro_steps + 1 >= self._per_step
 
     def is_boundary(self) -> bool:
         """Return whether the micro-step in progress ends with an update."""
-        if self._per_step is None or self._boundary is not None or self._next_engine_step_updates:
+        if self._per_step is None or self.boundary is not None or self._next_engine_step_updates:
             return self._next_engine_step_updates
         if self.ended_micro_steps or self.last_update_by == ENGINE_STEP:
             return False
@@ -235,7 +235,7 @@ class Accumulation:
                 f"set_gradient_accumulation_boundary(): gradient_accumulation_steps is {self._per_step}, and the "
                 f"engine counts. Write {MANUAL_MODE} in the configuration to set boundaries yourself."
             )
-        self._boundary = None if boundary is None else bool(boundary)
+        self.boundary = None if boundary is None else bool(boundary)
 
     def set_micro_steps_per_step(self, steps: int) -> None:
         """Count to another number of micro-steps. See the method of ``Engine``.
@@ -299,7 +299,7 @@ class Accumulation:
                 "backward, or optimizer.step() once a step."
             )
         if self._per_step is None:
-            if self._boundary is False:
+            if self.boundary is False:
                 raise ZeroEngineError(
                     "optimizer.step() after engine.set_gradient_accumulation_boundary(False): set it to True before "
                     "the last backward of a step"

@@ -7,12 +7,16 @@ becomes ordinary, becomes a unit of the next partitioning, and gets its optimize
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zeroengine.config import Config, load
 from zeroengine.engine import model_checks
@@ -29,15 +33,18 @@ from zeroengine.engine.split_models import check_split_model
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import FreeMemory, measure_free_memory
+from zeroengine.memory.state_choice import SECTIONS
 from zeroengine.memory.state_memory import StateMemory, fit_configuration
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
 from zeroengine.optim.factory import check_optimizer
 from zeroengine.optim.state_moves import StateMoves, earlier_states
+from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime import mixed_precision
 from zeroengine.utils.formats import listed
+from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 log = logging.getLogger("zeroengine")
 
@@ -77,6 +84,7 @@ class PlannedChange:
         ranks: The ranks after the change.
         placement: Where states are to live.
         backend: Makes what updates them.
+        sets_clipping: Whether the change names the largest norm of the gradient.
         earlier_undo: The calls that end the present partitioning.
         began_s: When the change began, by ``time.perf_counter``.
     """
@@ -85,6 +93,7 @@ class PlannedChange:
     ranks: Ranks
     placement: Placement
     backend: Callable[[BackendParts], UpdateBackend]
+    sets_clipping: bool
     earlier_undo: PartitionUndo
     began_s: float
 
@@ -104,10 +113,13 @@ def changed_configuration(requested: Config, present: Config, change: ConfigLike
         ZeroEngineError: The change writes a key that cannot change, or something is wrong with a value.
     """
     given = load(change, argument="change")
-    written = dict(given.to_dict())
-    if not isinstance(change, Config) and given._written is not None:
-        written = {key: value for key, value in written.items() if key in given._written.tree}
+    written = written_keys(given)
     before = requested.to_dict() | {key: getattr(present, key) for key in BATCH_KEYS}
+    # What "auto" has chosen stays chosen.
+    zero, chosen = before["zero_optimization"], present.zero_optimization
+    zero["stage"] = chosen.stage
+    for section in SECTIONS:
+        zero[section]["device"] = getattr(chosen, section).device
     sizes = {key for key in BATCH_KEYS if written.get(key) is not None}
     after = before | written
     if present.gradient_accumulation_steps == "manual" or written.get("gradient_accumulation_steps") == "manual":
@@ -124,6 +136,12 @@ def changed_configuration(requested: Config, present: Config, change: ConfigLike
             f"{', '.join(CHANGEABLE)}. For anything else save a checkpoint and load it into a new engine."
         )
     return load(after)
+
+
+def written_keys(given: Config) -> dict[str, Any]:
+    """Return the values of the keys of the top level that a configuration writes, or that are not the default."""
+    default, keys = Config().to_dict(), set() if given._written is None else set(given._written.tree)
+    return {key: value for key, value in given.to_dict().items() if key in keys or value != default[key]}
 
 
 def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: ConfigLike) -> PlannedChange:
@@ -145,7 +163,8 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
             shard_ranks=setup.shard_ranks,
             ranks_per_model=1,
         )
-        plans = mixed_precision.units_of_model(model, settings, algorithms_of(optimizer, model, settings))
+        with _trained_as_before(setup.plans):
+            plans = mixed_precision.units_of_model(model, settings, algorithms_of(optimizer, model, settings))
         model_checks.check_quantizable(
             settings.zero_optimization, plans, mixed_precision.exact_tensors(model, settings)
         )
@@ -165,7 +184,6 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
             free,
             device=free.device + held.device - held.states.peak_device_extra,
             host=free.host + held.host,
-            disk=free.disk + held.disk,
         )
 
     memory, notice = fit_configuration(memory, free_memory, choose_states)
@@ -188,15 +206,35 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
         setup.partition_undo.end(type(error), error, error.__traceback__)
         setup.partition_undo.take_over(earlier_undo)
         raise
-    return PlannedChange(planned, ranks, placement, backend, earlier_undo, began_s)
+    sets_clipping = "gradient_clipping" in written_keys(load(change))
+    return PlannedChange(planned, ranks, placement, backend, sets_clipping, earlier_undo, began_s)
+
+
+@contextmanager
+def _trained_as_before(plans: Sequence[UnitPlan]) -> Iterator[None]:
+    """Let the parameters that are trained require gradients inside, and no others: some may be frozen at the moment."""
+    params = [(param, plan.trainable) for plan in plans for _, param in plan.params]
+    # The class of a released parameter would look at what is asked of it.
+    with DisableTorchFunctionSubclass():
+        required = [param.requires_grad for param, _ in params]
+        try:
+            for param, is_trained in params:
+                param.requires_grad_(is_trained)
+            yield
+        finally:
+            for (param, _), requires in zip(params, required, strict=True):
+                param.requires_grad_(requires)
 
 
 def _check_moment(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
     checkpoints.check_not_half_loaded("change()")
-    if parts.loop.accumulation.has_gradients:
+    accumulation = parts.loop.accumulation
+    if parts.passes.reducer.take_assigned_gradients():
+        accumulation.note_assigned_gradients()
+    if accumulation.has_gradients or accumulation.backwards or accumulation.ended_micro_steps:
         raise ZeroEngineError(
-            "change() between the micro-steps of a step, whose gradients are partitioned as before: call it after a "
-            "step() that updated"
+            "change() between the micro-steps of a step, or after gradients were assigned, which are partitioned as "
+            "before: call it after a step() that updated"
         )
     if parts.setup.is_split or parts.setup.config.local_steps is not None:
         raise ZeroEngineError(
@@ -215,7 +253,7 @@ def take_apart(planned: PlannedChange, steps: StepLoop) -> tuple[RunProgress, La
     Afterwards nothing may use the parts of ``steps``, and their memory goes with the last reference to them.
     """
     parts, progress, optimizer = steps.parts, steps.progress(), steps.parts.states.optimizer
-    if planned.setup.config.gradient_clipping != parts.setup.config.gradient_clipping:
+    if planned.sets_clipping:
         progress.max_norm = None
     for shard in optimizer.shards:
         if shard.unit.move_writes_to_shard():
@@ -223,11 +261,16 @@ def take_apart(planned: PlannedChange, steps: StepLoop) -> tuple[RunProgress, La
     for unit in parts.partition.units:
         unit.move_writes_to_shard()
     steps.checkpoints.close()
+    parts.passes.backward.refusal = (
+        "a backward of a forward from before engine.change(), whose graph has saved what is elsewhere now: run the "
+        "forward again"
+    )
     states, group = earlier_states(optimizer), parts.ranks.group
     units, outliers = tuple(parts.partition.units), parts.states.outliers
     parts.partition.restoration.forget()
     planned.earlier_undo.hooks.close()
-    transport = parts.ranks.plain_transport
+    # With its channels for the degrees of before.
+    transport = parts.ranks.transport
     earlier = EarlierPartition(
         units,
         StateMoves(states, transport, group),
@@ -237,6 +280,7 @@ def take_apart(planned: PlannedChange, steps: StepLoop) -> tuple[RunProgress, La
         outliers,
         parts.states.elementwise_members,
         frozenset(parts.setup.config.notices),
+        bool(parts.partition.placement.disks),
     )
     optimizer.drop_parts()
     lasting = LastingParts(parts.reports, parts.loop.save_on_signal, parts.loop.snapshots)
@@ -248,12 +292,16 @@ def put_together(
 ) -> EngineParts:
     """Return the parts of the engine after the change, with the states of before. A collective."""
     try:
-        parts = assemble(planned.setup, planned.ranks, lasting, planned.placement, planned.backend, calls, earlier)
+        with _trained_as_before(planned.setup.plans):
+            parts = assemble(planned.setup, planned.ranks, lasting, planned.placement, planned.backend, calls, earlier)
     except BaseException as error:
         earlier.abandon(f"change() failed ({type(error).__name__}: {error})")
         raise
     finally:
         planned.earlier_undo.stores.close()
+    if earlier.has_disks:
+        # What is mapped of the earlier files is in cycles.
+        gc.collect()
     return parts
 
 
@@ -264,6 +312,11 @@ def report_change(planned: PlannedChange, parts: EngineParts) -> None:
     seconds = time.perf_counter() - planned.began_s
     start = describe_start(setup.model, setup.state_memory, group.world_size, 1, group.device)
     text = f"changed after step {step}, in {seconds:.2f} s: {start}"
+    # Autograd then refuses a backward through a graph that saved parameters before.
+    torch.autograd.graph.increment_version([param for unit in parts.partition.units for param in unit.params])
+    parts.passes.outside_writes.reset_baseline()
     parts.reports.event("change", step, text, seconds=seconds)
+    if setup.config.zero_optimization.zeropp_loco_param is not None and group.rank == 0:
+        log.warning("zeropp_loco_param: the error feedback of quantized gradients restarts from zero after a change")
     if group.rank == 0:
         announce(text)

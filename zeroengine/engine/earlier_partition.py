@@ -35,6 +35,7 @@ class EarlierPartition:
         outliers: The steps that ``skip_steps`` judges by.
         elementwise_members: As of ``States``.
         notices: The notices of the configuration that were given already.
+        has_disks: Whether states were on a disk.
     """
 
     units: Sequence[Unit]
@@ -45,6 +46,7 @@ class EarlierPartition:
     outliers: OutlierSteps | None
     elementwise_members: set[str]
     notices: frozenset[str]
+    has_disks: bool
 
     def __post_init__(self) -> None:
         # By parameter that has not moved, its unit; and the units that are gathered, with their number of these.

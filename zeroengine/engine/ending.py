@@ -63,6 +63,15 @@ def ended_by(call: str, parts: EngineParts) -> EndedParts:
     )
 
 
+def ended_in_change(parts: EngineParts) -> EndedParts:
+    """Return what takes the place of ``parts`` while ``Engine.change`` moves states, and after it has failed."""
+    return EndedParts(
+        "this engine has ended, because engine.change() failed while states moved. Make a model and an engine anew, "
+        "and load a checkpoint.",
+        parts,
+    )
+
+
 # The engines of this process. In each child that it forks they have ended and free nothing, garbage or not: see "Forked
 # children" in utils/process_finalizer.py.
 engines: weakref.WeakSet[Any] = weakref.WeakSet()

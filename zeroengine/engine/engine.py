@@ -574,22 +574,29 @@ class Engine:
                 ``gathered``, a forward or a backward. If moving itself fails, such as on a full disk, the engine ends:
                 load the last checkpoint into a new one.
         """
-        planned = change.plan_change(self._parts, self._checkpoints, config)
-        progress, lasting, earlier = change.take_apart(planned, self._steps)
-        # Parts refer to one another in cycles, and hold the states until they are collected.
-        self._replace_parts(ending.ended_by("change(), which failed", self._parts))
-        gc.collect()
-        try:
-            self._use_steps(
-                StepLoop(
-                    lambda listener: change.put_together(planned, lasting, earlier, self._calls(listener)), progress
+        # The model is to be trained, so its tensors are made outside of inference mode.
+        with torch.inference_mode(False):
+            planned = change.plan_change(self._parts, self._checkpoints, config)
+            group = self.group
+            progress, lasting, earlier = change.take_apart(planned, self._steps)
+            # Parts refer to one another in cycles, and hold the states until they are collected.
+            self._replace_parts(ending.ended_in_change(self._parts))
+            gc.collect()
+            try:
+                self._use_steps(
+                    StepLoop(
+                        lambda listener: change.put_together(planned, lasting, earlier, self._calls(listener)), progress
+                    )
                 )
-            )
-        except BaseException as error:
-            error.add_note("engine.change() failed while states moved, and the engine has ended: load a checkpoint.")
-            planned.setup.undo.__exit__(type(error), error, error.__traceback__)
-            raise
-        change.report_change(planned, self._parts)
+            except BaseException as error:
+                error.add_note(
+                    "engine.change() failed while states moved, and the engine has ended: load a checkpoint."
+                )
+                # The other ranks wait for this one.
+                group.divergence.error(f"rank {group.rank} failed in change(): {type(error).__name__}: {error}")
+                planned.setup.undo.__exit__(type(error), error, error.__traceback__)
+                raise
+            change.report_change(planned, self._parts)
 
     # -- offloading for a while -------------------------------------------------------------------
 

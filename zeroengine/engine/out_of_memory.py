@@ -40,7 +40,7 @@ Path = tuple[Any, ...]
 
 
 @dataclass
-class MicroStep:
+class RunMicroStep:
     """One forward of the model, and the backward of its loss.
 
     Attributes:
@@ -97,15 +97,15 @@ class MicroStepRetaker:
         self._parts, self._run_forward, self._run_backward = parts, forward, backward
         self._end_micro_step, self._change = end_micro_step, change
         # The micro-steps of the step in progress that have had their backward, and the forwards since then.
-        self._done: list[MicroStep] = []
-        self._begun: list[MicroStep] = []
+        self._done: list[RunMicroStep] = []
+        self._begun: list[RunMicroStep] = []
         # What each micro-step of the step before launched, and whether the step before that launched the same.
         self._launches: dict[int, tuple[list[Gather | Reduce], bool]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of training, again if memory does not suffice."""
         device = self._parts().ranks.group.device
-        micro_step = MicroStep(args, kwargs, random_states(device))
+        micro_step = RunMicroStep(args, kwargs, random_states(device))
         self._begun.append(micro_step)
         while True:
             if len(self._begun) == 1:
@@ -284,7 +284,7 @@ class MicroStepRetaker:
                 self._end_micro_step()
             number += 1
 
-    def _take_again(self, micro_step: MicroStep) -> tuple[RankMemory, RuntimeError | None]:
+    def _take_again(self, micro_step: RunMicroStep) -> tuple[RankMemory, RuntimeError | None]:
         """Run a forward and its backward once more. Return what to tell the others, and an error of memory."""
         where = "forward"
         self._parts().passes.backward.executor.launches = []

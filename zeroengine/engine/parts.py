@@ -249,11 +249,13 @@ def connect_ranks(setup: EngineSetup, group: Group, replicas: Replicas | None, t
     sharing = group if replicas is None else replicas.group
     # The transport may choose its channels by the degrees, and what follows stands around the chosen ones.
     degrees = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if not plan.expert_ranks))
-    transport.open_groups(degrees, sharing, ranks_of_level(transport.rank, 1, config.sequence_parallel_size))
+    transport = transport.open_groups(
+        degrees, sharing, ranks_of_level(transport.rank, 1, config.sequence_parallel_size)
+    )
     experts = setup.experts
     if experts is not None:
         of_experts = tuple(dict.fromkeys(rules.of_unit(plan) for plan in plans if plan.expert_ranks))
-        experts.transport.open_groups(of_experts, experts.data_group)
+        experts = experts._replace(transport=experts.transport.open_groups(of_experts, experts.data_group))
     if config.comms_logger.enabled and group.rank == 0:
         transport = log_collectives(transport, config.comms_logger, setup.partition_undo.hooks)
         if experts is not None:
@@ -349,9 +351,16 @@ def partition_model(
     # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
     units.extend(_make_units(setup, ranks, placement, earlier))
     forbid_forward_while_unset(model, units, undo)
-    # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
-    mixed_precision.prepare_buffers(model, config, group.device, partial(group.broadcast, purpose="of buffers"), undo)
+    # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here, at first.
+    broadcast: Callable[[torch.Tensor], None] = partial(group.broadcast, purpose="of buffers")
+    if earlier is not None:
+        broadcast = _leave
+    mixed_precision.prepare_buffers(model, config, group.device, broadcast, undo)
     return PartitionedModel(placement, backend, units, restoration)
+
+
+def _leave(values: torch.Tensor) -> None:
+    """Leave the values of this rank as they are."""
 
 
 def _make_units(

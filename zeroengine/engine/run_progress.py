@@ -21,6 +21,7 @@ class RunProgress:
         counts: The steps.
         micro_steps: As of ``Accumulation``, like the next one.
         last_update_by: The call that ended the last step.
+        boundary: What was declared of the next backward.
         max_norm: The largest norm of the gradient; None: that of the configuration.
         scaler: The state of the loss scale.
         checkpoints: The objects whose state is part of checkpoints, and what the last load left.
@@ -31,6 +32,7 @@ class RunProgress:
     counts: StepCounts
     micro_steps: int
     last_update_by: str | None
+    boundary: bool | None
     max_norm: float | None
     scaler: dict[str, Any]
     checkpoints: dict[str, Any]
@@ -47,6 +49,7 @@ def run_progress(parts: EngineParts, checkpoints: EngineCheckpoints, warnings: s
         loop.step_runner.counts(),
         loop.accumulation.micro_steps,
         loop.accumulation.last_update_by,
+        loop.accumulation.boundary,
         loop.clipping.max_norm,
         parts.passes.scaler.state_dict(),
         objects,
@@ -60,6 +63,7 @@ def restore_progress(progress: RunProgress, parts: EngineParts, checkpoints: Eng
     loop, config = parts.loop, parts.setup.config
     loop.step_runner.restore_counts(progress.counts)
     loop.accumulation.micro_steps, loop.accumulation.last_update_by = progress.micro_steps, progress.last_update_by
+    loop.accumulation.boundary = progress.boundary
     if progress.max_norm is not None:
         loop.clipping.max_norm = progress.max_norm
     if config.scales_loss:

@@ -81,6 +81,7 @@ class Backward:
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
         run_by_engine: Whether ``Engine.backward`` is running the backward in progress.
         hook_handles: The handles of the hooks on parameters.
+        refusal: Why no backward may come to a forward that this has seen; "": it may.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Backward:
         # The timer's span of a plain backward in progress.
         self._plain_span = -1
         self.in_progress = self.run_by_engine = self._run_raised = False
+        self.refusal = ""
         # See "What is known of plain backwards".
         self._producing: set[int] = set()
         self._ended: set[int] = set()
@@ -248,6 +250,8 @@ class Backward:
         task = current_graph_task_id()
         if task < 0:
             return False
+        if self.refusal:
+            raise ZeroEngineError(self.refusal)
         if self._backwards.is_known(task):
             return True
         is_outermost, accumulates = is_outermost_backward(), not is_autograd_grad()

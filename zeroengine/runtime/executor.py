@@ -33,11 +33,6 @@ class Executor:
         self.launches: list[Gather | Reduce] | None = None
         self._performers: dict[type[Any], Callable[[Any], None]] = {}
 
-    def note_launch(self, launched: Gather | Reduce) -> None:
-        """Note that a collective was launched."""
-        if self.launches is not None:
-            self.launches.append(launched)
-
     def repeat(self, launches: Sequence[Gather | Reduce]) -> None:
         """Take part in collectives that other ranks launch, where this rank computes nothing. The schedule is not told.
 

@@ -120,7 +120,8 @@ class Gatherer:
             with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather(exact)
             self._timer.count("gather", nbytes)
-        self._executor.note_launch(Gather(unit.number, exact))
+        if self._executor.launches is not None:
+            self._executor.launches.append(Gather(unit.number, exact))
 
     def _ensure(self, unit: Unit, exact: bool = False) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream. ``exact``: see ``Gather``."""

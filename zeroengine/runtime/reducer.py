@@ -130,7 +130,8 @@ class Reducer:
 
     def _reduce(self, action: Reduce) -> None:
         self.launcher.launch(self._gradients_of[action.unit])
-        self._executor.note_launch(action)
+        if self._executor.launches is not None:
+            self._executor.launches.append(action)
 
     # -- backward ---------------------------------------------------------------------------------
 

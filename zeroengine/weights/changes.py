@@ -40,8 +40,8 @@ class WeightsToken:
         """
         if self.gatherer is not None and self.gatherer() is not gatherer:
             raise ZeroEngineError(
-                "stream_weights(): since is the token of another engine, whose values say nothing about these. Begin "
-                "with since=zeroengine.WeightsToken()"
+                "stream_weights(): since is the token of another engine, or from before engine.change(), and says "
+                "nothing about these values. Begin with since=zeroengine.WeightsToken()"
             )
 
     def next(self, digests: Mapping[str, tuple[object, ...]], gatherer: Gatherer) -> WeightsToken:

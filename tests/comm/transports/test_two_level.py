@@ -94,8 +94,7 @@ def test_each_byte_goes_to_another_host_once_per_host(num_hosts: int, ranks_per_
 
 
 def reduce_with_unfit_degrees() -> tuple[str, float]:
-    transport = open_on_hosts(3)
-    transport.open_groups((Degrees(2, 2, 2),), Group(None, CPU))
+    transport = open_on_hosts(3).open_groups((Degrees(2, 2, 2),), Group(None, CPU))
     full = transport.empty(20, torch.float32).copy_(torch.arange(20.0) * (transport.rank + 1))
     half = torch.empty(10)
     transport.reduce.reduce_scatter(half, full, "unit", levels=(2,)).wait_host()

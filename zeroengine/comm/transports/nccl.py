@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.divergence import Divergence
 from zeroengine.comm.group import Group
-from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Slices
+from zeroengine.comm.interfaces import Buffer, Levels, Ranks, ResizableBuffer, Slices, Transport
 from zeroengine.comm.sum_writers import SumWriters
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.registered_memory import RegisteredMemory
@@ -304,7 +304,7 @@ class NCCLTransport(TransportTraits):
         # rank's checksums, and its last operations for people.
         self._orders: tuple[HostCopy, list[float], str] | None = None
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
         """Make the communicators that units of these degrees need, and those of exchanges. A collective."""
         if len(exchanging) > 1 and not self.exchange.has_group(exchanging):
             self.exchange.add_group(exchanging, group.new_group(group.backend, self._timeout, exchanging))
@@ -319,6 +319,7 @@ class NCCLTransport(TransportTraits):
                     channel.add_group(ranks, part)
                     if self._memory is not None:
                         self._memory.add_group(part)
+        return self
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory."""

@@ -380,6 +380,8 @@ class SharedMemoryChannel:
             # The process may have raised the counter just before it ended, so the counter is read again.
             if self._memory.peers[rank].ended() and not self._reached(address, seq):
                 raise self._memory.divergence.error(f"{self._memory.name_of(rank)} has ended. {self._report()}")
+            if failure := self._memory.peers[rank].failure():
+                raise self._memory.divergence.error(f"{self._memory.name_of(rank)} has failed: {failure}")
             if time.monotonic() > deadline:
                 return False
         return True

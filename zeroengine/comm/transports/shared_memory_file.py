@@ -43,6 +43,8 @@ COUNTERS_BYTES = 3 * CACHE_LINE
 CHANNEL_BYTES = COUNTERS_BYTES + MAX_POSTED * RECORD.size
 # What a rank waits for outside of the channels, such as a save: text in UTF-8, filled up with zeros.
 WAIT_BYTES = 128
+# Begins that text where the rank has failed.
+FAILED = "\x01"
 WAIT_OFFSET = len(CHANNELS) * CHANNEL_BYTES
 CONTROL_BYTES = WAIT_OFFSET + WAIT_BYTES
 
@@ -70,6 +72,11 @@ class SharedMemoryPeer:
         """Return what the rank waits for outside of the channels, or an empty string."""
         text = self.control[WAIT_OFFSET : WAIT_OFFSET + WAIT_BYTES]
         return text.rstrip(b"\0").decode(errors="replace")
+
+    def failure(self) -> str:
+        """Return why the rank runs no operation any more, or an empty string."""
+        text = self.wait()
+        return text.removeprefix(FAILED) if text.startswith(FAILED) else ""
 
     def ended(self) -> bool:
         """Return whether the rank's process has ended, as far as the kernel can tell."""
@@ -170,6 +177,9 @@ class SharedMemory:
         # The finalizer holds the descriptors and not this object, or the object would never be collected.
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
         self._process, self._finalizer = os.getpid(), finalize(self, _close_all, descriptors)
+        # Peers that wait for this rank learn of its error at once.
+        show = weakref.WeakMethod(self._show_failure)
+        divergence.listeners["shared memory", fd] = lambda message: (show() or _ignore)(message)
 
     @property
     def closed(self) -> bool:
@@ -236,6 +246,9 @@ class SharedMemory:
             yield
         finally:
             self._show_wait("")
+
+    def _show_failure(self, message: str) -> None:
+        self._show_wait(FAILED + message[: WAIT_BYTES - 8])
 
     def _show_wait(self, what: str) -> None:
         if not self.closed:
@@ -332,3 +345,7 @@ def host_identity() -> str:
 def _close_all(descriptors: set[int]) -> None:
     for fd in descriptors:
         os.close(fd)
+
+
+def _ignore(message: str) -> None:
+    """Tell nobody: the memory is closed."""

@@ -33,9 +33,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeroengine.comm.forwarding_transport import ForwardingTransport
 from zeroengine.comm.group import Group
 from zeroengine.comm.host_layout import HostLayout
-from zeroengine.comm.interfaces import Buffer, Channel, PackedSums, PagedBuffer
+from zeroengine.comm.interfaces import Buffer, Channel, PackedSums, PagedBuffer, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transport_traits import TransportTraits
 from zeroengine.comm.transports.gloo import GlooChannel, GlooTransport
@@ -90,7 +91,6 @@ class TwoLevelTransport(TransportTraits):
                 (local.gather, local.reduce), local.of_other_hosts, self._direct[:2], strict=True
             )
         ]
-        # ``open_groups`` chooses these three, again after a change of degrees.
         self.gather: Channel = self._two_level[0]
         self.reduce: Channel = self._two_level[1]
         self.packed_sums: PackedSums | None = self._two_level[1]
@@ -101,21 +101,24 @@ class TwoLevelTransport(TransportTraits):
         for channel in self._two_level:
             channel.progress()
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> None:
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
         """Choose the way of all operations. See "Degrees" above."""
         if {rank // self._layout.ranks_per_host for rank in exchanging} - {self._layout.host}:
             self.exchange = self._direct[2]
             self._direct[2].progress_others = self.progress
         unfit = self._layout.unfit(degrees)
-        self.gather, self.reduce = self._direct[:2] if unfit else self._two_level
-        self.packed_sums = None if unfit else self._two_level[1]
-        if unfit and self.rank == 0:
+        if not unfit:
+            return self
+        if self.rank == 0:
             log.warning(
                 "degrees of %s straddle hosts of %d ranks, so each rank sends to each other rank. Degrees that divide "
                 "%d, or are multiples of it, send %d times fewer bytes between hosts.",
                 *(" and ".join(map(str, unfit)), self._layout.ranks_per_host),
                 *(self._layout.ranks_per_host, self._layout.ranks_per_host),
             )
+        direct = ForwardingTransport(self, self._direct[1])
+        direct.gather, direct.packed_sums = self._direct[0], None
+        return direct
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """Return memory of this rank's file if operations send from it, else torch's own."""
