@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import zeroengine
+from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_muon import Mixed, muon
@@ -465,3 +467,150 @@ def test_a_failure_while_states_move_ends_the_engine_and_leaves_the_checkpoint(t
         assert "failed while states moved, and the engine has ended: load a checkpoint" in notes
         assert "engine.change() failed while states moved" in uses
         assert "its values are not here" in lost
+
+
+def one_rank_fails() -> tuple[str, float]:
+    rank = start()
+    engine = make_engine(Task(), 3)
+    steps(engine, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        from zeroengine.optim.state_moves import StateMoves
+
+        moved = StateMoves.move
+
+        def fail(self: StateMoves, unit: Any, store: Any) -> None:
+            if rank == 1 and unit.number == 1:
+                raise OSError(28, "No space left on device")
+            moved(self, unit, store)
+
+        patch.setattr(StateMoves, "move", fail)
+        began = time.monotonic()
+        with pytest.raises((OSError, DivergenceError)) as caught:
+            engine.change(zero(1))
+    seconds = time.monotonic() - began
+    # The processes go on with a new engine.
+    engine = make_engine(Task(), 1)
+    steps(engine, range(1))
+    engine.close()
+    return str(caught.value), seconds
+
+
+def test_where_one_rank_fails_the_others_do_not_wait_for_the_timeout() -> None:
+    for message, seconds in run_ranks(2, one_rank_fails):
+        assert "No space left on device" in message
+        assert seconds < 20
+
+
+# -- the state of the moment -----------------------------------------------------------------------
+
+
+class WithBuffers(TinyLM):
+    """Counts in a buffer what each rank sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.seen += ids.sum()
+        return super().forward(ids, labels)
+
+
+def moment(kind: str) -> tuple[Any, Any]:
+    """Return what a run has at the end that changes, and one that does not."""
+    start()
+    found = []
+    for changes in (True, False):
+        engine = make_engine(Task(factory=WithBuffers), 3, **({"bf16": {"enabled": True}} if kind == "frozen" else {}))
+        steps(engine, range(2))
+        block = engine.module.blocks[1]
+        if kind == "frozen":
+            block.requires_grad_(False)
+            steps(engine, range(2, 3))
+        if kind == "clipping":
+            engine.gradient_clipping = 0.25
+        with torch.inference_mode(kind == "inference mode"):
+            if changes:
+                engine.change({"gradient_clipping": 1.0, **zero(1)} if kind == "clipping" else zero(1))
+        if kind == "frozen":
+            assert not any(param.requires_grad for param in block.parameters())
+            block.requires_grad_(True)
+        if kind == "clipping" and not changes:
+            engine.gradient_clipping = 1.0
+        trained = both(steps(engine, range(3, 5)), Trained([], [], {}), engine)
+        found.append((trained, engine.module.seen.clone(), engine.gradient_clipping))
+        engine.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["buffers", "frozen", "clipping", "inference mode"])
+def test_what_a_run_has_at_the_moment_stays(kind: str) -> None:
+    ranks = run_ranks(2, moment, kind)
+    for (trained, seen, limit), (expected, expected_seen, expected_limit) in ranks:
+        assert_same_bits(trained, expected)
+        assert torch.equal(seen, expected_seen) and limit == expected_limit
+    assert not torch.equal(ranks[0][0][1], ranks[1][0][1]), "each rank has a buffer of its own"
+
+
+def declare() -> list[int]:
+    start()
+    engine = make_engine(Task(), 1, gradient_accumulation_steps="manual")
+    steps(engine, range(1))
+    engine.set_gradient_accumulation_boundary(False)
+    engine.change(zero(3))
+    counts = []
+    for number in range(2):
+        engine.backward(engine(*batch(number, engine.rank)))
+        engine.step()
+        counts.append(engine.global_steps)
+        engine.set_gradient_accumulation_boundary(True)
+    engine.close()
+    return counts
+
+
+def test_a_declared_boundary_stays() -> None:
+    assert run_ranks(2, declare) == [[1, 2], [1, 2]]
+
+
+def use_what_is_old() -> dict[str, str]:
+    start()
+    engine, messages = make_engine(Task(), 3), {}
+    steps(engine, range(1))
+    loss = engine(*batch(1, engine.rank))
+    engine.change(zero(3))
+    messages["graph"] = refused(lambda: engine.backward(loss))
+    engine.zero_grad()
+    param = next(engine.module.parameters())
+    param.grad = torch.ones(param.shape)
+    messages["assigned"] = refused(lambda: engine.change(zero(1)))
+    # It counts for the step that comes.
+    assert engine.step()
+    engine.close()
+    return messages
+
+
+def test_a_graph_from_before_and_an_assigned_gradient_are_refused() -> None:
+    for messages in run_ranks(2, use_what_is_old):
+        assert "a forward from before engine.change()" in messages["graph"]
+        assert "after gradients were assigned" in messages["assigned"]
+
+
+def over_hosts() -> list[str]:
+    start()
+    imagine_hosts(3)
+    found: list[str] = []
+    for before, after in ((degrees(2, 2, 2), degrees(3, 3, 3)), (degrees(2, 2, 2), zero(1)), (zero(3), zero(0))):
+        engine = make_engine(Task(), 0, **before)
+        steps(engine, range(2))
+        expected = engine.full_state_dict()
+        engine.change(after)
+        present = engine.full_state_dict()
+        found += [name for name, value in present.items() if not torch.equal(value, expected[name])]
+        steps(engine, range(2, 3))
+        engine.close()
+    return found
+
+
+@pytest.mark.slow  # six ranks
+def test_degrees_that_straddle_hosts_move_by_the_channels_from_before() -> None:
+    assert run_ranks(6, over_hosts) == [[]] * 6
