@@ -44,7 +44,8 @@ class ForwardingTransport(TransportTraits):
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
         """See ``TransportTraits``."""
-        return self._inner.open_groups(degrees, group, exchanging)
+        opened: Transport = self._inner.open_groups(degrees, group, exchanging)
+        return opened
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """See ``interfaces.Transport``."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Protocol
 
 from zeroengine.comm.group import Group
 from zeroengine.partition.degrees import Degrees
-
-if TYPE_CHECKING:
-    from zeroengine.comm.interfaces import Transport
 
 
 class TransportTraits(Protocol):
@@ -57,8 +54,8 @@ class TransportTraits(Protocol):
         """
         return 0
 
-    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
-        """Return this transport for operations among some of the ranks, which are prepared. A collective.
+    def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Any:
+        """Return this transport (an ``interfaces.Transport``) for operations among some of the ranks, which are prepared. A collective.
 
         What it returned before, for other degrees, goes on as it was.
 
@@ -67,8 +64,8 @@ class TransportTraits(Protocol):
             group: All ranks.
             exchanging: The consecutive ranks that share a sample with this one, on the channel ``exchange``.
         """
-        # Ranks exchange with one another directly. Every class with these traits is a transport.
-        return cast("Transport", self)
+        # Ranks exchange with one another directly.
+        return self
 
     def staging_bytes(self) -> int:
         """Return the bytes of memory that operations pass through and that is kept for the next ones."""
