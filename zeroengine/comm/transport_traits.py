@@ -55,7 +55,9 @@ class TransportTraits(Protocol):
         return 0
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Any:
-        """Return this transport (an ``interfaces.Transport``) for operations among some of the ranks, which are prepared. A collective.
+        """Return this transport, or another ``interfaces.Transport`` around it, for operations among some of the ranks.
+
+        It prepares them. A collective.
 
         What it returned before, for other degrees, goes on as it was.
 
