@@ -27,9 +27,11 @@ class Dropping(nn.Module):
         self.tok, self.norm, self.head = nn.Embedding(VOCAB, 48), nn.LayerNorm(48), nn.Linear(48, VOCAB)
         self.blocks = nn.ModuleList(Block(48) for _ in range(10))
         self.dropout, self.num_forwards = nn.Dropout(0.2), 0
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
+        self.seen += ids.sum()
         x = self.tok(ids)
         for block in self.blocks:
             x = self.dropout(block(x))

@@ -47,6 +47,7 @@ class RunMicroStep:
         args: The positional inputs of the model.
         kwargs: Its other inputs.
         random: The states of the generators before.
+        buffers: The buffers of the model that forwards change, and their values before.
         output: What the model has returned, until the backward.
         path: Where the loss is in it; None: it is not there.
         options: The arguments of ``Engine.backward`` beside the loss.
@@ -56,6 +57,7 @@ class RunMicroStep:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: dict[str, Any]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
     output: Any = None
     path: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -99,19 +101,22 @@ class MicroStepRetaker:
         # The micro-steps of the step in progress that have had their backward, and the forwards since then.
         self._done: list[RunMicroStep] = []
         self._begun: list[RunMicroStep] = []
+        # The buffers that forwards have changed; None: none has run. And the versions of all before this forward.
+        self._changing: set[torch.Tensor] | None = None
+        self._versions: dict[torch.Tensor, int] = {}
         # What each micro-step of the step before launched, and whether the step before that launched the same.
         self._launches: dict[int, tuple[list[Gather | Reduce], bool]] = {}
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of training, again if memory does not suffice."""
-        device = self._parts().ranks.group.device
-        micro_step = RunMicroStep(args, kwargs, random_states(device))
+        micro_step = RunMicroStep(args, kwargs, random_states(self._parts().ranks.group.device), self._copy_buffers())
         self._begun.append(micro_step)
         while True:
             if len(self._begun) == 1:
                 self._parts().passes.backward.executor.launches = []
             try:
                 micro_step.output = self._run_forward(*args, **kwargs)
+                self._note_buffers()
                 return micro_step.output
             except RuntimeError as error:
                 memory = self._memory_after(error, "forward")
@@ -122,7 +127,7 @@ class MicroStepRetaker:
                 failure = _without_frames(error)
             self._complete_pass(is_forward=True)
             self._go_on(memory, failure)
-            set_random_states(micro_step.random, device)
+            self._restore(micro_step)
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """Run a backward, after which all ranks take the step again if memory did not suffice on one of them."""
@@ -163,6 +168,25 @@ class MicroStepRetaker:
         """Note that the step has ended, or has lost its gradients."""
         self._done.clear()
         self._begun.clear()
+
+    # -- what a forward begins with ---------------------------------------------------------------
+
+    def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        buffers = list(self._parts().setup.model.buffers())
+        self._versions = {buffer: buffer._version for buffer in buffers}
+        # At first, which ones a forward changes is not known.
+        return [(buffer, buffer.clone()) for buffer in buffers if self._changing is None or buffer in self._changing]
+
+    def _note_buffers(self) -> None:
+        changed = {buffer for buffer, version in self._versions.items() if buffer._version != version}
+        self._changing = changed | (self._changing or set())
+
+    def _restore(self, micro_step: RunMicroStep) -> None:
+        """Let a forward begin as that of ``micro_step`` began."""
+        set_random_states(micro_step.random, self._parts().ranks.group.device)
+        with torch.no_grad():
+            for buffer, values in micro_step.buffers:
+                buffer.copy_(values)
 
     # -- after an accident ------------------------------------------------------------------------
 
@@ -288,7 +312,7 @@ class MicroStepRetaker:
         """Run a forward and its backward once more. Return what to tell the others, and an error of memory."""
         where = "forward"
         self._parts().passes.backward.executor.launches = []
-        set_random_states(micro_step.random, self._parts().ranks.group.device)
+        self._restore(micro_step)
         try:
             output = self._run_forward(*micro_step.args, **micro_step.kwargs)
             where = "backward"
