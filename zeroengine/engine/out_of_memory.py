@@ -32,6 +32,7 @@ from zeroengine.memory.state_memory import LEAST_SAVING
 from zeroengine.schedule.actions import Gather, Reduce
 from zeroengine.utils.call_stack import run_as_own_call
 from zeroengine.utils.host_memory import trim_heap
+from zeroengine.utils.torch_internals import version_of
 
 log = logging.getLogger("zeroengine")
 
@@ -173,12 +174,12 @@ class MicroStepRetaker:
 
     def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         buffers = list(self._parts().setup.model.buffers())
-        self._versions = {buffer: buffer._version for buffer in buffers}
+        self._versions = {buffer: version_of(buffer) for buffer in buffers}
         # At first, which ones a forward changes is not known.
         return [(buffer, buffer.clone()) for buffer in buffers if self._changing is None or buffer in self._changing]
 
     def _note_buffers(self) -> None:
-        changed = {buffer for buffer, version in self._versions.items() if buffer._version != version}
+        changed = {buffer for buffer, version in self._versions.items() if version_of(buffer) != version}
         self._changing = changed | (self._changing or set())
 
     def _restore(self, micro_step: RunMicroStep) -> None:
