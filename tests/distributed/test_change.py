@@ -552,6 +552,22 @@ def test_what_a_run_has_at_the_moment_stays(kind: str) -> None:
     assert not torch.equal(ranks[0][0][1], ranks[1][0][1]), "each rank has a buffer of its own"
 
 
+def override() -> int:
+    start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROENGINE_OVERRIDES", '["zero_optimization.stage=3"]')
+        engine = make_engine(Task(), 1)
+        assert engine.config.zero_optimization.stage == 3
+        engine.change(zero(2))
+    stage = int(engine.config.zero_optimization.stage)
+    engine.close()
+    return stage
+
+
+def test_overrides_of_the_launcher_do_not_undo_a_change() -> None:
+    assert run_ranks(1, override) == [2]
+
+
 def declare() -> list[int]:
     start()
     engine = make_engine(Task(), 1, gradient_accumulation_steps="manual")

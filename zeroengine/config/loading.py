@@ -49,6 +49,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     argument: str = "config",
+    from_environment: bool = True,
 ) -> Config:
     """Load and check a configuration.
 
@@ -57,6 +58,7 @@ def load(
             it).
         overrides: Values to set, as in "key.path=value". Those in ZEROENGINE_OVERRIDES (a JSON list) come before them.
         argument: What the caller's user passes `config` as, which messages name.
+        from_environment: Whether the overrides of the environment apply.
 
     Returns:
         The checked configuration, which `Config.resolve` fits to a world size.
@@ -64,7 +66,7 @@ def load(
     Raises:
         ConfigError: Something is wrong with the configuration. The message lists everything that is.
     """
-    overrides = [*_environment_overrides(), *overrides]
+    overrides = [*(_environment_overrides() if from_environment else ()), *overrides]
     if isinstance(config, Config):
         # Without overrides nothing can have changed, so the checked object is returned as it is.
         if not overrides:

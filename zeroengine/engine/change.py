@@ -98,7 +98,7 @@ class PlannedChange:
     began_s: float
 
 
-def changed_configuration(requested: Config, present: Config, change: ConfigLike) -> Config:
+def changed_configuration(requested: Config, present: Config, written: Mapping[str, Any]) -> Config:
     """Return the configuration after a change, which is not resolved.
 
     The keys of the top level that the change does not write stay as they are. Of the sizes of a batch those that it
@@ -107,13 +107,11 @@ def changed_configuration(requested: Config, present: Config, change: ConfigLike
     Args:
         requested: The present configuration before it was resolved.
         present: The present configuration, with the sizes of the next step.
-        change: A file, a dict, or a whole configuration.
+        written: The values of the keys that the change writes.
 
     Raises:
         ZeroEngineError: The change writes a key that cannot change, or something is wrong with a value.
     """
-    given = load(change, argument="change")
-    written = written_keys(given)
     before = requested.to_dict() | {key: getattr(present, key) for key in BATCH_KEYS}
     # What "auto" has chosen stays chosen.
     zero, chosen = before["zero_optimization"], present.zero_optimization
@@ -121,7 +119,7 @@ def changed_configuration(requested: Config, present: Config, change: ConfigLike
     for section in SECTIONS:
         zero[section]["device"] = getattr(chosen, section).device
     sizes = {key for key in BATCH_KEYS if written.get(key) is not None}
-    after = before | written
+    after = before | dict(written)
     if present.gradient_accumulation_steps == "manual" or written.get("gradient_accumulation_steps") == "manual":
         after["train_batch_size"] = written.get("train_batch_size")
     elif sizes:
@@ -135,11 +133,15 @@ def changed_configuration(requested: Config, present: Config, change: ConfigLike
             f"change(): a running engine keeps {listed(refused, len(refused))}. What can change: "
             f"{', '.join(CHANGEABLE)}. For anything else save a checkpoint and load it into a new engine."
         )
-    return load(after)
+    return load(after, from_environment=False)
 
 
-def written_keys(given: Config) -> dict[str, Any]:
-    """Return the values of the keys of the top level that a configuration writes, or that are not the default."""
+def written_keys(change: ConfigLike) -> dict[str, Any]:
+    """Return the values of the keys of the top level that a configuration writes, or that are not the default.
+
+    Overrides of the launcher are of the configuration that the run began with, and do not apply.
+    """
+    given = load(change, argument="config", from_environment=False)
     default, keys = Config().to_dict(), set() if given._written is None else set(given._written.tree)
     return {key: value for key, value in given.to_dict().items() if key in keys or value != default[key]}
 
@@ -155,7 +157,8 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
     model, optimizer = setup.model, setup.base_optimizer
     with CHANGE.on_all_ranks(parts):
         _check_moment(parts, checkpoints)
-        requested = changed_configuration(setup.requested, setup.config, change)
+        written = written_keys(change)
+        requested = changed_configuration(setup.requested, setup.config, written)
         settings = requested.resolve(
             world_size=group.world_size,
             model_dtype=setup.model_dtype,
@@ -206,8 +209,7 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
         setup.partition_undo.end(type(error), error, error.__traceback__)
         setup.partition_undo.take_over(earlier_undo)
         raise
-    sets_clipping = "gradient_clipping" in written_keys(load(change))
-    return PlannedChange(planned, ranks, placement, backend, sets_clipping, earlier_undo, began_s)
+    return PlannedChange(planned, ranks, placement, backend, "gradient_clipping" in written, earlier_undo, began_s)
 
 
 @contextmanager
