@@ -8,17 +8,17 @@ change to the next setting that takes less (``Engine.change``), and take the ste
 one, with the random numbers that they had. So the step has the bits of a run without the accident.
 
 What is taken again is the forward of the model, so the loss that ``Engine.backward`` gets must be what the model has
-returned, or a part of it.
+returned, or a part of it. Where a step is not made of such micro-steps alone, the ranks know that it cannot be taken
+again, and raise the error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from zeroengine.checkpoint.content import random_states, set_random_states
 from zeroengine.config.fields import CHOSEN
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.memory import is_out_of_memory
-from zeroengine.errors import ZeroEngineError
+from zeroengine.engine.micro_steps import RunMicroStep, drop_graph_of
+from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.memory.state_memory import LEAST_SAVING
 from zeroengine.schedule.actions import Gather, Reduce
 from zeroengine.utils.call_stack import run_as_own_call
@@ -35,34 +36,6 @@ from zeroengine.utils.host_memory import trim_heap
 from zeroengine.utils.torch_internals import version_of
 
 log = logging.getLogger("zeroengine")
-
-# Where a loss is in what the model has returned: keys, indices and names of attributes.
-Path = tuple[Any, ...]
-
-
-@dataclass
-class RunMicroStep:
-    """One forward of the model, and the backward of its loss.
-
-    Attributes:
-        args: The positional inputs of the model.
-        kwargs: Its other inputs.
-        random: The states of the generators before.
-        buffers: The buffers of the model that forwards change, and their values before.
-        output: What the model has returned, until the backward.
-        path: Where the loss is in it; None: it is not there.
-        options: The arguments of ``Engine.backward`` beside the loss.
-        has_ended: Whether ``Engine.step`` has ended it.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: dict[str, Any]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    output: Any = None
-    path: Path | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +49,21 @@ class RankMemory:
 
     error: str | None = None
     obstacle: str | None = None
+
+
+@dataclass(frozen=True)
+class MicroStepLaunches:
+    """The collectives of a micro-step.
+
+    Attributes:
+        released: By unit, whether it was released at the begin.
+        launches: The gathers and reduces, in order.
+        is_stable: Whether the step before had the same.
+    """
+
+    released: tuple[bool, ...]
+    launches: list[Gather | Reduce]
+    is_stable: bool = False
 
 
 class MicroStepRetaker:
@@ -99,64 +87,101 @@ class MicroStepRetaker:
     ) -> None:
         self._parts, self._run_forward, self._run_backward = parts, forward, backward
         self._end_micro_step, self._change = end_micro_step, change
-        # The micro-steps of the step in progress that have had their backward, and the forwards since then.
+        # The micro-steps of the step in progress that have had their backward; the latest forward without one, and the
+        # number of such forwards; and why the step cannot be taken again.
         self._done: list[RunMicroStep] = []
-        self._begun: list[RunMicroStep] = []
-        # The buffers that forwards have changed; None: none has run. And the versions of all before this forward.
+        self._latest: RunMicroStep | None = None
+        self._num_begun = 0
+        self._obstacle: str | None = None
+        # The buffers that forwards have changed; None: none has run.
         self._changing: set[torch.Tensor] | None = None
-        self._versions: dict[torch.Tensor, int] = {}
-        # What each micro-step of the step before launched, and whether the step before that launched the same.
-        self._launches: dict[int, tuple[list[Gather | Reduce], bool]] = {}
+        # By the number of a micro-step in its step; and the units that were released as the present one began.
+        self._launches: dict[int, MicroStepLaunches] = {}
+        self._released: tuple[bool, ...] = ()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of training, again if memory does not suffice."""
-        micro_step = RunMicroStep(args, kwargs, random_states(self._parts().ranks.group.device), self._copy_buffers())
-        self._begun.append(micro_step)
+        parts = self._parts()
+        parts.passes.backward.end_if_over()
+        self._num_begun += 1
+        self._note_obstacle(f"a micro-step has {self._num_begun} forwards" if self._num_begun > 1 else None)
+        model, device = parts.setup.model, parts.ranks.group.device
+        versions = {buffer: version_of(buffer) for buffer in model.buffers()}
+        micro_step = self._latest = RunMicroStep.begin(args, kwargs, model, device, self._changing)
+        if self._num_begun == 1:
+            self._watch_launches()
+        try:
+            output = self._run_forward(*args, **kwargs)
+        except RuntimeError as error:
+            memory = self._memory_after(error, "forward")
+            if memory is None:
+                self._forget_forwards()
+                raise
+            # The traceback holds what the forward has computed.
+            failure = _without_frames(error)
+        except BaseException:
+            self._forget_forwards()
+            raise
+        else:
+            changed = {buffer for buffer, version in versions.items() if version_of(buffer) != version}
+            self._changing = changed | (self._changing or set())
+            micro_step.note_output(output)
+            return output
         while True:
-            if len(self._begun) == 1:
-                self._parts().passes.backward.executor.launches = []
-            try:
-                micro_step.output = self._run_forward(*args, **kwargs)
-                self._note_buffers()
-                return micro_step.output
-            except RuntimeError as error:
-                memory = self._memory_after(error, "forward")
-                if memory is None:
-                    self._begun.clear()
-                    raise
-                # The traceback holds what the forward has computed.
-                failure = _without_frames(error)
             self._complete_pass(is_forward=True)
             self._go_on(memory, failure)
-            self._restore(micro_step)
+            self._watch_launches()
+            try:
+                with micro_step.again():
+                    output = self._run_forward(*args, **kwargs)
+                micro_step.note_output(output)
+                return output
+            except RuntimeError as error:
+                after = self._memory_after(error, "forward")
+                if after is None:
+                    self._forget_forwards()
+                    raise
+                memory, failure = after, _without_frames(error)
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """Run a backward, after which all ranks take the step again if memory did not suffice on one of them."""
-        micro_step = self._begun[-1] if self._begun else None
-        obstacle = None
-        if len(self._begun) == 1 and micro_step is not None:
-            micro_step.path, micro_step.options = path_to(loss, micro_step.output), options
-            micro_step.output = None
-            if micro_step.path is None:
-                obstacle = "the loss was computed outside of the model"
+        micro_step, device = self._latest, self._parts().ranks.group.device
+        if micro_step is None or self._num_begun != 1:
+            self._note_obstacle(f"a backward has {self._num_begun} forwards")
         else:
-            obstacle = f"the micro-step has {len(self._begun)} forwards"
-        memory, failure = RankMemory(None, obstacle), None
+            micro_step.loss_path, micro_step.options = micro_step.find(loss), options
+            is_outside = micro_step.loss_path is None
+            self._note_obstacle("the loss is no part of what the model has returned" if is_outside else None)
+        memory, failure = RankMemory(None, self._obstacle), None
+        # What the loop has drawn since the forward stays drawn.
+        random = random_states(device)
         try:
             self._run_backward(loss, **options)
         except RuntimeError as error:
-            after = self._memory_after(error, "backward", obstacle)
+            after = self._memory_after(error, "backward")
             if after is None:
+                self._forget_forwards()
                 raise
             memory, failure = after, _without_frames(error)
-        del loss
+            if micro_step is not None:
+                micro_step.drop_graph()
+            drop_graph_of(loss)
+        except BaseException:
+            self._forget_forwards()
+            raise
         if failure is not None:
             self._complete_pass(is_forward=False)
-        self._note_launches()
-        self._begun.clear()
+        else:
+            self._note_launches()
+        self._forget_forwards()
+        is_again = False
         while self._go_on(memory, failure):
+            is_again = True
+            # Otherwise there is an obstacle.
             assert micro_step is not None
             memory, failure = self._take_again(micro_step)
+        if is_again:
+            set_random_states(random, device)
         if micro_step is not None:
             self._done.append(micro_step)
 
@@ -168,30 +193,59 @@ class MicroStepRetaker:
     def forget_step(self) -> None:
         """Note that the step has ended, or has lost its gradients."""
         self._done.clear()
-        self._begun.clear()
+        self._forget_forwards()
+        self._obstacle = None
 
-    # -- what a forward begins with ---------------------------------------------------------------
+    def forget_launches(self) -> None:
+        """Note that the configuration has changed: the next steps launch other collectives."""
+        self._launches.clear()
 
-    def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        buffers = list(self._parts().setup.model.buffers())
-        self._versions = {buffer: version_of(buffer) for buffer in buffers}
-        # At first, which ones a forward changes is not known.
-        return [(buffer, buffer.clone()) for buffer in buffers if self._changing is None or buffer in self._changing]
+    def _forget_forwards(self) -> None:
+        self._latest, self._num_begun = None, 0
 
-    def _note_buffers(self) -> None:
-        changed = {buffer for buffer, version in self._versions.items() if version_of(buffer) != version}
-        self._changing = changed | (self._changing or set())
+    def _note_obstacle(self, obstacle: str | None) -> None:
+        """Note why the step in progress cannot be taken again, if it cannot."""
+        accumulation = self._parts().loop.accumulation
+        if not accumulation.reduces_gradients:
+            obstacle = obstacle or "a micro-step is inside no_sync()"
+        elif accumulation.backwards != len(self._done):
+            obstacle = obstacle or "not every backward of the step was run by engine.backward(), or some were dropped"
+        self._obstacle = self._obstacle or obstacle
 
-    def _restore(self, micro_step: RunMicroStep) -> None:
-        """Let a forward begin as that of ``micro_step`` began."""
-        set_random_states(micro_step.random, self._parts().ranks.group.device)
-        with torch.no_grad():
-            for buffer, values in micro_step.buffers:
-                buffer.copy_(values)
+    # -- the collectives of a micro-step ----------------------------------------------------------
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward launches collectives."""
+        parts = self._parts()
+        return parts.ranks.group.world_size > 1 and any(unit.is_releasable for unit in parts.partition.units)
+
+    def _watch_launches(self) -> None:
+        parts = self._parts()
+        if self._gathers:
+            parts.passes.backward.executor.launches = []
+            self._released = tuple(unit.is_released for unit in parts.partition.units)
+
+    def _launches_left(self) -> list[Gather | Reduce] | None:
+        """Return the collectives of the micro-step that this rank has not launched; None: they are not known."""
+        launched, expected = self._parts().passes.backward.executor.launches, self._launches.get(len(self._done))
+        if launched is None or expected is None or not expected.is_stable or expected.released != self._released:
+            return None
+        is_known = expected.launches[: len(launched)] == launched
+        return expected.launches[len(launched) :] if is_known else None
+
+    def _note_launches(self) -> None:
+        """Note what the micro-step has launched, and nothing after it."""
+        executor, number = self._parts().passes.backward.executor, len(self._done)
+        launched, executor.launches = executor.launches, None
+        if launched is not None:
+            before = self._launches.get(number)
+            is_stable = before is not None and (before.released, before.launches) == (self._released, launched)
+            self._launches[number] = MicroStepLaunches(self._released, launched, is_stable)
 
     # -- after an accident ------------------------------------------------------------------------
 
-    def _memory_after(self, error: RuntimeError, where: str, obstacle: str | None = None) -> RankMemory | None:
+    def _memory_after(self, error: RuntimeError, where: str) -> RankMemory | None:
         """Return what to tell the others after an error; None: it is another one, or the ranks cannot go on."""
         if not is_out_of_memory(error):
             return None
@@ -202,8 +256,11 @@ class MicroStepRetaker:
                 "next, which takes two steps before with the same collectives."
             )
             return None
+        steps = [*self._done, *([] if self._latest is None else [self._latest])]
+        if not all(step.has_its_inputs for step in steps):
+            self._note_obstacle("inputs of the model were changed in place")
         number = parts.loop.step_runner.next_number
-        return RankMemory(f"in the {where} of step {number}: {str(error).splitlines()[0]}", obstacle)
+        return RankMemory(f"in the {where} of step {number}: {str(error).splitlines()[0]}", self._obstacle)
 
     def _complete_pass(self, *, is_forward: bool) -> None:
         """Take part in the collectives of the micro-step that this rank has not run, and drop its gradients."""
@@ -214,8 +271,8 @@ class MicroStepRetaker:
         if parts.ranks.group.device.type == "cuda":
             torch.cuda.empty_cache()
         launches = self._launches_left() if self._gathers else None
+        parts.passes.backward.executor.launches = None
         if launches is not None:
-            parts.passes.backward.executor.launches = None
             with torch.inference_mode(False), torch.no_grad():
                 parts.passes.backward.executor.repeat(launches)
         else:
@@ -224,39 +281,18 @@ class MicroStepRetaker:
             parts.passes.backward.complete_without_gradients()
         parts.passes.backward.finish()
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether a forward launches collectives."""
-        parts = self._parts()
-        return parts.ranks.group.world_size > 1 and any(unit.is_releasable for unit in parts.partition.units)
-
-    def _launches_left(self) -> list[Gather | Reduce] | None:
-        """Return the collectives of the micro-step that this rank has not launched; None: they are not known."""
-        launched = self._parts().passes.backward.executor.launches
-        expected, is_stable = self._launches.get(len(self._done), ([], False))
-        if launched is None or not is_stable or expected[: len(launched)] != launched:
-            return None
-        return expected[len(launched) :]
-
-    def _note_launches(self) -> None:
-        """Note what the micro-step has launched."""
-        launched = self._parts().passes.backward.executor.launches
-        if launched is not None:
-            before, _ = self._launches.get(len(self._done), ([], False))
-            self._launches[len(self._done)] = launched, before == launched
-
     def _go_on(self, memory: RankMemory, failure: RuntimeError | None) -> bool:
         """Return whether memory did not suffice on some rank, after all have taken the micro-steps before again.
 
-        The arguments are those of ``_lower_if_short``.
+        The arguments are those of ``compare_memory``.
         """
         # A rank comes here from its forward, and others from their backwards.
-        if not run_as_own_call(self._lower_if_short, memory, failure):
+        if not run_as_own_call(self.compare_memory, memory, failure):
             return False
-        run_as_own_call(self._take_earlier_again)
+        run_as_own_call(self.take_earlier_again)
         return True
 
-    def _lower_if_short(self, memory: RankMemory, failure: RuntimeError | None) -> bool:
+    def compare_memory(self, memory: RankMemory, failure: RuntimeError | None) -> bool:
         """Return whether memory did not suffice on some rank, after all ranks have changed to what takes less.
 
         Args:
@@ -270,39 +306,52 @@ class MicroStepRetaker:
         parts = self._parts()
         # A rank that drops its gradients waits for its reduces, of which others do their part while they wait.
         parts.passes.reducer.launcher.wait()
-        ranks = parts.ranks.group.all_gather_object(memory, "whether memory sufficed")
-        rank, error = next(((rank, own.error) for rank, own in enumerate(ranks) if own.error is not None), (0, None))
-        if error is None:
+        try:
+            ranks = parts.ranks.group.all_gather_object(memory, "whether memory sufficed")
+        except DivergenceError as error:
+            if failure is None:
+                raise
+            failure.add_note(
+                f'on_out_of_memory "lower": the other ranks did not come to engine.backward(loss): {error}'
+            )
+            raise failure from error
+        rank, short = next(((rank, own.error) for rank, own in enumerate(ranks) if own.error is not None), (0, None))
+        if short is None:
             return False
         obstacle = next((own.obstacle for own in ranks if own.obstacle is not None), None)
         parts.passes.backward.drop_gradients()
-        parts.loop.accumulation.restart_step()
-        lowered = None if obstacle is not None else next_setting(parts)
-        if lowered is None:
+        reason = (
+            f"the step cannot be taken again, because {obstacle}: let the model return the loss, and run one forward "
+        )
+        reason += "and one engine.backward() for each micro-step"
+        if obstacle is None:
+            parts.loop.accumulation.restart_step()
             reason = "nothing is left that takes less memory"
-            if obstacle is not None:
-                reason = (
-                    f"the step cannot be taken again, because {obstacle}: let the model return the loss, and run one "
-                    "forward for each backward"
-                )
-            self.forget_step()
-            if failure is not None:
-                failure.add_note(f"on_out_of_memory: {reason}")
-                raise failure
-            raise ZeroEngineError(f"rank {rank} ran out of memory {error}; {reason}")
-        change, words = lowered
-        if parts.ranks.group.rank == 0:
-            log.warning("rank %d ran out of memory %s; going on with %s, and taking the step again", rank, error, words)
-        self._change(change)
-        self._launches.clear()
-        return True
+            for change, words in next_settings(parts):
+                try:
+                    self._change(change)
+                except ZeroEngineError as refused:
+                    if self._parts().has_ended:
+                        raise
+                    reason = f"{reason}; {words} was refused: {refused}"
+                    continue
+                if parts.ranks.group.rank == 0:
+                    text = "rank %d ran out of memory %s; going on with %s, and taking the step again"
+                    log.warning(text, rank, short, words)
+                self.forget_launches()
+                return True
+        self.forget_step()
+        if failure is not None:
+            failure.add_note(f"on_out_of_memory: {reason}")
+            raise failure
+        raise ZeroEngineError(f"rank {rank} ran out of memory {short}; {reason}")
 
-    def _take_earlier_again(self) -> None:
+    def take_earlier_again(self) -> None:
         """Take the earlier micro-steps of the step again, whose gradients were dropped. All ranks come here."""
         number = 0
         while number < len(self._done):
             memory, failure = self._take_again(self._done[number])
-            if self._lower_if_short(memory, failure):
+            if self.compare_memory(memory, failure):
                 number = 0
                 continue
             if self._done[number].has_ended:
@@ -312,13 +361,14 @@ class MicroStepRetaker:
     def _take_again(self, micro_step: RunMicroStep) -> tuple[RankMemory, RuntimeError | None]:
         """Run a forward and its backward once more. Return what to tell the others, and an error of memory."""
         where = "forward"
-        self._parts().passes.backward.executor.launches = []
-        self._restore(micro_step)
+        self._watch_launches()
         try:
-            output = self._run_forward(*micro_step.args, **micro_step.kwargs)
-            where = "backward"
-            assert micro_step.path is not None
-            self._run_backward(follow(micro_step.path, output), **micro_step.options)
+            with micro_step.again():
+                output = self._run_forward(*micro_step.args, **micro_step.kwargs)
+            where, loss = "backward", micro_step.loss_of(output)
+            # The graph goes with the loss.
+            del output
+            self._run_backward(loss, **micro_step.options)
         except RuntimeError as error:
             memory = self._memory_after(error, where)
             if memory is None:
@@ -326,12 +376,13 @@ class MicroStepRetaker:
             failure = _without_frames(error)
         else:
             return RankMemory(), None
+        loss = None  # type: ignore[assignment]
         self._complete_pass(is_forward=where == "forward")
         return memory, failure
 
 
-def next_setting(parts: EngineParts) -> tuple[dict[str, Any], str] | None:
-    """Return the change to the next setting that takes less memory of the device, and its words; None: there is none.
+def next_settings(parts: EngineParts) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the changes to settings that take less memory of the device, the next one first, and their words.
 
     Prefetches end first, then stages rise, then states leave the device.
     """
@@ -339,44 +390,18 @@ def next_setting(parts: EngineParts) -> tuple[dict[str, Any], str] | None:
     current, zero = memory.current(), requested.zero_optimization
     if zero.prefetch_bucket_size and any(unit.is_releasable for unit in parts.partition.units):
         smaller = zero.model_copy(update={"prefetch_bucket_size": 0})
-        return {"zero_optimization": smaller.model_dump(mode="json")}, '"stage3_prefetch_bucket_size": 0'
+        yield {"zero_optimization": smaller.model_dump(mode="json")}, '"stage3_prefetch_bucket_size": 0'
     if zero.degrees is not None:
-        return None
+        return
     limit = memory.requirement(current).states.device_total * (1 - LEAST_SAVING)
     choices = [
         choice
         for choice in memory.choices(CHOSEN, CHOSEN, CHOSEN, any_disk=False)
         if choice.stage >= current.stage and memory.requirement(choice).states.device_total < limit
     ]
-    if not choices:
-        return None
-    best = min(choices, key=lambda choice: (choice.cost[:2], choice.num_changes(current), choice.stage))
-    section = best.applied(requested).zero_optimization.model_dump(mode="json")
-    return {"zero_optimization": section}, best.written(requested)
-
-
-def path_to(loss: torch.Tensor, output: Any) -> Path | None:
-    """Return where a loss is in what a model has returned; None: it is not there."""
-    if output is loss:
-        return ()
-    items: list[tuple[Any, Any]] = []
-    if isinstance(output, Mapping):
-        items = list(output.items())
-    elif isinstance(output, (list, tuple)):
-        items = list(enumerate(output))
-    elif dataclasses.is_dataclass(output):
-        items = [(own.name, getattr(output, own.name)) for own in dataclasses.fields(output)]
-    for key, value in items:
-        if (path := path_to(loss, value)) is not None:
-            return (key, *path)
-    return None
-
-
-def follow(path: Path, output: Any) -> torch.Tensor:
-    """Return what is at a path of ``path_to``."""
-    for key in path:
-        output = output[key] if isinstance(output, (Mapping, list, tuple)) else getattr(output, key)
-    return output  # type: ignore[no-any-return]
+    for choice in sorted(choices, key=lambda own: (own.cost[:2], own.num_changes(current), own.stage)):
+        section = choice.applied(requested).zero_optimization.model_dump(mode="json")
+        yield {"zero_optimization": section}, choice.written(requested)
 
 
 def _without_frames(error: RuntimeError) -> RuntimeError:

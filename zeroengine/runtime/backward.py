@@ -142,9 +142,12 @@ class Backward:
 
     def complete_without_gradients(self) -> None:
         """Launch the reduces that are left of a backward that has raised. Gradients that are missing count as zeros."""
+        not_launched = self.executor.not_launched
         self.executor.forget_interrupted()
         if self.in_progress:
             with torch.inference_mode(False), torch.no_grad():
+                # Other ranks have launched these before what is left.
+                self.executor.repeat(not_launched)
                 self._reducer.end_backward()
 
     # -- calls of the engine ----------------------------------------------------------------------

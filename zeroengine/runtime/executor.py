@@ -26,11 +26,13 @@ class Executor:
         units: All units, by number.
         arriving: The unit whose gradients arrive now.
         launches: The gathers and reduces that were launched since the list was assigned; None: nobody asks.
+        not_launched: The reduces that an error has kept from being launched.
     """
 
     def __init__(self, schedule: Schedule, units: Sequence[Unit]) -> None:
         self.schedule, self.units, self.arriving = schedule, units, ArrivingGradients()
         self.launches: list[Gather | Reduce] | None = None
+        self.not_launched: list[Reduce] = []
         self._performers: dict[type[Any], Callable[[Any], None]] = {}
 
     def repeat(self, launches: Sequence[Gather | Reduce]) -> None:
@@ -83,4 +85,5 @@ class Executor:
         self._note_failure(())
 
     def _note_failure(self, not_done: Sequence[Action]) -> None:
+        self.not_launched = [action for action in not_done if isinstance(action, Reduce)]
         self.schedule.note_failure(not_done, [unit.state for unit in self.units])
