@@ -124,6 +124,9 @@ class MicroStepRetaker:
             raise
         else:
             changed = {buffer for buffer, version in versions.items() if version_of(buffer) != version}
+            if self._changing is None:
+                # torch's batch norm changes its statistics without counting that.
+                changed |= {buffer for buffer, values in micro_step.buffers if not torch.equal(buffer, values)}
             self._changing = changed | (self._changing or set())
             micro_step.note_output(output)
             return output

@@ -439,6 +439,7 @@ def connect_passes(
         listener: Is told of forwards and backwards.
     """
     config, device, units, transport = setup.config, ranks.group.device, partition.units, ranks.transport
+    undo = setup.partition_undo.hooks
     scaler = LossScaler(config.fp16 if config.scales_loss else None)
     collects_copies = device.type == "cuda" if setup.async_step is None else setup.async_step
     stores = partition.placement.optimizer_stores
@@ -462,7 +463,6 @@ def connect_passes(
         reducer.gradient_factor = float(reducer.num_summed)
     num_forwards = ranks.group.divergence.num_forwards
     forward = Forward(setup.model, modules, executor, transport, reducer, config, timer, num_forwards, listener)
-    undo = setup.partition_undo.hooks
     for handle in forward.hook_handles:
         undo.callback(handle.remove)
     if config.memory_limit is not None and device.type == "cpu":
