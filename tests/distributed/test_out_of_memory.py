@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,115 @@ def test_a_limit_of_the_memory_raises_the_error_of_a_full_one() -> None:
     for text, stage, losses in run_ranks(2, above_limit):
         assert "the process holds" in text and "above memory_limit" in text
         assert stage == 1 and len(losses) == 2
+
+
+# -- loops of other kinds --------------------------------------------------------------------------
+
+Loop = Callable[[Any, int], None]
+
+
+def two_losses(engine: Any, number: int) -> None:
+    loss = engine(*batch(number, engine.rank))
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss * 0.5)
+
+
+def plain(engine: Any, number: int) -> None:
+    engine(*batch(number, engine.rank)).backward()
+
+
+def dropped(engine: Any, number: int) -> None:
+    engine.backward(engine(*batch(number, engine.rank)))
+    if number == 0:
+        engine.zero_grad()
+
+
+def without_sync(engine: Any, number: int) -> None:
+    with engine.no_sync() if number == 0 else contextlib.nullcontext():
+        engine.backward(engine(*batch(number, engine.rank)))
+
+
+def changed_inputs(engine: Any, number: int) -> None:
+    ids, labels = engine.module.__dict__.setdefault("buffer", batch(0, engine.rank))
+    ids.copy_(batch(number, engine.rank)[0])
+    engine.backward(engine(ids, labels))
+
+
+LOOPS: dict[str, tuple[Loop, str]] = {
+    "two losses": (two_losses, "a backward has 0 forwards"),
+    "plain backward": (plain, "not every backward of the step was run by engine.backward()"),
+    "zero_grad": (dropped, "or some were dropped"),
+    "no_sync": (without_sync, "a micro-step is inside no_sync()"),
+    "inputs": (changed_inputs, "inputs of the model were changed in place"),
+}
+
+
+def run_loop(kind: str) -> str:
+    start()
+    engine = make_engine(Task(factory=Dropping), 1, gradient_accumulation_steps=2, **LOWER)
+    memory, loop = Memory(engine, [(1, rank, "forward") for rank in range(2)]), LOOPS[kind][0]
+    loop(engine, 0)
+    engine.step()
+    memory.micro_step = 1
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        loop(engine, 1)
+    engine.close()
+    return " ".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_step_that_is_not_known_whole_is_not_taken_again(kind: str) -> None:
+    for message in run_ranks(2, run_loop, kind):
+        assert LOOPS[kind][1] in message
+
+
+class Held:
+    """Is held by a graph."""
+
+
+class Hold(torch.autograd.Function):
+    """The identity, whose node holds an object."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alive: weakref.WeakSet[Held]) -> torch.Tensor:
+        ctx.held = Held()
+        alive.add(ctx.held)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Seen(Dropping):
+    """Counts the graphs that are alive as a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[int] = []
+        self.graphs: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.alive.append(len(self.graphs))
+        loss = super().forward(ids, labels)
+        return Hold.apply(loss, self.graphs)  # type: ignore[no-any-return]
+
+
+def hold_graphs() -> list[int]:
+    start()
+    engine = make_engine(Task(factory=Seen), 0, **LOWER)
+    memory = Memory(engine, [(1, 0, "backward")])
+    for number in range(3):
+        memory.micro_step = number
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        # The loop keeps the loss as long as the backward runs.
+        del loss
+    alive: list[int] = engine.module.alive
+    engine.close()
+    return alive
+
+
+def test_the_memory_of_what_failed_is_free_as_the_step_is_taken_again() -> None:
+    assert run_ranks(2, hold_graphs) == [[0, 0, 0, 0]] * 2

@@ -175,8 +175,8 @@ class Config(Section):
     nothing."""
     on_out_of_memory: Annotated[Literal["raise", "lower"], AUTO] = "raise"
     """What a forward or a backward does for which a rank has too little memory: raise, or let all ranks go on with the
-    next setting that takes less (a higher stage, then offload), and take the step again, with the same numbers. Over
-    several ranks it is for stages 0 to 2, from which it goes on to 3. It costs a message of all ranks a micro-step."""
+    next setting that takes less (a higher stage, then offload), and take the step again, with the same numbers. It
+    costs a message of all ranks a micro-step."""
     memory_limit: Annotated[MemoryLimit, NULL] = None
     """The most resident memory of a rank's process on a CPU, such as "2GB". Above it a forward raises the error of a
     full memory. null: no limit."""

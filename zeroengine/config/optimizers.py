@@ -11,7 +11,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import Discriminator, Field, Tag, field_serializer, field_validator, model_validator
+from pydantic import Discriminator, Field, Strict, Tag, field_serializer, field_validator, model_validator
 
 from zeroengine.config.fields import AUTO, MAX_FLOAT, Betas, CheckedBy, Decay, NonNegative, Section
 
@@ -196,7 +196,7 @@ class MuonParams(Section):
     """Decoupled weight decay of both."""
     ns_steps: Annotated[int, Ge(1), Le(99)] = 5
     """Iterations that make a matrix orthogonal (Newton-Schulz)."""
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    ns_coefficients: Annotated[tuple[float, float, float], Strict(False)] = (3.4445, -4.775, 2.0315)
     """Coefficients of the iteration."""
     ns_eps: NonNegative = 1e-7
     """Smallest norm that a matrix is divided by."""

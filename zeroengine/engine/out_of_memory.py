@@ -166,9 +166,7 @@ class MicroStepRetaker:
                 self._forget_forwards()
                 raise
             memory, failure = after, _without_frames(error)
-            if micro_step is not None:
-                micro_step.drop_graph()
-            drop_graph_of(loss)
+            _drop_graphs(micro_step, loss)
         except BaseException:
             self._forget_forwards()
             raise
@@ -180,6 +178,7 @@ class MicroStepRetaker:
         is_again = False
         while self._go_on(memory, failure):
             is_again = True
+            _drop_graphs(micro_step, loss)
             # Otherwise there is an obstacle.
             assert micro_step is not None
             memory, failure = self._take_again(micro_step)
@@ -209,10 +208,10 @@ class MicroStepRetaker:
     def _note_obstacle(self, obstacle: str | None) -> None:
         """Note why the step in progress cannot be taken again, if it cannot."""
         accumulation = self._parts().loop.accumulation
-        if not accumulation.reduces_gradients:
-            obstacle = obstacle or "a micro-step is inside no_sync()"
-        elif accumulation.backwards != len(self._done):
-            obstacle = obstacle or "not every backward of the step was run by engine.backward(), or some were dropped"
+        if accumulation.backwards != len(self._done):
+            obstacle = "not every backward of the step was run by engine.backward(), or some were dropped"
+        elif not accumulation.reduces_gradients:
+            obstacle = "a micro-step is inside no_sync()"
         self._obstacle = self._obstacle or obstacle
 
     # -- the collectives of a micro-step ----------------------------------------------------------
@@ -405,6 +404,13 @@ def next_settings(parts: EngineParts) -> Iterator[tuple[dict[str, Any], str]]:
     for choice in sorted(choices, key=lambda own: (own.cost[:2], own.num_changes(current), own.stage)):
         section = choice.applied(requested).zero_optimization.model_dump(mode="json")
         yield {"zero_optimization": section}, choice.written(requested)
+
+
+def _drop_graphs(micro_step: RunMicroStep | None, loss: torch.Tensor) -> None:
+    """Free what the graph of a micro-step has saved, which the loop keeps as long as it has the loss."""
+    if micro_step is not None:
+        micro_step.drop_graph()
+    drop_graph_of(loss)
 
 
 def _without_frames(error: RuntimeError) -> RuntimeError:
