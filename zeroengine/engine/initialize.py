@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -61,12 +61,14 @@ from zeroengine.utils.torch_internals import check_torch
 
 log = logging.getLogger("zeroengine")
 
+ConfigLike = str | Path | Mapping[str, Any] | Config | None
+
 
 @explains_arguments
 def initialize(
     model: nn.Module,
-    optimizer: OptimizerLike = None,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
+    optimizer: OptimizerLike | ConfigLike = None,
+    config: ConfigLike = None,
     *,
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -86,7 +88,7 @@ def initialize(
             parameters, or None to build it from the configuration. Adam and AdamW run on the fused kernel; any
             optimizer works that looks at one parameter at a time. Parameters that it leaves out count as frozen, with
             one notice: no gradients are computed for them, and the norm is without them. A model without trainable
-            parameters, such as a reference or a reward model, needs no optimizer and is also partitioned.
+            parameters, which only runs forwards, needs none: ``initialize(model, config)``. See ``docs/inference.md``.
         config: A JSON, YAML or HJSON file, a dict, or None for the file that zero-launch names.
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
@@ -100,13 +102,17 @@ def initialize(
     Raises:
         ZeroEngineError: The input is wrong. Raised on every rank; the message says what to write instead.
     """
-    return make_engine(model, optimizer, config, lr_scheduler, process_group, mpu=mpu)
+    if config is None and isinstance(optimizer, str | Path | Mapping | Config):
+        # No optimizer is any of these.
+        optimizer, config = None, optimizer
+    # Anything else is refused where the optimizer is made.
+    return make_engine(model, cast("OptimizerLike", optimizer), config, lr_scheduler, process_group, mpu=mpu)
 
 
 def make_engine(
     model: nn.Module,
     optimizer: OptimizerLike,
-    config: str | Path | Mapping[str, Any] | Config | None,
+    config: ConfigLike,
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
