@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeroengine.schedule.actions import Action, Prefetch
 from zeroengine.schedule.prefetch_order import PrefetchLimits
 from zeroengine.schedule.residency import Residency, UnitFacts
@@ -38,3 +40,38 @@ def test_no_limit_of_prefetching_means_none() -> None:
     residency = Residency([UnitFacts(name, NUMEL) for name in "abcd"], PrefetchLimits(0, 10**12), actions)
     for _ in range(2):
         assert prefetched(residency, actions) == [[]] * 4
+
+
+def forward(residency: Residency, actions: list[Action], order: Sequence[int]) -> list[list[int]]:
+    """What is gathered ahead at each use of a forward that repeats, and at its end."""
+    ahead, first = [], len(actions)
+    residency.begin_pass(repeats=True)
+    for unit in order:
+        residency.gather_and_prefetch(unit, in_backward=False)
+        residency.release(unit)
+        ahead.append([action.unit for action in actions[first:] if isinstance(action, Prefetch)])
+        first = len(actions)
+    residency.end_forward_pass()
+    return [*ahead, [action.unit for action in actions[first:] if isinstance(action, Prefetch)]]
+
+
+def test_a_forward_is_followed_by_its_first_units_in_whatever_order_it_runs() -> None:
+    for numel, every in ((1, [[1], [2], [3], [0], []]), (2, [[2], [3], [0], [1], []])):
+        actions: list[Action] = []
+        facts = [UnitFacts(name, 1, is_trained=False) for name in "abcd"]
+        residency = Residency(facts, PrefetchLimits(numel, 9), actions)
+        # The first forward is taken to have the order of registration, and its end is not known.
+        assert forward(residency, actions, range(4))[-1] == list(range(numel))
+        assert forward(residency, actions, range(4)) == every
+        # In another order it costs time, and the next forward has learned it.
+        for _ in range(2):
+            forward(residency, actions, (3, 2, 1, 0))
+        assert forward(residency, actions, (3, 2, 1, 0)) == [[3 - unit for unit in units] for units in every]
+
+
+def test_an_evaluation_during_a_training_keeps_nothing_for_the_next_one() -> None:
+    actions: list[Action] = []
+    residency = Residency([UnitFacts(name, 1) for name in "abcd"], PrefetchLimits(1, 9), actions)
+    assert forward(residency, actions, range(4)) == [[]] * 5, "nothing is known"
+    for _ in range(2):
+        assert forward(residency, actions, range(4)) == [[1], [2], [3], [], []]

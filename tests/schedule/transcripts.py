@@ -111,6 +111,16 @@ TRANSCRIPTS = {
         ("forward", "evaluation", "plain backward", "step"),
         (Choice(), Choice()),
     ),
+    "forwards_alone": Transcript(
+        "Two forwards of frozen layers, one unit ahead: the first follows the order of registration, and the last "
+        "layer is followed by the first one of the next forward.",
+        [call(0), call(1), call(2)],
+        "first second third",
+        ("evaluation", "evaluation"),
+        (Choice(), Choice()),
+        PrefetchLimits(1, 9),
+        frozen="first second third",
+    ),
     "used_elsewhere": Transcript(
         "A parameter of the last layer that is also used before, outside of its module.",
         [call(0), Block("use", (1,)), call(1)],

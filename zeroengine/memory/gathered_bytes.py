@@ -92,7 +92,11 @@ class _Step:
         self._nbytes = self.most = 0
 
     def play(self) -> None:
-        """Play a step."""
+        """Play a step, or a forward alone where nothing is trained."""
+        if not any(unit.plan.trainable for unit in self._units):
+            for _ in self._forward(has_grad=False):
+                pass
+            return
         visits = list(self._forward())
         log = visits[-1][0] if visits else None
         self._tell(events.GradientsBegan(by_engine=True))
@@ -118,17 +122,17 @@ class _Step:
             self._tell(events.GradientsArrived(unit, (0,)))
         units.clear()
 
-    def _forward(self) -> Iterator[tuple[VisitLog, Visit]]:
+    def _forward(self, *, has_grad: bool = True) -> Iterator[tuple[VisitLog, Visit]]:
         node = 0
-        self._tell(events.ForwardBegan(has_grad=True))
+        self._tell(events.ForwardBegan(has_grad))
         for _, _, _, begins, module in self._order:
             node += 1
-            moment = events.Moment(True, node)
+            moment = events.Moment(has_grad, node)
             if begins:
                 self._tell(events.Entered(module, moment))
             # Modules that share parts of theirs may overlap, and an outer one that ends takes the inner ones with it.
             elif (call := self._schedule.forwards.call_of(module)) is not None:
-                self._tell(events.Left(module, moment, last_node=node - 1))
+                self._tell(events.Left(module, moment, last_node=node - 1 if has_grad else None))
                 yield call.log, call.visit
         self._tell(events.ForwardEnded())
 

@@ -77,7 +77,7 @@ class Forwards:
         if not residency.num_forwards:
             # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
             if not (in_backward or residency.num_pins):
-                residency.begin_pass()
+                residency.begin_pass(repeats=not event.has_grad)
             self._has_grad = event.has_grad
             if event.has_grad and not in_backward:
                 self._logs.begin(event.thread)

@@ -84,11 +84,14 @@ class Residency:
         self._pins, self._num_users = [0] * len(units), [0] * len(units)
         self.num_pins = self.live_numel = self.live_numel_refused = self.num_forwards = 0
         self.unhooked: dict[int, None] = {}
+        self._trains = any(unit.is_trained for unit in units)
         self._order = self._new_prefetch_order()
         self._last_in_forward: int | None = None
 
     def _new_prefetch_order(self) -> PrefetchOrder:
-        return PrefetchOrder(self._limits.numel, lambda unit: self._units[unit].numel)
+        # A model that only runs forwards has as much to read in the first one as in any other.
+        guess = [] if self._trains else [number for number, unit in enumerate(self._units) if unit.is_releasable]
+        return PrefetchOrder(self._limits.numel, lambda unit: self._units[unit].numel, guess)
 
     # -- single units -----------------------------------------------------------------------------
 
@@ -176,14 +179,16 @@ class Residency:
 
     # -- passes: forwards and backwards of the whole model ------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Begin a forward or a backward."""
-        self._order.start_pass()
+    def begin_pass(self, *, repeats: bool = False) -> None:
+        """Begin a forward or a backward. ``repeats``: whether it is a forward that no backward follows."""
+        # Between an evaluation and a step of a training nothing is kept whole.
+        self._order.start_pass(repeats=repeats and not self._trains)
 
     def end_forward_pass(self) -> None:
-        """End the forward that has begun."""
+        """End the forward that has begun. If it repeats, gather ahead the first units of the next one."""
         self._last_in_forward = self._order.last
         self._order.end_pass()
+        self._prefetch()
 
     def end_backward_pass(self) -> None:
         """End the backward that has begun, and release what it has gathered and not released."""
