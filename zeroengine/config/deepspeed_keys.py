@@ -192,7 +192,7 @@ _ROWS = {
         _fixed("offload_optimizer.cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes"),
         _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
         _fixed("offload_param.buffer_size", "a buffer fits the largest shard"),
-        _fixed("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory"),
+        _fixed("offload_param.max_in_cpu", "offload_param.ratio says what stays in memory"),
         _refused("zenflow", "ZenFlow changes results", switch=""),
         _no_effect("mics_hierarchical_params_gather", "a degree of one machine gathers within it, and NCCL knows which "
             "ranks share a machine"),

@@ -50,6 +50,8 @@ class OffloadOptimizer(_Offload):
 class OffloadParam(_Offload):
     """Where the parameter shards live, at stage 3."""
 
+    ratio: Annotated[Fraction, AUTO] = 1.0
+    """Fraction of the parameters that is offloaded, rounded to whole units. The rest stays on the device."""
     buffer_count: Annotated[int, Between(2, MAX_BUFFERS), AUTO] = 5
     """Largest number of shards that are on their way from disk to the other ranks."""
 

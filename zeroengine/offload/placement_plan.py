@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal
 
 import torch
@@ -98,7 +99,10 @@ def plan_placement(
         return numel_of[id(plan)] // int(getattr(degrees_of[id(plan)], state))
 
     # Offloading the shard of a unit that stays gathered would free no memory.
-    params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
+    param_ratio = zero.offload_param.ratio if param_location is not None else 0.0
+    is_released = [plan.numel > zero.param_persistence_threshold for plan in plans]
+    within = iter(_within_ratio([plan.numel for plan in compress(plans, is_released)], param_ratio))
+    params_offloaded = [released and next(within) for released in is_released]
     ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
     optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
     shard_bytes = [
