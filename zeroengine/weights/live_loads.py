@@ -20,7 +20,7 @@ from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.storages import is_quantized, storages_of
 from zeroengine.utils.files import checked_path
-from zeroengine.utils.progress import Report, progress
+from zeroengine.utils.progress import Report, evicting, progress
 from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.own_code import match_weights
@@ -96,8 +96,11 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
     with group.collective_errors("to load weights"):
         total = sum(entries[name].nbytes for name in match.stored_names)
         with progress("loading", total, group.rank == 0) as report:
+            # Values of frozen parameters go straight to a disk, if they are there.
+            report = evicting(report, master_weights.placement.evict)
             for name, stored_name in match.stored_names.items():
                 _read_entry(entries[name], matched.source, stored_name, from_rank_0, report)
+        master_weights.placement.evict()
         if errors:
             raise errors[0]
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
