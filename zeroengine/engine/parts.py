@@ -49,6 +49,7 @@ from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward import Backward
 from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.forward import Forward, check_hooks_allowed
+from zeroengine.runtime.frozen_linear import pass_contiguous_inputs
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.pass_listener import PassListener
@@ -469,6 +470,8 @@ def connect_passes(
         limit_memory(setup.model, config.memory_limit, undo)
     # The casts prepend their hooks, so inputs are cast before the hooks above run.
     mixed_precision.install(setup.model, config, device, undo)
+    if device.type == "cpu" and not gradients:
+        pass_contiguous_inputs(setup.model, undo)
     # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
     digests, compares = reducer.assigned_digests, config.check_parameter_writes
     data_ranks = ranks.replica_group.world_size
