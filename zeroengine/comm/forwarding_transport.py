@@ -44,8 +44,9 @@ class ForwardingTransport(TransportTraits):
 
     def open_groups(self, degrees: tuple[Degrees, ...], group: Group, exchanging: tuple[int, ...] = ()) -> Transport:
         """See ``TransportTraits``."""
-        opened: Transport = self._inner.open_groups(degrees, group, exchanging)
-        return opened
+        opened = self._inner.open_groups(degrees, group, exchanging)
+        assert opened is self._inner, "what chooses its channels by degrees is wrapped once it has"
+        return self
 
     def empty(self, numel: int, dtype: torch.dtype, *, sent: bool = True) -> torch.Tensor:
         """See ``interfaces.Transport``."""

@@ -381,7 +381,8 @@ class SharedMemoryChannel:
             if self._memory.peers[rank].ended() and not self._reached(address, seq):
                 raise self._memory.divergence.error(f"{self._memory.name_of(rank)} has ended. {self._report()}")
             if failure := self._memory.peers[rank].failure():
-                raise self._memory.divergence.error(f"{self._memory.name_of(rank)} has failed: {failure}")
+                text = f"{self._memory.name_of(rank)} has failed: {failure}. {self._report()}"
+                raise self._memory.divergence.error(text)
             if time.monotonic() > deadline:
                 return False
         return True
