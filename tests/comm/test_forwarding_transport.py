@@ -27,7 +27,15 @@ def test_an_attribute_is_that_of_the_transport_within(name: str) -> None:
     assert getattr(ForwardingTransport(inner), name) is getattr(inner, name)
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_wrapper_stays_around_a_transport_that_opens_groups() -> None:
+    inner = mock.Mock()
+    inner.open_groups.return_value = inner
+    wrapper = ForwardingTransport(inner)
+    assert wrapper.open_groups((), mock.Mock()) is wrapper
+    inner.open_groups.assert_called_once()
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"open_groups"}))
 def test_a_method_passes_its_arguments_to_the_transport_within(name: str) -> None:
     inner = mock.Mock()
     signature = inspect.signature(METHODS[name])
