@@ -15,6 +15,7 @@ from torch import nn
 from tests.distributed.models import VOCAB, Block, batch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, Trained, assert_same_bits, make_engine, start
+from tests.emulated import wanted
 from zeroengine.errors import DivergenceError, ZeroEngineError
 
 LOWER = {"on_out_of_memory": "lower", "memory_check": "off"}
@@ -90,7 +91,8 @@ def check(
     found = run_ranks(num_ranks, train, accidents, num_steps, more | LOWER, first, None)
     for (whole, _, _), (lowered, stage, _) in zip(expected, found, strict=True):
         assert_same_bits(whole, lowered)
-        assert stage == last
+        # On a GPU states may go to CPU memory in place of a stage that takes more buffers than it saves.
+        assert stage == last or wanted() != "cpu"
     return [num_forwards for _, _, num_forwards in found]
 
 
@@ -210,6 +212,7 @@ def above_limit() -> tuple[str, int, list[float]]:
     return str(caught.value), stage, losses
 
 
+@pytest.mark.skipif(wanted() != "cpu", reason="the allocator of a GPU has a limit of its own")
 def test_a_limit_of_the_memory_raises_the_error_of_a_full_one() -> None:
     for text, stage, losses in run_ranks(2, above_limit):
         assert "the process holds" in text and "above memory_limit" in text
