@@ -330,6 +330,9 @@ class MicroStepRetaker:
             parts.loop.accumulation.restart_step()
             reason = "nothing is left that takes less memory"
             for change, words in next_settings(parts):
+                if parts.ranks.group.rank == 0:
+                    text = "rank %d ran out of memory %s; going on with %s, and taking the step again"
+                    log.warning(text, rank, short, words)
                 try:
                     self._change(change)
                 except ZeroEngineError as refused:
@@ -337,9 +340,6 @@ class MicroStepRetaker:
                         raise
                     reason = f"{reason}; {words} was refused: {refused}"
                     continue
-                if parts.ranks.group.rank == 0:
-                    text = "rank %d ran out of memory %s; going on with %s, and taking the step again"
-                    log.warning(text, rank, short, words)
                 self.forget_launches()
                 return True
         self.forget_step()
