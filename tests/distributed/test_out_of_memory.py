@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -253,7 +254,7 @@ def changed_inputs(engine: Any, number: int) -> None:
 
 LOOPS: dict[str, tuple[Loop, str]] = {
     "two losses": (two_losses, "a backward has 0 forwards"),
-    "plain backward": (plain, "not every backward of the step was run by engine.backward()"),
+    "plain backward": (plain, "this loop calls loss.backward()"),
     "zero_grad": (dropped, "or some were dropped"),
     "no_sync": (without_sync, "a micro-step is inside no_sync()"),
     "inputs": (changed_inputs, "inputs of the model were changed in place"),
@@ -329,3 +330,24 @@ def hold_graphs() -> list[int]:
 
 def test_the_memory_of_what_failed_is_free_as_the_step_is_taken_again() -> None:
     assert run_ranks(2, hold_graphs) == [[0, 0, 0, 0]] * 2
+
+
+def plain_loop() -> tuple[str, float]:
+    start()
+    engine = make_engine(Task(factory=Dropping), 1, **LOWER)
+    memory = Memory(engine, [(1, 0, "forward")])
+    plain(engine, 0)
+    engine.step()
+    memory.micro_step = 1
+    # The other rank waits for what this one does not do.
+    began, kinds = time.monotonic(), (torch.OutOfMemoryError, DivergenceError)
+    with pytest.raises(kinds) as caught:
+        plain(engine, 1)
+        engine.step()
+    return " ".join(getattr(caught.value, "__notes__", [])), time.monotonic() - began
+
+
+def test_a_loop_of_plain_backwards_raises_at_once() -> None:
+    (message, seconds), _ = run_ranks(2, plain_loop)
+    assert "this loop calls loss.backward(): call engine.backward(loss)" in message
+    assert seconds < 10

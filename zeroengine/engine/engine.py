@@ -455,20 +455,24 @@ class Engine:
             DivergenceError: On every rank, where the ranks ran different collectives, or wrote different values into
                 the parameters.
         """
+        if self._retaker is not None:
+            self._retaker.note_step()
         result = self._steps.end_micro_step()
         if self._retaker is not None:
             if self._parts.loop.accumulation.ended_micro_steps:
                 self._retaker.note_end_of_micro_step()
             else:
-                self._retaker.forget_step()
+                self._retaker.end_step()
         return result
 
     @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
+        if self._retaker is not None:
+            self._retaker.note_step()
         self._steps.end_by_optimizer()
         if self._retaker is not None:
-            self._retaker.forget_step()
+            self._retaker.end_step()
 
     @disable_compile
     @explain_out_of_memory

@@ -93,6 +93,10 @@ class MicroStepRetaker:
         self._latest: RunMicroStep | None = None
         self._num_begun = 0
         self._obstacle: str | None = None
+        # Whether backwards were run by others than ``Engine.backward``, where the ranks compare.
+        self._is_plain_loop = False
+        # How many backwards of the step in progress ``Engine.backward`` has run.
+        self._num_backwards = 0
         # The buffers that forwards have changed; None: none has run.
         self._changing: set[torch.Tensor] | None = None
         # By the number of a micro-step in its step; and the units that were released as the present one began.
@@ -148,6 +152,7 @@ class MicroStepRetaker:
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """Run a backward, after which all ranks take the step again if memory did not suffice on one of them."""
+        self._num_backwards += 1
         micro_step, device = self._latest, self._parts().ranks.group.device
         if micro_step is None or self._num_begun != 1:
             self._note_obstacle(f"a backward has {self._num_begun} forwards")
@@ -187,13 +192,25 @@ class MicroStepRetaker:
         if micro_step is not None:
             self._done.append(micro_step)
 
+    def note_step(self) -> None:
+        """Note that a micro-step or a step is about to end."""
+        parts = self._parts()
+        parts.passes.backward.end_if_over()
+        if not self._num_backwards and parts.loop.accumulation.backwards:
+            self._is_plain_loop = True
+
     def note_end_of_micro_step(self) -> None:
         """Note that ``Engine.step`` has ended a micro-step, but not the step."""
         if self._done:
             self._done[-1].has_ended = True
 
+    def end_step(self) -> None:
+        """Note that the step has ended."""
+        self.forget_step()
+        self._num_backwards = 0
+
     def forget_step(self) -> None:
-        """Note that the step has ended, or has lost its gradients."""
+        """Note that the step has lost its gradients."""
         self._done.clear()
         self._forget_forwards()
         self._obstacle = None
@@ -252,6 +269,9 @@ class MicroStepRetaker:
         if not is_out_of_memory(error):
             return None
         parts = self._parts()
+        if self._is_plain_loop:
+            error.add_note("on_out_of_memory: this loop calls loss.backward(): call engine.backward(loss) in its place")
+            return None
         if self._gathers and self._launches_left() is None:
             error.add_note(
                 'on_out_of_memory "lower": at stage 3 over several ranks this rank has to know what the others gather '
