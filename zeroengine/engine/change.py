@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from zeroengine.config import Config, load
-from zeroengine.engine import model_checks
 from zeroengine.engine.agreement import check_agreement
 from zeroengine.engine.assembly import EngineParts, LastingParts, assemble
 from zeroengine.engine.checkpointing import EngineCheckpoints
@@ -29,20 +28,16 @@ from zeroengine.engine.parts import EngineCalls, EngineSetup, PartitionUndo, Ran
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.public_call import ALL, PublicCall
 from zeroengine.engine.run_progress import RunProgress
-from zeroengine.engine.split_models import check_split_model
 from zeroengine.engine.step_loop import StepLoop
+from zeroengine.engine.unit_plans import plan_units
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import FreeMemory, measure_free_memory
 from zeroengine.memory.state_choice import SECTIONS
 from zeroengine.memory.state_memory import StateMemory, fit_configuration
 from zeroengine.offload.placement import Placement
-from zeroengine.optim.algorithms import algorithms_of
 from zeroengine.optim.backends.interface import BackendParts, UpdateBackend
-from zeroengine.optim.factory import check_optimizer
 from zeroengine.optim.state_moves import StateMoves, earlier_states
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.unit_layout import DegreeRules
-from zeroengine.runtime import mixed_precision
 from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
@@ -159,23 +154,9 @@ def plan_change(parts: EngineParts, checkpoints: EngineCheckpoints, change: Conf
         _check_moment(parts, checkpoints)
         written = written_keys(change)
         requested = changed_configuration(setup.requested, setup.config, written)
-        settings = requested.resolve(
-            world_size=group.world_size,
-            model_dtype=setup.model_dtype,
-            ranks_per_node=setup.ranks_per_node,
-            shard_ranks=setup.shard_ranks,
-            ranks_per_model=1,
-        )
+        settings = setup.resolve(requested)
         with _trained_as_before(setup.plans):
-            plans = mixed_precision.units_of_model(model, settings, algorithms_of(optimizer, model, settings))
-        model_checks.check_quantizable(
-            settings.zero_optimization, plans, mixed_precision.exact_tensors(model, settings)
-        )
-        check_split_model(settings, plans, optimizer)
-        rules = DegreeRules.of_settings(settings.zero_optimization, group.world_size)
-        rules.check_patterns(plans)
-        for degrees in rules.all_degrees:
-            check_optimizer(optimizer, degrees)
+            plans = plan_units(model, optimizer, settings, group.world_size)
     check_agreement(group, settings, model, plans, optimizer)
     memory = StateMemory(plans, settings, setup.state_memory.topology, optimizer)
     held = setup.state_memory.requirement(setup.state_memory.current())

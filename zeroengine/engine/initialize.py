@@ -38,20 +38,19 @@ from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
 from zeroengine.engine.parts import EngineSetup, PartitionUndo
 from zeroengine.engine.progress import announce, describe_start
-from zeroengine.engine.split_models import Split, check_split_model, split_model, split_of_config
+from zeroengine.engine.split_models import Split, split_model, split_of_config
+from zeroengine.engine.unit_plans import plan_units
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import measure_free_memory
 from zeroengine.memory.state_bytes import RankTopology
 from zeroengine.memory.state_memory import StateMemory, fit_configuration
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.device_copies import GPUCopies
-from zeroengine.optim.algorithms import algorithms_of
-from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
+from zeroengine.optim.factory import OptimizerLike, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import check_has_parameters
 from zeroengine.partition.replicas import ReplicaLayout
 from zeroengine.partition.slices import ModelLayout
-from zeroengine.partition.unit_layout import DegreeRules
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.dtensors import SplitOver, limit_waits, note_slices
 from zeroengine.runtime.quantized_parameters import split_quantized_parameters
@@ -154,30 +153,21 @@ def make_engine(
             # Each model group counts as one rank: it computes its samples together.
             own_group = own.split_over.model or (group.rank,)
             num_data_ranks = group.world_size // len(own_group)
-            requested, data_ranks_per_node = settings, _data_ranks_per_node(own_group, ranks_per_node)
-            settings = settings.resolve(
+            resolve = partial(
+                Config.resolve,
                 world_size=group.world_size,
                 model_dtype=dtype,
-                ranks_per_node=data_ranks_per_node,
+                ranks_per_node=_data_ranks_per_node(own_group, ranks_per_node),
                 shard_ranks=shard_ranks,
                 ranks_per_model=len(own_group),
             )
+            requested, settings = settings, resolve(settings)
             for low in (settings.low_precision, settings.autocast_dtype):
                 if low is not None:
                     mixed_precision.check_supported(low, group.device)
-            algorithms = algorithms_of(base_optimizer, model, settings)
-            plans = mixed_precision.units_of_model(model, settings, algorithms)
-            model_checks.check_quantizable(
-                settings.zero_optimization, plans, mixed_precision.exact_tensors(model, settings)
-            )
-            # With "auto" only stages are chosen at which the optimizer works.
-            check_split_model(settings, plans, base_optimizer)
-            replica_ranks = settings.replica_ranks(num_data_ranks)
-            rules = DegreeRules.of_settings(settings.zero_optimization, replica_ranks)
-            rules.check_patterns(plans)
             meta_init.check_optimizer_state(base_optimizer)
-            for degrees in rules.all_degrees:
-                check_optimizer(base_optimizer, degrees)
+            replica_ranks = settings.replica_ranks(num_data_ranks)
+            plans = plan_units(model, base_optimizer, settings, replica_ranks)
             # Deferred parameters get their values last, because this takes memory and time.
             meta_init.initialize_meta_parameters(model)
         # Ranks that call methods of different engines then find out.
@@ -234,9 +224,7 @@ def make_engine(
             undo,
             partition_undo,
             requested,
-            dtype,
-            data_ranks_per_node,
-            shard_ranks,
+            resolve,
             model_groups,
             experts,
         )

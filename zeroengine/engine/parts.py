@@ -113,9 +113,7 @@ class EngineSetup:
             their values at that time, and free the engine's threads, files and other resources.
         partition_undo: Of these, the calls that end how the model is partitioned. It is one of the calls of ``undo``.
         requested: The configuration before it was resolved.
-        model_dtype: The dtype of the model before ``initialize``, as ``Config.resolve`` takes it.
-        ranks_per_node: The number of ranks of each machine, likewise.
-        shard_ranks: The number of ranks that a mesh for hybrid sharding partitions over, likewise.
+        resolve: Resolves a configuration for this model and these ranks: ``Config.resolve``.
         model_groups: The ranks that hold one model together, in the order of their slices, for each model; empty: no
             parameter is split.
         experts: The ranks that the experts are split over; None: they are not split.
@@ -130,9 +128,7 @@ class EngineSetup:
     undo: ExitStack
     partition_undo: PartitionUndo
     requested: Config
-    model_dtype: torch.dtype | None = None
-    ranks_per_node: int | None = None
-    shard_ranks: int | None = None
+    resolve: Callable[[Config], Config]
     model_groups: Sequence[tuple[int, ...]] = ()
     experts: ExpertGroup | None = None
 
