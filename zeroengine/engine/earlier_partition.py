@@ -49,8 +49,9 @@ class EarlierPartition:
     has_disks: bool
 
     def __post_init__(self) -> None:
-        # By parameter that has not moved, its unit; and the units that are gathered, with their number of these.
-        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        # By parameter that has not moved, its unit and its index there; and the units that are gathered, with their
+        # number of these.
+        self._places = {param: (unit, index) for unit in self.units for index, param in enumerate(unit.params)}
         self._gathered: dict[Unit, int] = {}
         self._device = self.units[0].full_buffer.tensor.device
 
@@ -58,7 +59,7 @@ class EarlierPartition:
         """Let the parameters of a unit after the change show their values, so that it can copy them. A collective."""
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
-            for unit in dict.fromkeys(self._unit_of[param] for _, param in plan.params):
+            for unit in dict.fromkeys(self._places[param][0] for _, param in plan.params):
                 if unit not in self._gathered:
                     self._gathered[unit] = len(unit.params)
                     for param in unit.params:
@@ -68,7 +69,7 @@ class EarlierPartition:
 
     def abandon(self, reason: str) -> None:
         """Leave the parameters that have not moved yet without values: each use of one raises, with ``reason``."""
-        for unit in dict.fromkeys(self._unit_of.values()):
+        for unit in dict.fromkeys(unit for unit, _ in self._places.values()):
             unit.abandon_parameters(partial(raise_abandoned, reason))
 
     def move_states(self, unit: Unit, store: OffloadStore | None) -> None:
@@ -78,9 +79,9 @@ class EarlierPartition:
             unit: The unit. It has its parameters.
             store: Where its masters and moments are to be; None: on the device.
         """
-        for param in unit.params:
-            earlier = self._unit_of.pop(param)
-            unit.originals.continue_from(earlier.originals, param)
+        for index, param in enumerate(unit.params):
+            earlier, earlier_index = self._places.pop(param)
+            unit.originals.continue_from(index, earlier.originals, earlier_index)
             self._gathered[earlier] -= 1
             if not self._gathered[earlier]:
                 del self._gathered[earlier]

@@ -294,10 +294,13 @@ def _has_same_offsets(old: Unit, new: Unit) -> bool:
 
 def _lies_inside(old: Unit, new: Unit) -> bool:
     """Return whether each rank's new optimizer shard lies inside of its earlier one."""
-    before, after = old.degrees.levels_to(old.degrees.optimizer), new.degrees.levels_to(new.degrees.optimizer)
+    before, after = _levels_of_shards(old), _levels_of_shards(new)
     return old.degrees.optimizer == 1 or (_has_same_offsets(old, new) and before == after[: len(before)])
 
 
 def _has_same_shard(old: Unit, new: Unit) -> bool:
-    before, after = old.degrees.levels_to(old.degrees.optimizer), new.degrees.levels_to(new.degrees.optimizer)
-    return before == after and _has_same_offsets(old, new)
+    return _levels_of_shards(old) == _levels_of_shards(new) and _has_same_offsets(old, new)
+
+
+def _levels_of_shards(unit: Unit) -> tuple[int, ...]:
+    return unit.degrees.levels_to(unit.degrees.optimizer)

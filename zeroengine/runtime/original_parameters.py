@@ -76,10 +76,8 @@ class OriginalParameters:
                 holders.broadcast(values, f"of unit {unit_name}")
             original_data.pop_all()
 
-    def continue_from(self, earlier: OriginalParameters, param: nn.Parameter) -> None:
-        """Remember of a parameter what it was before ``initialize``, which ``earlier`` knows."""
-        index = next(index for index, own in enumerate(self._params) if own is param)
-        earlier_index = next(index for index, own in enumerate(earlier._params) if own is param)
+    def continue_from(self, index: int, earlier: OriginalParameters, earlier_index: int) -> None:
+        """Remember of a parameter what it was before ``initialize``, which ``earlier`` knows by another index."""
         self.dtypes[index] = earlier.dtypes[earlier_index]
         self._templates[index] = earlier._templates[earlier_index]
         name = self._layout.slots[index].name
