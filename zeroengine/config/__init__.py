@@ -18,8 +18,8 @@
 - `reference.py`: the JSON Schema.
 """
 
-from zeroengine.config.loading import load
+from zeroengine.config.loading import ConfigLike, load
 from zeroengine.config.model import Config
 from zeroengine.config.precision import FLOATS, FP16
 
-__all__ = ["FLOATS", "FP16", "Config", "load"]
+__all__ = ["FLOATS", "FP16", "Config", "ConfigLike", "load"]

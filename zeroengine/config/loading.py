@@ -43,9 +43,12 @@ ZEROENGINE_ONLY = {
     "zero_optimization.degrees",
 }
 
+# What ``load`` reads.
+ConfigLike = str | Path | Mapping[str, Any] | Config
+
 
 def load(
-    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config: ConfigLike | None = None,
     overrides: Sequence[str] = (),
     *,
     argument: str = "config",

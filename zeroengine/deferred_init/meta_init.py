@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from zeroengine.config import Config, load
+from zeroengine.config import ConfigLike, load
 from zeroengine.deferred_init.dispatch_modes import is_recording
 from zeroengine.deferred_init.parameter import has_graph, swap_data, take_trace, trace_of
 from zeroengine.deferred_init.recorder import Recorder
@@ -30,7 +28,7 @@ NUM_SHOWN = 5
 
 @explains_arguments
 @contextlib.contextmanager
-def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, values: bool = True) -> Iterator[None]:
+def meta_init(config: ConfigLike | None = None, *, values: bool = True) -> Iterator[None]:
     """Return a context in which modules are built without memory for their parameters.
 
     Everything inside is computed as usual, but of each parameter only the trace of its values is kept: the operations

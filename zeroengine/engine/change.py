@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroengine.config import Config, load
+from zeroengine.config import Config, ConfigLike, load
 from zeroengine.engine.agreement import check_agreement
 from zeroengine.engine.assembly import EngineParts, LastingParts, assemble
 from zeroengine.engine.checkpointing import EngineCheckpoints
@@ -42,8 +41,6 @@ from zeroengine.utils.formats import listed
 from zeroengine.utils.torch_internals import DisableTorchFunctionSubclass
 
 log = logging.getLogger("zeroengine")
-
-ConfigLike = str | Path | Mapping[str, Any] | Config
 
 CHANGE = PublicCall(
     "change()",

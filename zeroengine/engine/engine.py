@@ -40,13 +40,11 @@ from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.host_memory import trim_heap
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch.distributed import ProcessGroup, Store
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
-    from zeroengine.config import Config
+    from zeroengine.config import ConfigLike
     from zeroengine.engine.out_of_memory import MicroStepRetaker
     from zeroengine.runtime.pass_listener import PassListener
     from zeroengine.weights.changes import WeightsToken
@@ -558,7 +556,7 @@ class Engine:
         return self.train(False)
 
     @messages.ends_in_callers_code
-    def change(self, config: str | Path | Mapping[str, Any] | Config) -> None:
+    def change(self, config: ConfigLike) -> None:
         """Go on with another configuration: another stage, degrees, offload, batch or precision of states.
 
             engine.change({"zero_optimization": {"stage": 1}})

@@ -25,7 +25,7 @@ from zeroengine.comm.process_group_argument import as_process_group, shard_ranks
 from zeroengine.comm.replicas import open_replicas
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.watchdog import host_name
-from zeroengine.config import Config, load
+from zeroengine.config import Config, ConfigLike, load
 from zeroengine.deferred_init import meta_init
 from zeroengine.engine import model_checks
 from zeroengine.engine.agreement import check_agreement
@@ -60,14 +60,12 @@ from zeroengine.utils.torch_internals import check_torch
 
 log = logging.getLogger("zeroengine")
 
-ConfigLike = str | Path | Mapping[str, Any] | Config | None
-
 
 @explains_arguments
 def initialize(
     model: nn.Module,
     optimizer: OptimizerLike | ConfigLike = None,
-    config: ConfigLike = None,
+    config: ConfigLike | None = None,
     *,
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -111,7 +109,7 @@ def initialize(
 def make_engine(
     model: nn.Module,
     optimizer: OptimizerLike,
-    config: ConfigLike,
+    config: ConfigLike | None,
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroengine.config import Config, load
+from zeroengine.config import ConfigLike, load
 from zeroengine.engine.split_models import check_split_model, plan_of_specs
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.choice import can_offload
@@ -49,7 +49,7 @@ MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_s
 
 def plan(
     model: ModelFacts | nn.Module | str | Path,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config: ConfigLike | None = None,
     machine: Machine | str | Path = "this",
     *,
     batch: int | None = None,
@@ -339,7 +339,7 @@ def machine_with(machine: Machine, **changes: int | None) -> Machine:
 
 
 def _base_tree(
-    config: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str], machine: Machine
+    config: ConfigLike | None, overrides: Sequence[str], machine: Machine
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the keys that all candidates share, as they were written, and what was assumed."""
     notes: list[str] = []

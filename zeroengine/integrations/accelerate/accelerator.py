@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroengine.comm.launched_ranks import has_peers, join_launched_ranks
-from zeroengine.config import Config, load
+from zeroengine.config import Config, ConfigLike, load
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import engine_of
 from zeroengine.engine.model_checks import check_undistributed
@@ -56,7 +55,7 @@ class ZeroAccelerator(SampleGroupAccelerator):
         ZeroEngineError: The arguments or the variables of `accelerate launch` contradict the configuration.
     """
 
-    def __init__(self, zero_config: str | Path | Mapping[str, Any] | Config | None = None, **arguments: Any) -> None:
+    def __init__(self, zero_config: ConfigLike | None = None, **arguments: Any) -> None:
         settings.check_not_distributed_otherwise(arguments)
         config = load(zero_config, argument="zero_config")
         self._requested_precision = arguments.pop("mixed_precision", None)

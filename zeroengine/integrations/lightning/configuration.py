@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from zeroengine.config import Config, load
+from zeroengine.config import Config, ConfigLike, load
 from zeroengine.config.loading import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from zeroengine.errors import ZeroEngineError
-
-ConfigLike = str | Path | Mapping[str, Any] | Config | None
 
 # What Lightning calls a precision, and the section of the configuration with the same numbers.
 SECTIONS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
@@ -19,7 +15,7 @@ SECTIONS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-t
 DEFAULT_PRECISION = "32-true"
 
 
-def load_settings(config: ConfigLike, stage: int | None) -> Config:
+def load_settings(config: ConfigLike | None, stage: int | None) -> Config:
     """Load the configuration of a strategy.
 
     Args:

@@ -15,7 +15,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 
-from zeroengine.config import Config
+from zeroengine.config import Config, ConfigLike
 from zeroengine.deferred_init.meta_init import meta_init
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
@@ -29,7 +29,6 @@ from zeroengine.integrations.lightning.checkpoints import (
     save_engines,
 )
 from zeroengine.integrations.lightning.configuration import (
-    ConfigLike,
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
@@ -122,7 +121,7 @@ class ZeroFabricStrategy(DDPStrategy):
         ZeroEngineError: The configuration is wrong, or contradicts ``stage``.
     """
 
-    def __init__(self, config: ConfigLike = None, *, stage: int | None = None, **options: Any) -> None:
+    def __init__(self, config: ConfigLike | None = None, *, stage: int | None = None, **options: Any) -> None:
         # The base class assigns to precision, which compares it with the configuration.
         self._settings: Config = load_settings(config, stage)
         self._engine_group = EngineGroup()

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from zeroengine.config import Config
+from zeroengine.config import Config, ConfigLike
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.initialize import initialize
 from zeroengine.errors import ZeroEngineError
@@ -31,7 +31,6 @@ from zeroengine.integrations.lightning.checkpoints import (
     save_engines,
 )
 from zeroengine.integrations.lightning.configuration import (
-    ConfigLike,
     check_no_arguments_of_ddp,
     load_settings,
     precision_of,
@@ -70,7 +69,7 @@ class ZeroStrategy(DDPStrategy):
     model: Any
     optimizers: Any
 
-    def __init__(self, config: ConfigLike = None, *, stage: int | None = None, **options: Any) -> None:
+    def __init__(self, config: ConfigLike | None = None, *, stage: int | None = None, **options: Any) -> None:
         # The base class assigns to precision_plugin, which compares it with the configuration.
         self._settings: Config = load_settings(config, stage)
         self._engine_group = EngineGroup()

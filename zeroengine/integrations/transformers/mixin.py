@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from transformers import TrainerState
 from transformers.utils import is_peft_available
 
 from zeroengine.checkpoint.inspect import find_checkpoint
-from zeroengine.config import Config
+from zeroengine.config import ConfigLike
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import gathered
 from zeroengine.engine.initialize import engine_of
@@ -76,9 +75,7 @@ class ZeroTrainerMixin(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(
-        self, *args: Any, zero_config: str | Path | Mapping[str, Any] | Config | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, zero_config: ConfigLike | None = None, **kwargs: Any) -> None:
         self._given_config = zero_config
         self._created_optimizer: torch.optim.Optimizer | None = None
         # The checkpoint that a run resumes from, where it begins in its data, and how far it has come since.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroengine.config import Config, load
+from zeroengine.config import Config, ConfigLike, load
 from zeroengine.errors import ZeroEngineError
 from zeroengine.integrations.accelerate.settings import fill_parallelism
 from zeroengine.optim.lion import Lion
@@ -19,7 +17,7 @@ FRAMEWORK = "TrainingArguments"
 OPTIMIZER_NAME = re.compile("(?:paged_)?(adamw|lion)(?:_bnb|_torch)?_(8|32)bit")
 
 
-def load_settings(config: str | Path | Mapping[str, Any] | Config | None, args: Any) -> Config:
+def load_settings(config: ConfigLike | None, args: Any) -> Config:
     """Load a configuration, fill in what it leaves to `TrainingArguments`, and check that the two agree.
 
     The parameters of a schedule that depend on the number of steps are filled in by `with_number_of_steps`.
