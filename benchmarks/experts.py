@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import machine
+from machine import describe_machine
 from transformers import MixtralConfig, MixtralForCausalLM
 from workload import ADAMW
 
@@ -143,7 +143,9 @@ def main() -> None:
                 failed[peer] = found
             else:
                 results[peer].append(found)
-    print(f"{machine()}, transformers {version('transformers')}; {args.ranks} ranks, {args.tokens} tokens a rank")
+    print(
+        f"{describe_machine()}, transformers {version('transformers')}; {args.ranks} ranks, {args.tokens} tokens a rank"
+    )
     print(
         f"{'':<20} {'ms a step':>9} {'min':>7} {'max':>7} {'tokens/s':>9} {'RSS MiB':>8} {'first loss':>11} {'last':>8}"
     )

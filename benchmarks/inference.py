@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,11 +30,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import describe_machine
 
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.probe import tune
@@ -339,7 +338,8 @@ def print_table(
     args: argparse.Namespace, results: dict[str, list[dict[str, float]]], rate: float, logits: Path
 ) -> None:
     names = ("generate 1", "generate 16", "score")
-    print(f"{machine()}; {args.threads} threads, {args.rounds} rounds, {args.tokens} tokens, scored {args.score}")
+    described = describe_machine(("torch", "transformers", "accelerate", "deepspeed"))
+    print(f"{described}; {args.threads} threads, {args.rounds} rounds, {args.tokens} tokens, scored {args.score}")
     print(f"disk {rate / 1e9:.2f} GB/s")
     titles = ("tokens/s: batch 1", "batch 16", "scoring", "MiB", "mapped", "MB/token", "of disk", "load s", "logits")
     print(f"{'engine':<15}" + "".join(f"{title:>{len(title) + 2}}" for title in titles))
@@ -357,18 +357,6 @@ def print_table(
         cells += [f"{middle['anon'] / 2**20:.0f}{over}", f"{middle['file'] / 2**20:.0f}", f"{middle['read'] / 1e6:.0f}"]
         cells += [f"{share:.2f}", f"{middle['load']:.1f}", same]
         print(f"{engine:<15}" + "".join(f"{cell:>{len(t) + 2}}" for cell, t in zip(cells, titles, strict=True)))
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as f:
-        model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), platform.machine())
-    versions = []
-    for package in ("torch", "transformers", "accelerate", "deepspeed"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    return f"{model}, {os.cpu_count()} cores; {', '.join(versions)}"
 
 
 if __name__ == "__main__":

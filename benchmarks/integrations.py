@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peers import machine
+from machine import describe_machine
 from workload import ADAMW, CLIP, SIZES, Transformer, batches
 
 # Steps before the first one that counts: buckets and schedules settle.
@@ -190,7 +190,7 @@ def main() -> None:
         ratios.append(results["zeroengine"]["tokens_per_s"] / results["ddp"]["tokens_per_s"])
         losses.append(abs(results["zeroengine"]["loss"] - results["ddp"]["loss"]))
         print(".", end="", file=sys.stderr, flush=True)
-    print(f"\n{machine()}; size {options.size}, {options.ranks} ranks, {options.rounds} rounds")
+    print(f"\n{describe_machine()}; size {options.size}, {options.ranks} ranks, {options.rounds} rounds")
     print(
         f"{options.framework}: speed at stage 0 / DDP {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
         f"{max(ratios):.2f}); last losses differ by {max(losses):.1e}"

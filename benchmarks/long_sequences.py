@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from peers import machine
+from machine import describe_machine
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -286,7 +286,7 @@ def main() -> None:
             print(json.dumps(result), flush=True)
         dist.barrier()
         return dist.destroy_process_group()
-    title = f"{machine()}, transformers {version('transformers')}; {args.ranks} ranks, {args.tokens} tokens"
+    title = f"{describe_machine()}, transformers {version('transformers')}; {args.ranks} ranks, {args.tokens} tokens"
     if args.exchange:
         rounds = [launch("exchange", args) for _ in range(args.rounds)]
         medians = {name: statistics.median(r["seconds"][name] for r in rounds) for name in rounds[0]["seconds"]}

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers import machine
+from machine import describe_machine
 
 GIB, MIB = 2**30, 2**20
 LOOPS = 3
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     args.size = args.size or ("b" if args.part == "large" else "m")
-    print(f"{machine()}; {args.part}, size {args.size}")
+    print(f"{describe_machine()}; {args.part}, size {args.size}")
     {"cpu": cpu, "disk": disk, "peers": peers, "large": large}[args.part](args)
 
 

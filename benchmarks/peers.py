@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from machine import describe_machine
 
 ENGINES = ["ddp:0", "fsdp2:2", "fsdp2:3", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 OURS = [f"zeroengine:{stage}" for stage in range(4)]
@@ -69,7 +69,7 @@ def main() -> None:
             floor = after
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{machine()}; size {args.size}, {args.dtype}, {args.ranks} ranks, {args.rounds} rounds")
+    print(f"{describe_machine()}; size {args.size}, {args.dtype}, {args.ranks} ranks, {args.rounds} rounds")
     print(f"{'engine':<14} {'speed/floor':>11} {'min':>6} {'max':>6} {'peak MiB':>9}")
     print(f"{'floor':<14} {'1.00':>11} {'':>6} {'':>6} {statistics.median(peaks['floor']):>9.0f}")
     for engine, values in sorted(ratios.items(), key=lambda item: item[0].partition(":")[2]):
@@ -99,23 +99,11 @@ def figures_of(
         for key in ("size", "dtype", "ranks", "rounds", "steps", "batch", "context", "optimizer")
     }
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         **settings,
         "floor_peak_mib": round(statistics.median(peaks["floor"])),
         "engines": rows,
     }
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as f:
-        model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), platform.machine())
-    versions = []
-    for package in ("torch", "deepspeed", "zeroengine"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"no {package}")
-    return f"{model}, {os.cpu_count()} cores; {', '.join(versions)}"
 
 
 if __name__ == "__main__":

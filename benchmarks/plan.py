@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from peers import machine as describe_machine
+from machine import describe_machine
 from workload import SIZES, Transformer, json_config
 
 from zeroengine.config import load

@@ -148,12 +148,12 @@ def main() -> None:
 
 def show(measured: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
     """Print the medians, and the ratios of each case to zeroengine at the same stage or at the only one."""
-    from peers import machine
+    from machine import describe_machine
 
     def median(rows: list[dict[str, float]], key: str) -> float:
         return statistics.median(row[key] for row in rows)
 
-    print(f"{machine()}; {args.launcher}, {args.ranks} ranks, {args.rounds} rounds; seconds, medians")
+    print(f"{describe_machine()}; {args.launcher}, {args.ranks} ranks, {args.rounds} rounds; seconds, medians")
     columns: list[Any] = [*PHASES, "engine", "to the step", "lowest", "highest", "whole", "CPU"]
     print("| engine | " + " | ".join(columns) + " |\n" + "|---" * (len(columns) + 1) + "|")
     for name, rows in measured.items():

@@ -18,10 +18,10 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from machine import cpu_name
 from torch import Tensor
 
 from zeroengine import ops
@@ -177,12 +177,6 @@ def report(b: Buffers, seconds: dict[str, list[float]]) -> None:
 
 
 CHAINS = ("zeroengine", "torch fused AdamW", "DeepSpeed CPUAdam", "bitsandbytes AdamW8bit")
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.peers import machine
+from benchmarks.machine import describe_machine
 from benchmarks.workload import SIZES, Transformer
 
 ENGINES = ["zeroengine", "deepspeed", "fsdp2"]
@@ -231,7 +231,8 @@ def main() -> None:
     if len(digests) != 1:
         raise SystemExit(f"the engines sent different values: {digests}")
     fastest = min((statistics.median(s) for case, s in seconds.items() if not case.startswith("zeroengine")), default=0)
-    print(f"{machine()}; size {args.size}, {gib:.2f} GiB in bf16, {args.ranks} ranks, buckets of {args.bucket}")
+    text = f"size {args.size}, {gib:.2f} GiB in bf16, {args.ranks} ranks, buckets of {args.bucket}"
+    print(f"{describe_machine()}; {text}")
     print(
         f"{'':<24} {'seconds':>8} {'min':>6} {'max':>6} {'GiB/s':>6} {'of the faster peer':>19}  peak MiB of each rank"
     )
