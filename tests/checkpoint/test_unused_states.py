@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.distributed.counter import Counter
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import adamw, start, take_steps
@@ -150,17 +151,6 @@ def test_states_on_disks_and_saves_without_frozen_parameters_name_what_they_do_n
     assert "will not hold: optimizer.state.blocks.0.down.bias.exp_avg, " in caplog.text
     for engine in (held, disk):
         engine.close()
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 def test_states_that_a_run_has_nothing_for_are_named_by_the_load_and_by_the_first_save(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import zeroengine
+from tests.distributed.counter import Counter
 from tests.distributed.imagined_hosts import imagine_hosts
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
@@ -242,17 +243,6 @@ def test_a_smaller_micro_batch_accumulates_to_the_same_batch() -> None:
 # -- what the user holds ---------------------------------------------------------------------------
 
 
-class Counted:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 def keep_objects(folder: Path) -> None:
     rank = start()
     model = build(TinyLM)
@@ -261,7 +251,7 @@ def keep_objects(folder: Path) -> None:
     engine = zeroengine.initialize(model, optimizer, config(3, gradient_clipping=1.0), lr_scheduler=schedule)
     ended: list[str] = []
     engine.call_at_end(ended.append, "ended")
-    parameters, outer, counted = list(model.parameters()), engine.optimizer, Counted()
+    parameters, outer, counted = list(model.parameters()), engine.optimizer, Counter()
     engine.register_stateful("counted", counted)
     data = engine.dataloader([batch(number, rank, 1) for number in range(32)], collate_fn=lambda rows: rows[0])
     loader = iter(data)
