@@ -114,41 +114,21 @@ class MicroStepRetaker:
         micro_step = self._latest = RunMicroStep.begin(args, kwargs, model, device, self._changing)
         if self._num_begun == 1:
             self._watch_launches()
-        try:
-            output = self._run_forward(*args, **kwargs)
-        except RuntimeError as error:
-            memory = self._memory_after(error, "forward")
-            if memory is None:
-                self._forget_forwards()
-                raise
-            # The traceback holds what the forward has computed.
-            failure = _without_frames(error)
-        except BaseException:
-            self._forget_forwards()
-            raise
-        else:
+        output, memory, failure = self._attempt("forward", self._run_forward, *args, **kwargs)
+        if failure is None:
             changed = {buffer for buffer, version in versions.items() if version_of(buffer) != version}
             if self._changing is None:
                 # torch's batch norm changes its statistics without counting that.
                 changed |= {buffer for buffer, values in micro_step.buffers if not torch.equal(buffer, values)}
             self._changing = changed | (self._changing or set())
-            micro_step.note_output(output)
-            return output
-        while True:
+        while failure is not None:
             self._complete_pass(is_forward=True)
             self._go_on(memory, failure)
             self._watch_launches()
-            try:
-                with micro_step.again():
-                    output = self._run_forward(*args, **kwargs)
-                micro_step.note_output(output)
-                return output
-            except RuntimeError as error:
-                after = self._memory_after(error, "forward")
-                if after is None:
-                    self._forget_forwards()
-                    raise
-                memory, failure = after, _without_frames(error)
+            with micro_step.again():
+                output, memory, failure = self._attempt("forward", self._run_forward, *args, **kwargs)
+        micro_step.note_output(output)
+        return output
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         """Run a backward, after which all ranks take the step again if memory did not suffice on one of them."""
@@ -160,22 +140,11 @@ class MicroStepRetaker:
             micro_step.loss_path, micro_step.options = micro_step.find(loss), options
             is_outside = micro_step.loss_path is None
             self._note_obstacle("the loss is no part of what the model has returned" if is_outside else None)
-        memory, failure = RankMemory(None, self._obstacle), None
         # What the loop has drawn since the forward stays drawn.
         random = random_states(device)
-        try:
-            self._run_backward(loss, **options)
-        except RuntimeError as error:
-            after = self._memory_after(error, "backward")
-            if after is None:
-                self._forget_forwards()
-                raise
-            memory, failure = after, _without_frames(error)
-            _drop_graphs(micro_step, loss)
-        except BaseException:
-            self._forget_forwards()
-            raise
+        _, memory, failure = self._attempt("backward", self._run_backward, loss, **options)
         if failure is not None:
+            _drop_graphs(micro_step, loss)
             self._complete_pass(is_forward=False)
         else:
             self._note_launches()
@@ -263,6 +232,24 @@ class MicroStepRetaker:
             self._launches[number] = MicroStepLaunches(self._released, launched, is_stable)
 
     # -- after an accident ------------------------------------------------------------------------
+
+    def _attempt(
+        self, where: str, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, RankMemory, RuntimeError | None]:
+        """Run a forward or a backward. Return its result, what to tell the others, and an error of memory."""
+        try:
+            result = run(*args, **kwargs)
+        except RuntimeError as error:
+            memory = self._memory_after(error, where)
+            if memory is None:
+                self._forget_forwards()
+                raise
+            # The traceback holds what has been computed.
+            return None, memory, _without_frames(error)
+        except BaseException:
+            self._forget_forwards()
+            raise
+        return result, RankMemory(None, self._obstacle), None
 
     def _memory_after(self, error: RuntimeError, where: str) -> RankMemory | None:
         """Return what to tell the others after an error; None: it is another one, or the ranks cannot go on."""
@@ -382,24 +369,17 @@ class MicroStepRetaker:
 
     def _take_again(self, micro_step: RunMicroStep) -> tuple[RankMemory, RuntimeError | None]:
         """Run a forward and its backward once more. Return what to tell the others, and an error of memory."""
-        where = "forward"
         self._watch_launches()
-        try:
-            with micro_step.again():
-                output = self._run_forward(*micro_step.args, **micro_step.kwargs)
-            where, loss = "backward", micro_step.loss_of(output)
-            # The graph goes with the loss.
-            del output
-            self._run_backward(loss, **micro_step.options)
-        except RuntimeError as error:
-            memory = self._memory_after(error, where)
-            if memory is None:
-                raise
-            failure = _without_frames(error)
-        else:
-            return RankMemory(), None
-        loss = None  # type: ignore[assignment]
-        self._complete_pass(is_forward=where == "forward")
+        with micro_step.again():
+            output, memory, failure = self._attempt("forward", self._run_forward, *micro_step.args, **micro_step.kwargs)
+        is_forward = failure is not None
+        if not is_forward:
+            # The graph goes with the loss, and the loss before the pass is completed.
+            loss, output = micro_step.loss_of(output), None
+            _, memory, failure = self._attempt("backward", self._run_backward, loss, **micro_step.options)
+            del loss
+        if failure is not None:
+            self._complete_pass(is_forward=is_forward)
         return memory, failure
 
 
