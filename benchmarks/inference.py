@@ -3,6 +3,7 @@
     pip install .[bench] transformers accelerate
     python benchmarks/inference.py --folder /local_nvme --rounds 3
     python benchmarks/inference.py --folder /local_nvme --small
+    python benchmarks/inference.py --folder /local_nvme --only plain-4bit zeroengine-4bit  # needs bitsandbytes
 
 A Llama with random weights in bf16 is saved once as safetensors. Each engine loads it in a process of its own, and
 generates and scores tokens with a quarter of the weights' bytes; the engines take turns. `plain` has all of them in
@@ -30,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.probe import tune
 from zeroengine.disk.queue import Descriptors, DiskQueue
 
-ENGINES = ["plain", "zeroengine", "zeroengine-cpu", "accelerate", "deepspeed"]
+ENGINES = ["plain", "zeroengine", "zeroengine-in-place", "zeroengine-cpu", "accelerate", "deepspeed"]
 # TinyLlama's shape, and one that takes seconds.
 SHAPES = {
     False: {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000},
@@ -90,7 +92,9 @@ def plain(folder: Path, scratch: Path, limit: int, largest: int) -> torch.nn.Mod
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
-def ours(folder: Path, scratch: Path, limit: int, largest: int, device: str = "nvme") -> torch.nn.Module:
+def ours(
+    folder: Path, scratch: Path, limit: int, largest: int, device: str = "nvme", *, in_place: bool = False
+) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import zeroengine
@@ -101,7 +105,8 @@ def ours(folder: Path, scratch: Path, limit: int, largest: int, device: str = "n
     zero = {"stage": 3, "prefetch_bucket_size": largest // 2}
     if device == "nvme":
         ratio = 1 - max(limit - 2 * largest - RESERVE, 0) / whole
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(scratch), "ratio": ratio}
+        place = {"device": "nvme", "nvme_path": str(scratch), "ratio": ratio, "in_place": in_place}
+        zero["offload_param"] = place
     with zeroengine.meta_init(values=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.requires_grad_(False)
@@ -109,6 +114,31 @@ def ours(folder: Path, scratch: Path, limit: int, largest: int, device: str = "n
     engine.load_weights(folder)
     # The engine lives as long as the model is used.
     model.engine_of_benchmark = [engine]
+    return model
+
+
+def plain_quantized(folder: Path, scratch: Path, limit: int, largest: int, bits: int) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+
+
+def ours_quantized(folder: Path, scratch: Path, limit: int, largest: int, bits: int) -> torch.nn.Module:
+    import zeroengine
+
+    model = plain_quantized(folder, scratch, limit, largest, bits).requires_grad_(False)
+    place = {"device": "nvme", "nvme_path": str(scratch)}
+    zero = {"stage": 3, "prefetch_bucket_size": largest // 2, "offload_param": place}
+    model.engine_of_benchmark = [zeroengine.initialize(model, {"zero_optimization": zero})]
     return model
 
 
@@ -161,11 +191,16 @@ def with_deepspeed(folder: Path, scratch: Path, limit: int, largest: int) -> tor
 MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
     "plain": plain,
     "zeroengine": ours,
+    "zeroengine-in-place": lambda *args: ours(*args, in_place=True),
     "zeroengine-cpu": lambda *args: ours(*args, device="cpu"),
     "accelerate": with_accelerate,
     "deepspeed": with_deepspeed,
+    "plain-8bit": partial(plain_quantized, bits=8),
+    "zeroengine-8bit": partial(ours_quantized, bits=8),
+    "plain-4bit": partial(plain_quantized, bits=4),
+    "zeroengine-4bit": partial(ours_quantized, bits=4),
 }
-IMPORTS = {"zeroengine": "zeroengine", "zeroengine-cpu": "zeroengine"}
+IMPORTS = dict.fromkeys((name for name in MAKERS if name.startswith("zeroengine")), "zeroengine")
 
 
 def warm_up() -> None:
@@ -304,7 +339,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="new tokens")
     parser.add_argument("--score", type=int, nargs=2, default=(32, 512), metavar=("ROWS", "TOKENS"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--only", nargs="*", choices=ENGINES, default=ENGINES, help="the engines")
+    parser.add_argument("--only", nargs="*", choices=MAKERS, default=ENGINES, help="the engines")
     parser.add_argument("--model", type=Path, help="a saved model")
     for name in ("engine", "logits"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -342,7 +377,7 @@ def print_table(
     print(f"{described}; {args.threads} threads, {args.rounds} rounds, {args.tokens} tokens, scored {args.score}")
     print(f"disk {rate / 1e9:.2f} GB/s")
     titles = ("tokens/s: batch 1", "batch 16", "scoring", "MiB", "mapped", "MB/token", "of disk", "load s", "logits")
-    print(f"{'engine':<15}" + "".join(f"{title:>{len(title) + 2}}" for title in titles))
+    print(f"{'engine':<20}" + "".join(f"{title:>{len(title) + 2}}" for title in titles))
     for engine, rows in results.items():
         if not rows:
             continue
@@ -356,7 +391,7 @@ def print_table(
         over = "!" if middle["anon"] > middle["weights"] / 4 + RESERVE else ""
         cells += [f"{middle['anon'] / 2**20:.0f}{over}", f"{middle['file'] / 2**20:.0f}", f"{middle['read'] / 1e6:.0f}"]
         cells += [f"{share:.2f}", f"{middle['load']:.1f}", same]
-        print(f"{engine:<15}" + "".join(f"{cell:>{len(t) + 2}}" for cell, t in zip(cells, titles, strict=True)))
+        print(f"{engine:<20}" + "".join(f"{cell:>{len(t) + 2}}" for cell, t in zip(cells, titles, strict=True)))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ extern "C" {
  * blocks of 256 KiB and 1 MiB (medians of 25 interleaved pairs each, in two runs on two busy cores). */
 enum ze_aio_backend { ZE_AIO_AUTO = 0, ZE_AIO_IO_URING = 1, ZE_AIO_THREADS = 3 };
 
-/* Direct I/O wants offsets, sizes and addresses to be multiples of this many bytes. Blocks that are not go through
- * the page cache. */
+/* Direct I/O wants offsets, sizes and addresses to be multiples of this many bytes. Writes that are not go through the
+ * page cache. */
 #define ZE_AIO_ALIGNMENT 4096
 
 /* `error` of a transfer that is no errno: the system moved nothing, at the end of the file say. */
@@ -49,7 +49,8 @@ ZE_API int ze_aio_backend(const struct ze_aio_queue* queue);
 ZE_API void ze_aio_close(struct ze_aio_queue* queue);
 
 /* Starts to read (if `write`, to write) `bytes` at `offset` of a file to (from) `address`. direct_fd is open with O_DIRECT,
- * or -1; fd is open on the same file without. Blocks that O_DIRECT refuses go through fd. Memory and descriptors are
+ * or -1; fd is open on the same file without. Blocks that O_DIRECT refuses go through fd. Reads that are not aligned go
+ * through depth * block_bytes of the queue's own memory. Memory and descriptors are
  * in use until the transfer is done. Transfers may overtake each other: of two that overlap the second waits for the
  * caller to see the first done. Returns NULL where there is no memory. */
 ZE_API struct ze_aio_transfer* ze_aio_submit(struct ze_aio_queue* queue, int write, int fd, int direct_fd,

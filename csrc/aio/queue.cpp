@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
+#include <sys/mman.h>
 #include <time.h>
 
 namespace ze {
@@ -11,6 +13,7 @@ namespace {
 
 constexpr int kMaxRetries = 2000;  // of EAGAIN and EINTR without progress
 constexpr int kQuickRetries = 16;  // further ones wait a millisecond each
+constexpr size_t kHugePage = size_t(1) << 21;
 
 bool aligned(const Block& block) {
   const auto bits = reinterpret_cast<uintptr_t>(block.address) | uintptr_t(block.offset) | uintptr_t(block.bytes);
@@ -56,14 +59,39 @@ Block* Queue::take() {
   const int64_t left = transfer->bytes - transfer->issued;
   int64_t bytes = std::min(left, block_bytes_);
   if (bytes > ZE_AIO_ALIGNMENT) bytes -= bytes % ZE_AIO_ALIGNMENT;
-  *block = Block{transfer, transfer->address + transfer->issued, transfer->offset + transfer->issued, bytes, bytes, 0,
-                 0, false};
-  block->direct = transfer->direct_fd >= 0 && aligned(*block);
+  *block = Block{};
+  block->transfer = transfer;
+  block->address = transfer->address + transfer->issued;
+  block->offset = transfer->offset + transfer->issued;
+  block->bytes = block->request = bytes;
+  block->direct = transfer->direct_fd >= 0 && (aligned(*block) || (!transfer->write && cut_bounced(block, left)));
+  if (block->bounce != nullptr) bytes = block->wanted;
   inject(block);
   transfer->issued += bytes;
   ++transfer->in_flight;
   if (transfer->issued == transfer->bytes) waiting_[kind].pop_front();
   return block;
+}
+
+bool Queue::cut_bounced(Block* block, int64_t left) {
+  if (!bounces_) {
+    const size_t bytes = (size_t(depth * block_bytes_) + kHugePage - 1) / kHugePage * kHugePage;
+    bounces_.reset(static_cast<char*>(std::aligned_alloc(kHugePage, bytes)));
+    if (!bounces_) return false;
+    // A transfer to scattered small pages is cut into several by the kernel: at 1.1 GB/s where huge pages take 3.
+#ifdef MADV_HUGEPAGE
+    madvise(bounces_.get(), bytes, MADV_HUGEPAGE);
+#endif
+  }
+  block->bounce = bounces_.get() + (block - blocks_.data()) * block_bytes_;
+  block->target = block->address;
+  block->skip = block->offset % ZE_AIO_ALIGNMENT;
+  block->wanted = std::min(left, block_bytes_ - block->skip);
+  const int64_t end = block->skip + block->wanted;
+  block->address = block->bounce;
+  block->offset -= block->skip;
+  block->bytes = block->request = (end + ZE_AIO_ALIGNMENT - 1) / ZE_AIO_ALIGNMENT * ZE_AIO_ALIGNMENT;
+  return true;
 }
 
 Block* Queue::next() {
@@ -87,6 +115,12 @@ void Queue::complete(Block* block, int64_t result) {
   if ((result == -EAGAIN || result == -EINTR) && block->retries >= kQuickRetries) {
     const timespec pause{0, 1000000};
     nanosleep(&pause, nullptr);
+  }
+  if (block->bounce != nullptr && result > 0 &&
+      block->address + result - block->bounce >= block->skip + block->wanted) {
+    std::memcpy(block->target, block->bounce + block->skip, size_t(block->wanted));
+    // The file may end before the last of the aligned blocks does.
+    result = block->bytes;
   }
 
   std::lock_guard lock(mutex_);

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -41,6 +43,9 @@ struct Block {
   int fault;
   int retries;            // without progress
   bool direct;
+  char* bounce;           // memory of the queue's own that is read into: see the note on unaligned reads
+  char* target;           // where `wanted` bytes go from there, beginning with number `skip`
+  int64_t skip, wanted;
 
   int fd() const { return direct ? transfer->direct_fd : transfer->fd; }
 };
@@ -52,6 +57,11 @@ struct Block {
 //
 // submit() alone wakes sleeping threads. complete() need not: it frees one block at most, and the thread that calls it
 // takes the next block right after.
+//
+// [Note: Unaligned reads]
+// O_DIRECT moves whole aligned blocks to aligned memory. A read of other bytes, such as of a tensor within a file that
+// another program wrote, takes the aligned blocks around them into memory of the queue's own, from which the thread that
+// sees the block done copies what is wanted.
 class Queue {
  public:
   Queue(int depth, int64_t block_bytes);
@@ -73,12 +83,19 @@ class Queue {
 
  private:
   Block* take();
+  // Cuts a block of at most `left` bytes that goes through the queue's own memory. Returns false if there is none.
+  bool cut_bounced(Block* block, int64_t left);
   void finish(Transfer* transfer);
 
   const int64_t block_bytes_;
   std::mutex mutex_;
   std::condition_variable work_, idle_;
   std::vector<Block> blocks_;
+  // block_bytes_ bytes for each block, from the first unaligned read on.
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> bounces_;
   std::vector<Block*> free_;
   std::deque<Block*> retries_;
   std::deque<Transfer*> waiting_[2];  // reads and writes that are not wholly issued; they take turns

@@ -101,10 +101,11 @@ class Ring {
     store(sq_tail_, tail + 1);
   }
 
-  // Submits the requests in line and waits for a completion. Returns 0 or -errno.
-  int enter() {
+  // Submits the requests in line and waits for `completions` of all that are under way. Returns 0 or -errno.
+  int enter(unsigned completions = 1) {
     const unsigned ready = *sq_tail_ - load(sq_head_);
-    return syscall(SYS_io_uring_enter, fd_, ready, 1U, IORING_ENTER_GETEVENTS, nullptr, 0) < 0 ? -errno : 0;
+    const unsigned flags = completions != 0 ? IORING_ENTER_GETEVENTS : 0;
+    return syscall(SYS_io_uring_enter, fd_, ready, completions, flags, nullptr, 0) < 0 ? -errno : 0;
   }
 
   // Takes the next completion. Returns false where there is none.
@@ -183,11 +184,7 @@ class IoUring : public Backend {
     for (;;) {
       if (!eventfd_read) ring.push(IORING_OP_READ, event_, &wakes_, sizeof wakes_, 0, nullptr);
       eventfd_read = true;
-      while (Block* block = queue_->next()) {
-        ring.push(block->transfer->write ? IORING_OP_WRITE : IORING_OP_READ, block->fd(), block->address,
-                  unsigned(block->request), block->offset, block);
-        ++in_flight_;
-      }
+      push_blocks(&ring);
       const int status = ring.enter();
       // EAGAIN and EBUSY: the kernel is short of memory or of room for completions.
       if (status < 0 && status != -EINTR) {
@@ -202,10 +199,25 @@ class IoUring : public Backend {
           continue;
         }
         --in_flight_;
-        queue_->complete(static_cast<Block*>(user), result);
+        auto* block = static_cast<Block*>(user);
+        const bool is_copied = block->bounce != nullptr;
+        queue_->complete(block, result);
+        // The disk must not wait for the copies of the other blocks that are done.
+        if (is_copied && push_blocks(&ring)) ring.enter(0);
       }
       if (!eventfd_read && in_flight_ == 0 && queue_->closed()) return;
     }
+  }
+
+  // Puts all blocks that there are in line. Returns whether there were any.
+  bool push_blocks(Ring* ring) {
+    const int before = in_flight_;
+    while (Block* block = queue_->next()) {
+      ring->push(block->transfer->write ? IORING_OP_WRITE : IORING_OP_READ, block->fd(), block->address,
+                 unsigned(block->request), block->offset, block);
+      ++in_flight_;
+    }
+    return in_flight_ > before;
   }
 
   Queue* const queue_;

@@ -90,6 +90,8 @@ def test_a_file_is_what_was_written_to_it(
             nbytes = data.draw(st.integers(0, 40 * ALIGNMENT) | st.integers(0, 40).map(lambda n: n * ALIGNMENT))
             begin = data.draw(st.integers(0, (FILE_BYTES - nbytes) // ALIGNMENT)) * ALIGNMENT
             writes, buffer = data.draw(st.booleans()), data.draw(st.sampled_from(BUFFERS))
+            if not writes:
+                begin += data.draw(st.integers(0, min(FILE_BYTES - nbytes - begin, ALIGNMENT)))
             end = begin + round_up_to_block(nbytes)
             for move in list(under_way):
                 if move.begin < end and begin < move.end and (writes or move.writes):
@@ -121,9 +123,12 @@ def test_a_read_touches_nothing_but_its_tensor(
     around = buffer(nbytes + 64).fill_(7)
     with DiskQueue(4, 1 << 14, backend) as queue:
         queue.write(file, 0, random_bytes(1 << 18, 1)).wait_host()
-        queue.read(file, ALIGNMENT, around[:nbytes]).wait_host()
-    assert around[:nbytes].numpy().tobytes() == contents(file)[ALIGNMENT : ALIGNMENT + nbytes]
-    assert (around[nbytes:] == 7).all()
+        for begin in (ALIGNMENT, ALIGNMENT + 8, (1 << 18) - nbytes):
+            around.fill_(7)
+            queue.read(file, begin, around[8 : nbytes + 8]).wait_host()
+            assert around[8 : nbytes + 8].numpy().tobytes() == contents(file)[begin : begin + nbytes]
+            assert (around[:8] == 7).all() and (around[nbytes + 8 :] == 7).all()
+        assert (queue.unaligned_bytes > 0) == folder.direct
 
 
 def test_tensors_of_any_shape_and_dtype_survive_a_round_trip(backend: str, folder: SwapFolder) -> None:
@@ -180,14 +185,16 @@ class TestFaults:
 
     NBYTES, BLOCK = 20 * ALIGNMENT, 4 * ALIGNMENT
 
-    def move(self, queue: DiskQueue, file: SwapFile, write: bool, buffer: Callable[[int], Tensor]) -> None:
+    def move(
+        self, queue: DiskQueue, file: SwapFile, write: bool, buffer: Callable[[int], Tensor], offset: int = ALIGNMENT
+    ) -> None:
         """One transfer, checked against the file."""
         x = random_bytes(self.NBYTES - 5, 3, buffer)
         if not write:
-            os.pwrite(file.descriptors.buffered, x.numpy().tobytes(), ALIGNMENT)
+            os.pwrite(file.descriptors.buffered, x.numpy().tobytes(), offset)
             x.zero_()
-        (queue.write if write else queue.read)(file, ALIGNMENT, x).wait_host()
-        assert x.numpy().tobytes() == contents(file)[ALIGNMENT : ALIGNMENT + x.nbytes]
+        (queue.write if write else queue.read)(file, offset, x).wait_host()
+        assert x.numpy().tobytes() == contents(file)[offset : offset + x.nbytes]
 
     @pytest.mark.parametrize("buffer", BUFFERS)
     @pytest.mark.parametrize("write", [False, True])
@@ -421,6 +428,8 @@ def test_wrong_transfers_are_refused(folder: SwapFolder) -> None:
         for offset in (-4096, 100, 4096):
             with pytest.raises(AssertionError):
                 queue.read(file, offset, x)
+        with pytest.raises(AssertionError):
+            queue.write(file, 100, x[:4096])
         for tensor in (x[::2], torch.empty(4096, device="meta")):
             with pytest.raises(AssertionError):
                 queue.write(file, 0, tensor)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from zeroengine.config import load
-from zeroengine.errors import ZeroEngineError
+from zeroengine.disk.aligned_memory import ALIGNMENT
+from zeroengine.errors import OffloadError, ZeroEngineError
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +57,7 @@ def engine_of(weights: Path, disk: Path | None, **zero: Any) -> zeroengine.Engin
         model = transformers.AutoModelForCausalLM.from_config(config_of_llama(), dtype=torch.bfloat16)
     model.requires_grad_(False).eval()
     place: dict[str, Any] = {"device": "cpu"} if disk is None else {"device": "nvme", "nvme_path": str(disk)}
-    place |= {"ratio": zero.pop("ratio", 1.0)}
+    place |= {"ratio": zero.pop("ratio", 1.0), "in_place": zero.pop("in_place", False)}
     settings = {"stage": 3, "param_persistence_threshold": 1000, "offload_param": place, **zero}
     engine = zeroengine.initialize(model, {"zero_optimization": settings})
     engine.load_weights(weights)
@@ -84,8 +89,11 @@ def answers_of_engines(weights: Path, ways: list[tuple[Path | None, dict[str, An
 def test_logits_and_tokens_are_those_of_transformers(weights: Path, disk: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval()
     expected = answers(model, model)
-    partly = (disk, {"ratio": 0.5})
-    for num_ranks, ways in ((1, [(disk, {}), partly, (disk, {"prefetch_bucket_size": 0})]), (2, [(None, {}), partly])):
+    partly, in_place = (disk, {"ratio": 0.5}), (disk, {"in_place": True})
+    for num_ranks, ways in (
+        (1, [(disk, {}), partly, (disk, {"prefetch_bucket_size": 0})]),
+        (2, [(None, {}), partly, in_place]),
+    ):
         for of_rank in run_ranks(num_ranks, answers_of_engines, weights, ways):
             for way, found in zip(ways, of_rank, strict=True):
                 assert all(map(torch.equal, found, expected)), (num_ranks, way)
@@ -120,6 +128,75 @@ def test_a_part_of_the_weights_stays_in_memory(weights: Path, disk: Path) -> Non
     total = sum(memory[1.0])
     assert memory[1.0][0] < 2000 and memory[0.0] == (pytest.approx(total, rel=0.01), 0)
     assert 0.3 * total < memory[0.5][1] <= 0.5 * total
+
+
+def disk_bytes() -> int:
+    """The bytes on disks that the nameless files of this process take."""
+    found = {}
+    for link in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if Path(os.readlink(f"/proc/self/fd/{link}")).name.startswith("zeroengine-"):
+                status = os.stat(f"/proc/self/fd/{link}")
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+@cpu_alone("the model with which it is compared computes on the CPU")
+def test_weights_are_read_where_they_are(weights: Path, disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval()
+    expected, nbytes = answers(model, model), sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    folder = Path(shutil.copytree(weights, Path(tempfile.mkdtemp(dir=disk)) / "weights"))
+    engine = engine_of(folder, disk, in_place=True)
+
+    def check(factor: float = 1.0) -> None:
+        found = answers(engine.module, engine)
+        assert torch.equal(found[0], expected[0] * factor)
+        assert factor != 1 or all(map(torch.equal, found, expected))
+
+    check()
+    engine.load_weights(folder)
+    check()
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert disk_bytes() <= 2 * ALIGNMENT and "are copied" not in caplog.text
+    # Who uses them in any other way finds them too.
+    engine.save_checkpoint(folder / "saved")
+    assert nbytes // 2 < disk_bytes() < 2 * nbytes
+    check()
+    with zeroengine.gathered(engine.module):
+        engine.module.lm_head.weight.data.mul_(2)
+    check(2.0)
+    engine.load_weights(folder)
+    check()
+    engine.load_weights({name: value.double() for name, value in model.state_dict().items()})
+    assert "frozen tensors are copied to nvme_path: " in caplog.text
+    check()
+    engine.load_weights(folder)
+    engine.load_checkpoint(folder / "saved")
+    check()
+    engine.load_weights(folder)
+    engine.change({"zero_optimization": {"stage": 3}})
+    check()
+    engine.close()
+    assert disk_bytes() == 0
+
+
+def test_weights_that_change_where_they_are_read_are_an_error(weights: Path, disk: Path) -> None:
+    folder = Path(shutil.copytree(weights, Path(tempfile.mkdtemp(dir=disk)) / "weights"))
+    engine = engine_of(folder, disk, in_place=True, prefetch_bucket_size=0)
+    file = next(folder.glob("*.safetensors"))
+    # Another file of this name changes nothing.
+    shutil.copy(file, folder / "copy")
+    os.replace(folder / "copy", file)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        engine(ids)
+    engine.load_weights(folder)
+    os.truncate(file, file.stat().st_size)
+    with torch.no_grad(), pytest.raises(OffloadError, match=r"safetensors was changed after .* start again with"):
+        engine(ids)
+    with pytest.raises(OffloadError, match="was changed"):
+        engine.close()
 
 
 def test_there_is_nothing_of_a_training(disk: Path) -> None:

@@ -54,6 +54,10 @@ class OffloadParam(_Offload):
     """Fraction of the parameters that is offloaded, rounded to whole units. The rest stays on the device."""
     buffer_count: Annotated[int, Between(2, MAX_BUFFERS), AUTO] = 5
     """Largest number of shards that are on their way from disk to the other ranks."""
+    in_place: bool = False
+    """Whether `load_weights()` leaves frozen weights in their safetensors files, if these are on the disk of
+    `nvme_path` and have the dtype of the parameters. They are read there from then on, and take no room in `nvme_path`.
+    Otherwise they are copied, which takes longer at the start, and forwards read the copies with less work."""
 
 
 class ActivationCheckpointing(Section):

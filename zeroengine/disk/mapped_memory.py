@@ -1,6 +1,6 @@
 """Tensors that are part of a mapped file: populated before they are used, evicted afterwards.
 
-Guarantee: a failing disk raises an error in ``populate``, and does not end the process by SIGBUS.
+Guarantee: a failing or full disk raises an error in ``populate``, and does not end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -27,12 +28,27 @@ MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # The mapping behind each registered tensor, by the address of the tensor's storage.
-_mapping_by_address: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+_mapping_by_address: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
 
 
-def register(tensor: Tensor, mapping: mmap.mmap) -> None:
+class MappedFile(mmap.mmap):
+    """A mapped part of a file.
+
+    Attributes:
+        before_use: Called by ``populate`` with the tensor, and whether it is going to be written. It may raise.
+    """
+
+    before_use: Callable[[Tensor, bool], None] | None = None
+
+
+def register(tensor: Tensor, mapping: MappedFile) -> None:
     """Register ``tensor``, a view of ``mapping``, for ``populate`` and ``release_mapped``. They also take its views."""
     _mapping_by_address[tensor.untyped_storage().data_ptr()] = mapping
+
+
+def call_before_use(tensor: Tensor, call: Callable[[Tensor, bool], None]) -> None:
+    """Let ``populate`` of a registered tensor, or of a view of it, first call ``call``. See ``MappedFile``."""
+    _mapping_by_address[tensor.untyped_storage().data_ptr()].before_use = call
 
 
 def populate(tensor: Tensor, *, write: bool = False) -> None:
@@ -46,8 +62,11 @@ def populate(tensor: Tensor, *, write: bool = False) -> None:
     Raises:
         OffloadError: The disk cannot be read.
     """
-    if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() not in _mapping_by_address:
+    mapping = _mapping_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
+    if mapping is None:
         return
+    if mapping.before_use is not None:
+        mapping.before_use(tensor, write)
     try:
         populate_pages(tensor, write=write)
     except OSError:

@@ -1,9 +1,10 @@
 """Asynchronous reads and writes of tensors: a queue over io_uring or threads.
 
 Guarantees: A transfer between a file opened with O_DIRECT and an ``aligned_zeros`` bypasses the page cache and copies
-nothing. Every other transfer works too, through the page cache. The kernel refuses O_DIRECT unless file offset, memory
-address and size are multiples of ``ALIGNMENT``: the library moves the unaligned end of a transfer as a block of its
-own, and the last page of an ``aligned_zeros`` as a whole. Writes are not synced: a crash of the machine loses them.
+nothing. The kernel refuses O_DIRECT unless file offset, memory address and size are multiples of ``ALIGNMENT``. Other
+reads bypass the page cache too, and are copied once in the library's threads. Of writes the library moves the unaligned
+end as a block of its own through the page cache, and the last page of an ``aligned_zeros`` as a whole. Writes are not
+synced: a crash of the machine loses them.
 """
 
 from __future__ import annotations
@@ -202,6 +203,7 @@ class DiskQueue:
         backend: The backend in use, never "auto".
         bytes_read: Bytes of all reads started.
         bytes_written: Bytes of all writes started.
+        unaligned_bytes: Bytes of memory that unaligned reads go through, once there were any.
         timeline: The times of finished transfers that began while this was a list; None keeps no times.
 
     Raises:
@@ -225,7 +227,7 @@ class DiskQueue:
         codes = {code: name for name, code in _aio.BACKENDS.items()}
         self.backend: str = codes[library.ze_aio_backend(queue)]
         self.depth, self.block_bytes = depth, block_bytes
-        self.bytes_read = self.bytes_written = 0
+        self.bytes_read = self.bytes_written = self.unaligned_bytes = 0
         self.timeline: list[TransferTimes] | None = None
         self._library, self._queue, self._process = library, queue.value, os.getpid()
         self._lock = threading.Lock()
@@ -238,7 +240,7 @@ class DiskQueue:
 
         Args:
             file: The file to read.
-            offset_bytes: The offset of the data in the file, a multiple of 4096.
+            offset_bytes: The offset of the data in the file.
             into: A contiguous CPU tensor of any shape and dtype.
 
         Raises:
@@ -271,7 +273,10 @@ class DiskQueue:
         _check_process(self._process)
         nbytes, descriptors = tensor.nbytes, file.descriptors
         assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.stride())
-        assert offset % ALIGNMENT == 0 and 0 <= offset <= file.nbytes - nbytes, (file.path, offset, nbytes, file.nbytes)
+        assert 0 <= offset <= file.nbytes - nbytes, (file.path, offset, nbytes, file.nbytes)
+        assert not (write and offset % ALIGNMENT), (file.path, offset)
+        if descriptors.direct >= 0 and (offset | tensor.data_ptr()) % ALIGNMENT:
+            self.unaligned_bytes = self.depth * self.block_bytes
         # A whole last page keeps the transfer within O_DIRECT.
         moved_bytes = min(round_up_to_block(nbytes) if owns_last_page(tensor) else nbytes, file.nbytes - offset)
         # The lock keeps the queue from being closed by another thread between the check and the submission.

@@ -5,7 +5,7 @@ Guarantees:
 - *A file has no name.* It is unlinked as soon as it is open, so only the open descriptors hold its space. However
   the process ends, the kernel takes the space back. Nothing remains to clean up or to confuse another run.
 - *A file's space is allocated when it is made*, by ``posix_fallocate``. A full disk is an error at the start, not a
-  SIGBUS or a failed write in the middle of a step.
+  SIGBUS or a failed write in the middle of a step. Only frozen parameters without values get it with their values.
 - *Direct I/O* if the file system supports it, which a trial at the start shows. See ``queue`` for the alignment.
 - *No file is ever synced*, because nothing reads it after the process ends.
 """
@@ -45,6 +45,7 @@ class SwapFolder:
     Attributes:
         path: The folder.
         direct: Whether its files are read and written past the page cache.
+        disk: The number of the disk that it is on.
 
     Raises:
         OffloadError: There is no such folder, it cannot be written, it lies in memory, or it lacks room.
@@ -63,7 +64,7 @@ class SwapFolder:
                 f"nvme_path {nvme_path} is on {mount.filesystem}, which is memory: write a folder on a disk, or "
                 'offload to memory with "device": "cpu"'
             )
-        self.direct = self._try_files()
+        self.direct, self.disk = self._try_files(), os.stat(self.path).st_dev
         if not self.direct:
             log.warning(
                 "nvme_path %s: its file system (%s) has no direct I/O; transfers go through the page cache, which "
@@ -77,32 +78,27 @@ class SwapFolder:
                 f"{format_byte_size(min_free_bytes)} are needed: make room, or write a folder on a larger disk"
             )
 
-    def file(self, name: str, nbytes: int) -> SwapFile:
-        """Return a new file of this process. Its space is allocated at once.
+    def file(self, name: str, nbytes: int, *, allocated: bool = True) -> SwapFile:
+        """Return a new file of this process, which holds zeros.
 
         Args:
             name: Its name in messages.
             nbytes: Its size, rounded up to a multiple of 4096.
+            allocated: Whether its space is allocated at once, and not by ``SwapFile.allocate``.
 
         Raises:
             OffloadError: There is no room for it.
         """
         nbytes = round_up_to_block(nbytes)
         path = self._path_of(name)
-        descriptors = self._open(path, direct=self.direct)
-        free_bytes = self.free_bytes()
-        try:
-            # This check comes first, because posix_fallocate would fill the disk before it fails.
-            if nbytes > free_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if nbytes:
-                os.posix_fallocate(descriptors.buffered, 0, nbytes)
-        except OSError as error:
-            raise OffloadError(
-                f"{path} needs {format_byte_size(nbytes)}, but cannot have them ({error.strerror}; its disk has "
-                f"{format_byte_size(free_bytes)} free): make room, or write an nvme_path on a larger disk"
-            ) from None
-        file = SwapFile(path, nbytes, descriptors)
+        file = SwapFile(path, nbytes, self._open(path, direct=self.direct))
+        if not allocated:
+            os.ftruncate(file.descriptors.buffered, nbytes)
+        # This check comes first, because posix_fallocate would fill the disk before it fails.
+        elif nbytes > self.free_bytes():
+            raise file.no_room(nbytes, os.strerror(errno.ENOSPC))
+        else:
+            file.allocate(0, nbytes)
         self._files.add(file)
         return file
 
@@ -200,6 +196,27 @@ class SwapFile:
             raise OffloadError(f"{self.path} is closed")
         return self._descriptors
 
+    def allocate(self, offset_bytes: int, nbytes: int) -> None:
+        """Give a part of the file space on the disk, as far as it has none.
+
+        Raises:
+            OffloadError: The file is closed, or there is no room.
+        """
+        try:
+            if nbytes:
+                os.posix_fallocate(self.descriptors.buffered, offset_bytes, nbytes)
+        except OSError as error:
+            raise self.no_room(nbytes, os.strerror(error.errno or 0)) from None
+
+    def no_room(self, nbytes: int, problem: str) -> OffloadError:
+        """Return the error of a disk that cannot give the file ``nbytes`` bytes."""
+        stats = os.fstatvfs(self.descriptors.buffered)
+        return OffloadError(
+            f"{self.path} needs {format_byte_size(nbytes)}, but cannot have them ({problem}; its disk has "
+            f"{format_byte_size(stats.f_bavail * stats.f_frsize)} free): make room, or write an nvme_path on a larger "
+            "disk"
+        )
+
     def mapped(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor that is a mapped part of the file.
 
@@ -222,7 +239,7 @@ class SwapFile:
         # A mapping begins at a page, the tensor anywhere within it.
         offset_in_page = offset_bytes % mmap.ALLOCATIONGRANULARITY
         try:
-            mapping = mmap.mmap(
+            mapping = mapped_memory.MappedFile(
                 self.descriptors.buffered, offset_in_page + nbytes, offset=offset_bytes - offset_in_page
             )
         except OSError as error:

@@ -51,6 +51,7 @@ from zeroengine.runtime.executor import Executor
 from zeroengine.runtime.forward import Forward, check_hooks_allowed
 from zeroengine.runtime.frozen_linear import pass_contiguous_inputs
 from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.original_parameters import is_frozen_and_unset
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.pass_listener import PassListener
 from zeroengine.runtime.reducer import Reducer
@@ -316,7 +317,10 @@ def place_model(
     # otherwise wait for it in the first broadcast below.
     with group.collective_errors(purpose):
         check_scheduler(setup.lr_scheduler, setup.base_optimizer, config)
-        placement = place_states(plans, ranks.rules, config, ranks.transport, group.device, timer, setup.copies)
+        lack_values = [is_frozen_and_unset(plan) for plan in plans]
+        placement = place_states(
+            plans, ranks.rules, config, ranks.transport, group.device, timer, setup.copies, lack_values
+        )
         setup.partition_undo.stores.callback(placement.close)
         check_hooks_allowed(_hooked_modules(setup, ranks, placement))
         degree = max((ranks.rules.of_unit(plan).optimizer for plan in plans), default=1)

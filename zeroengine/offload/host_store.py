@@ -30,7 +30,7 @@ class HostStore:
         # The addresses of the states' storages.
         self._states: set[int] = set()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, allocated: bool = True) -> torch.Tensor:
         """Return a new state in host memory that can be copied fast."""
         state = self.copies.host_memory(numel, dtype)
         self._states.add(state.untyped_storage().data_ptr())

@@ -54,8 +54,14 @@ class OffloadStore(StateStore, Protocol):
         that work.
         """
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new 1-D state of zeros, as a CPU tensor that can be used in place."""
+    def empty(self, numel: int, dtype: torch.dtype, *, allocated: bool = True) -> torch.Tensor:
+        """Return a new 1-D state of zeros, as a CPU tensor that can be used in place.
+
+        Args:
+            numel: The number of elements.
+            dtype: Their dtype.
+            allocated: Whether it must have room on a disk now. Otherwise it may take it when it gets values.
+        """
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the values of a state, and return when it is done. For rare use: ``write`` is faster."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
@@ -12,6 +13,7 @@ from zeroengine.config import Config
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue, TransferTimes
+from zeroengine.disk.read_only_file import ReadOnlyFile
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.timer import Timer
@@ -41,6 +43,7 @@ class Placement:
         optimizer_stores: For each trainable unit, where master weights, moments and summed gradients live.
         pipeline: Brings offloaded states to the update. None: the update is on the device.
         copies: Copies between the device and the host. None: the device is the CPU.
+        in_place: Whether frozen parameters on a disk may be in files that others have written (``refer``).
     """
 
     disks: tuple[DiskStore, ...]
@@ -49,6 +52,7 @@ class Placement:
     optimizer_stores: Sequence[OffloadStore | None]
     pipeline: Pipeline | None
     copies: GPUCopies | None = None
+    in_place: bool = False
 
     @property
     def send_buffer_bytes(self) -> int:
@@ -60,7 +64,20 @@ class Placement:
     def host_buffer_bytes(self) -> int:
         """Bytes of the CPU memory between stores and computation."""
         bounce_buffers = sum(store.nbytes for store in self.stores if isinstance(store, StagedDiskStore))
+        bounce_buffers += sum(disk.unaligned_bytes for disk in self.disks)
         return bounce_buffers + (self.pipeline.nbytes if self.pipeline is not None else 0)
+
+    def refer(self, states: Sequence[torch.Tensor], file: ReadOnlyFile, offsets: Sequence[int]) -> bool:
+        """Let states that are only read have the values at ``offsets``, in bytes, of a file. Nothing is copied.
+
+        Returns:
+            Whether all of them are on the disk of the file, and so may. If not, none of them does.
+        """
+        disk = next((disk for disk in self.disks if all(disk.can_refer(state, file) for state in states)), None)
+        if disk is not None:
+            for state, offset in zip(states, offsets, strict=True):
+                disk.refer(state, file, offset)
+        return disk is not None
 
     @property
     def disk_traffic(self) -> tuple[int, int]:
@@ -124,6 +141,7 @@ def place_states(
     device: torch.device,
     timer: Timer,
     copies: GPUCopies | None = None,
+    lack_values: Sequence[bool] = (),
 ) -> Placement:
     """Open the stores that ``config`` asks for, and assign the units' states to them.
 
@@ -135,6 +153,7 @@ def place_states(
         device: The device that the model computes on.
         timer: Times the waits for the stores.
         copies: Copies between ``device`` and the host. None: ``GPUCopies`` on a GPU, and no copies on the CPU.
+        lack_values: For each unit, whether it is frozen and has no values yet. With ``in_place`` it takes no room then.
 
     Raises:
         ZeroEngineError: A path cannot be used, there is too little room, or degrees do not go with a disk.
@@ -157,8 +176,9 @@ def place_states(
     _check_disk_blocks(plans, rules, placed, transport)
     bytes_by_location = placed.bytes_by_location
     # The size of each store is known before it is opened, so that a full disk is an error at the start.
+    unallocated = sum(compress(placed.shard_bytes, lack_values)) if zero.offload_param.in_place else 0
     disks = {
-        path: open_disk(path, nbytes, config, transport.rank)
+        path: open_disk(path, nbytes, config, transport.rank, unallocated if path == placed.param_location else 0)
         for path, nbytes in bytes_by_location.items()
         if path not in (None, CPU_MEMORY)
     }
@@ -196,20 +216,28 @@ def place_states(
         if placed.num_chunks
         else None,
         copies,
+        in_place=zero.offload_param.in_place,
     )
 
 
-def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
+def open_disk(path: str, nbytes: int, config: Config, rank: int, unallocated_bytes: int = 0) -> DiskStore:
     """Open a store of ``nbytes`` bytes in the folder ``path``, with the settings of the configuration.
+
+    Args:
+        path: The folder.
+        nbytes: The padded bytes of all states.
+        config: The configuration.
+        rank: This rank, for messages.
+        unallocated_bytes: As of ``DiskStore``.
 
     Raises:
         OffloadError: ``path`` cannot be used, or has too little room.
     """
-    folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes)
+    folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes - unallocated_bytes)
     auto = None in (config.aio.block_size, config.aio.queue_depth)
     tuned = tune(path) if auto and nbytes > MIN_TUNED_BYTES else DiskSettings()
     aio = config.aio
     queue = DiskQueue(
         aio.queue_depth or tuned.queue_depth, aio.block_size or tuned.block_size, aio.backend or tuned.backend
     )
-    return DiskStore(folder, queue, nbytes)
+    return DiskStore(folder, queue, nbytes, unallocated_bytes)

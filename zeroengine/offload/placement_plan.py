@@ -37,7 +37,7 @@ class PlacementPlan:
         params_offloaded: For each unit, whether its parameter shard is offloaded.
         optimizer_offloaded: For each trainable unit, whether its optimizer's states are offloaded.
         bytes_by_location: The bytes that all states take at each location, each padded to whole blocks.
-        largest_shard_bytes: The bytes, padded, of the largest parameter shard that is offloaded.
+        shard_bytes: For each unit, the bytes, padded, of its parameter shard if that is offloaded; else 0.
         num_chunks: The number of the pipeline's buffers; 0 without a pipeline.
         chunk_numel: The elements in one of them.
         element_bytes: The bytes of one element in it, of all states that are moved.
@@ -48,10 +48,15 @@ class PlacementPlan:
     params_offloaded: tuple[bool, ...]
     optimizer_offloaded: tuple[bool, ...]
     bytes_by_location: dict[str | None, int]
-    largest_shard_bytes: int
+    shard_bytes: tuple[int, ...]
     num_chunks: int
     chunk_numel: int
     element_bytes: int
+
+    @property
+    def largest_shard_bytes(self) -> int:
+        """Bytes of the largest parameter shard that is offloaded."""
+        return max(self.shard_bytes, default=0)
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +93,7 @@ def plan_placement(
     optimizer_location = _location_of(zero.offload_optimizer, has_device_memory)
     trainable = [plan for plan in plans if plan.trainable]
     if param_location is None and optimizer_location is None:
-        return PlacementPlan(None, None, (False,) * len(plans), (False,) * len(trainable), {}, 0, 0, 0, 1)
+        return PlacementPlan(None, None, (False,) * len(plans), (False,) * len(trainable), {}, (), 0, 0, 1)
 
     degrees_of = {id(plan): rules.of_unit(plan) for plan in plans}
     numel_of = {
@@ -146,7 +151,7 @@ def plan_placement(
         tuple(params_offloaded),
         tuple(optimizer_offloaded),
         dict(bytes_by_location),
-        max(shard_bytes),
+        tuple(shard_bytes),
         zero.offload_optimizer.buffer_count if has_pipeline else 0,
         max(chunk_numel // granularity, 1) * granularity,
         element_bytes,

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zeroengine.comm.group import Group
-from zeroengine.deferred_init.parameter import take_trace
+from zeroengine.deferred_init.parameter import take_trace, trace_of
 from zeroengine.deferred_init.trace import Trace
+from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.partition.slices import slice_of
 from zeroengine.runtime.dtensors import is_dtensor, local_tensor, set_local_tensor
@@ -105,6 +106,12 @@ class OriginalParameters:
             if slot.name in self.unset and template.is_floating_point():
                 # Zeros would be taken for values.
                 local_tensor(param).data.fill_(float("nan"))
+
+
+def is_frozen_and_unset(plan: UnitPlan) -> bool:
+    """Return whether a unit's parameters are frozen and were built without values, which will be loaded."""
+    traces = [trace_of(param) for _, param in plan.params]
+    return not plan.trainable and all(trace is not None and trace.is_unset for trace in traces)
 
 
 def _compute(trace: Trace, param: nn.Parameter, target: torch.Tensor, holders: Group, all_ranks: Group) -> torch.Tensor:

@@ -27,6 +27,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.packing import is_quantizable
 from zeroengine.comm.quantized_transport import GATHER_BITS, QuantizedGather, rounded
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
@@ -35,7 +36,7 @@ from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.unit_layout import layout_of_unit
 from zeroengine.runtime.full_buffer import FullBuffer
 from zeroengine.runtime.gathered_writes import GatheredWrites
-from zeroengine.runtime.original_parameters import OriginalParameters
+from zeroengine.runtime.original_parameters import OriginalParameters, is_frozen_and_unset
 from zeroengine.runtime.released_parameter import Resolver, mark_released
 from zeroengine.runtime.secondary_shard import SecondaryShard
 from zeroengine.schedule.residency import GatherState
@@ -113,6 +114,7 @@ class Unit:
         # Whether the values that the parameters have, or are receiving, are those of the shards.
         self.has_exact_values = True
         self._transport = transport
+        is_unset = is_frozen_and_unset(plan)
         shard: torch.Tensor | None = None
         # The full buffer of a releasable unit comes and goes. The shard stays, so it is allocated first, and the full
         # buffer then leaves no holes.
@@ -124,7 +126,7 @@ class Unit:
                     again = degrees.secondary_owners(self.rank)
                     self.secondary = SecondaryShard(self.numel, self.dtype, again, transport)
             else:
-                shard = offloaded_shards.store.empty(numel, self.dtype)
+                shard = offloaded_shards.store.empty(numel, self.dtype, allocated=not is_unset)
         self.full_buffer = FullBuffer(
             self.params,
             self.layout,
@@ -137,7 +139,9 @@ class Unit:
         self.initial_master = self._load(holders, all_ranks, master_store)
         self.moved_states: dict[str, torch.Tensor] = {}
         self.shard = self.full_buffer.tensor if shard is None else shard
-        self.copy_full_to_shard()
+        # A new shard in a store is zeros already, and takes no room as long as nothing is written to it.
+        if offloaded_shards is None or not is_unset:
+            self.copy_full_to_shard()
         names = [slot.name for slot in self.layout.slots]
         self.writes = GatheredWrites(self.params, names, checks_writes, observes_data=self.is_releasable)
         self.full_buffer.note_required_gradients()
@@ -311,7 +315,10 @@ class Unit:
         if self.offloaded_shards is not None:
             self.offloaded_shards.discard_prefetched()
         # What quantized gathers showed of this rank's shard.
-        gathered = None if self._quantized is None else rounded(self.shard.to(self.full_buffer.tensor.device))
+        gathered = None
+        if self._quantized is not None:
+            populate(self.shard)
+            gathered = rounded(self.shard.to(self.full_buffer.tensor.device))
         for span in self.layout.spans(self.rank, self.degrees.parameters):
             if span.param_index in values:
                 target, written = self.shard[span.shard_slice], values[span.param_index].view(-1)[span.param_slice]

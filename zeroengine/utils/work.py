@@ -7,7 +7,8 @@ host. On CPUs both block the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol, cast
 
 import torch
@@ -46,6 +47,36 @@ class Completed:
     def done(self) -> bool:
         """Return True."""
         return True
+
+
+class Together:
+    """Several works as one, which is over when all of them are, even if one fails.
+
+    Args:
+        works: The works.
+        check: Called at the end of each wait. It may raise.
+    """
+
+    def __init__(self, works: Sequence[Work], check: Callable[[], None]) -> None:
+        self._works, self._check = works, check
+
+    def wait_stream(self) -> None:
+        """Order the current stream behind all of them."""
+        self._wait([work.wait_stream for work in self._works])
+
+    def wait_host(self) -> None:
+        """Wait for all of them."""
+        self._wait([work.wait_host for work in self._works])
+
+    def _wait(self, waits: Sequence[Callable[[], None]]) -> None:
+        # All are called, the last one first, even if one raises.
+        with ExitStack() as stack:
+            for wait in (self._check, *waits):
+                stack.callback(wait)
+
+    def done(self) -> bool:
+        """Return whether all of them are done."""
+        return all(work.done() for work in self._works)
 
 
 class Then:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Container, Mapping
@@ -16,10 +17,12 @@ from zeroengine.checkpoint.entries import StateEntry, part_of_box
 from zeroengine.comm.group import Group, check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
+from zeroengine.offload.placement import Placement
 from zeroengine.optim.master_weights import MasterWeights
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.storages import is_quantized, storages_of
 from zeroengine.utils.files import checked_path
+from zeroengine.utils.formats import listed
 from zeroengine.utils.progress import Report, evicting, progress
 from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import TensorSpec
@@ -28,8 +31,12 @@ from zeroengine.weights.postponed_errors import postponed
 from zeroengine.weights.sources import WeightSource, check_others
 from zeroengine.weights.transformers_conversion import as_model_names
 
+log = logging.getLogger("zeroengine")
+
 # So many elements are read at a time.
 CHUNK = 1 << 22
+# The names that a warning lists.
+NUM_SHOWN = 3
 
 Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
@@ -94,13 +101,34 @@ def load(tensors: EngineTensors, master_weights: MasterWeights, weights: Weights
     stored = matched.source.tensors
     tensors.warn_of_casts({own: stored[name].dtype for own, name in match.stored_names.items()}, source.where)
     with group.collective_errors("to load weights"):
+        placement = master_weights.placement
+        copied: list[str] = []
+        in_place = {
+            slot.name
+            for unit in tensors.units
+            if placement.in_place and unit.offloaded_shards is not None and not unit.trainable
+            for slot in unit.layout.slots
+        }
         total = sum(entries[name].nbytes for name in match.stored_names)
         with progress("loading", total, group.rank == 0) as report:
-            # Values of frozen parameters go straight to a disk, if they are there.
-            report = evicting(report, master_weights.placement.evict)
+            # Values of frozen parameters go straight to a disk, if they are there, or are on it already.
+            report = evicting(report, placement.evict)
             for name, stored_name in match.stored_names.items():
-                _read_entry(entries[name], matched.source, stored_name, from_rank_0, report)
-        master_weights.placement.evict()
+                entry = entries[name]
+                if name in in_place and _refer_entry(entry, matched.source, stored_name, placement):
+                    report(entry.nbytes)
+                    continue
+                _read_entry(entry, matched.source, stored_name, from_rank_0, report)
+                if name in in_place:
+                    copied.append(name)
+        if copied and group.rank == 0:
+            log.warning(
+                '"in_place": %d frozen tensors are copied to nvme_path: %s. Only those stay where they are that lie as '
+                "they are, and in the dtype of the parameters, in safetensors on the same disk.",
+                len(copied),
+                listed(copied, NUM_SHOWN),
+            )
+        placement.evict()
         if errors:
             raise errors[0]
     # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
@@ -176,6 +204,16 @@ def _broadcast_source(
         return values
 
     return WeightSource(where, specs, read, others)
+
+
+def _refer_entry(entry: StateEntry, source: WeightSource, name: str, placement: Placement) -> bool:
+    """Let this rank's boxes of a tensor, which only forwards use, be read from its file. Return whether they can be."""
+    place = source.locate(name)
+    if place is None or source.tensors[name].dtype is not entry.dtype or not entry.lies_in_runs:
+        return False
+    file, offset = place
+    offsets = [offset + box.start * entry.dtype.itemsize for box, _ in entry.pieces]
+    return placement.refer([tensor for _, tensor in entry.pieces], file, offsets)
 
 
 def _read_entry(entry: StateEntry, source: WeightSource, name: str, from_rank_0: bool, report: Report) -> None:

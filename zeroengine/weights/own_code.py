@@ -97,5 +97,6 @@ def match_weights(
         source,
         tensors=specs | values.tensors,
         read=lambda name, box: (values if name in converted else source).read(name, box),
+        locate=lambda name: None if name in converted else source.locate(name),
     )
     return MatchedWeights(match, all_tensors, computed)

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from zeroengine.checkpoint.entries import part_of_box
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.disk.mapped_memory import populate_pages
+from zeroengine.disk.read_only_file import ReadOnlyFile
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.weights.chunked_reads import read_at
@@ -40,12 +42,15 @@ class WeightSource:
         tensors: Their shapes and dtypes.
         read: Returns a copy or a view of a box of a tensor.
         others: The other values by name; None where the kind of file holds tensors alone.
+        locate: Returns the file that holds a tensor's elements one after another, as this machine has them in memory,
+            and the offset of the first one in bytes; None where it is nowhere so.
     """
 
     where: str
     tensors: dict[str, TensorSpec]
     read: Callable[[str, Box], torch.Tensor] = field(repr=False)
     others: dict[str, Any] | None = None
+    locate: Callable[[str], tuple[ReadOnlyFile, int] | None] = field(default=lambda name: None, repr=False)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a copy of a tensor, on the CPU."""
@@ -137,7 +142,11 @@ def of_path(path: Path) -> WeightSource:
     specs = {name: source.tensors[name] for name, source in owner.items()}
     others = [source.others for source in sources if source.others is not None]
     return WeightSource(
-        str(path), specs, lambda name, box: owner[name].read(name, box), dict(ChainMap(*others)) if others else None
+        str(path),
+        specs,
+        lambda name, box: owner[name].read(name, box),
+        dict(ChainMap(*others)) if others else None,
+        lambda name: owner[name].locate(name),
     )
 
 
@@ -200,7 +209,7 @@ def _safetensors(path: Path) -> WeightSource:
         with safe_open(path, framework="pt"):
             # Opening it checks its header, and that the file is as long as the header says.
             pass
-        file = open(path, "rb", buffering=0)
+        file, located = open(path, "rb", buffering=0), ReadOnlyFile(path)
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -209,16 +218,20 @@ def _safetensors(path: Path) -> WeightSource:
             raise CheckpointError(f"{path} has tensors of dtype {min(unknown)}: weights are not read from it")
         specs = {name: TensorSpec(tuple(info["shape"]), dtypes[info["dtype"]]) for name, info in header.items()}
 
+    def locate(name: str) -> tuple[ReadOnlyFile, int] | None:
+        # The values follow the eight bytes of the length and the header.
+        position = 8 + length + header[name]["data_offsets"][0]
+        return (located, position) if sys.byteorder == "little" else None
+
     def read(name: str, box: Box) -> torch.Tensor:
         dtype = specs[name].dtype
         values = torch.empty(box.numel, dtype=dtype, device="cpu")
-        # The values follow the eight bytes of the length and the header.
         position = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
         with as_checkpoint_errors(f"{path} cannot be read"):
             read_at(file, path, memoryview(values.view(torch.uint8).numpy()), position)  # type: ignore[arg-type]
         return values.view(box.sizes)
 
-    return WeightSource(str(path), specs, read)
+    return WeightSource(str(path), specs, read, locate=locate)
 
 
 def _pickled(path: Path) -> WeightSource:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint.entries import part_of_box
+from zeroengine.disk.read_only_file import ReadOnlyFile
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.utils.torch_internals import COMPILED_MODULE
@@ -307,7 +308,8 @@ def as_model_names(source: WeightSource, module: nn.Module, own_names: Collectio
         raise CheckpointError(f"{source.where} is another model's: {error}") from error
     if plan is None:
         return source
-    return replace(source, tensors=plan.new_specs(source.tensors), read=_ConvertedReads(source, plan).read)
+    reads = _ConvertedReads(source, plan)
+    return replace(source, tensors=plan.new_specs(source.tensors), read=reads.read, locate=reads.locate)
 
 
 class _ConvertedReads:
@@ -316,6 +318,9 @@ class _ConvertedReads:
         self._group_of = {name: group for group in plan.groups for name in group.targets}
         self._last: tuple[TensorConversion, int] | None = None
         self._values: dict[str, BoxValues] = {}
+
+    def locate(self, name: str) -> tuple[ReadOnlyFile, int] | None:
+        return None if name in self._group_of else self._source.locate(self._old_names[name])
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         if name not in self._group_of:
