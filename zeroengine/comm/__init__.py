@@ -7,6 +7,7 @@
 - ``rank_order_sum``: sums that have the same bits on every transport.
 - ``watchdog``: notices operations that stall, and turns failures into errors that name units and ranks.
 - ``alarm_board``: asks every rank for its position, through the process group's store.
+- ``launch_board``: tells a rank that cannot run its micro-step what the others launch.
 """
 
 from typing import TYPE_CHECKING, NoReturn

@@ -355,12 +355,8 @@ class Group:
             return self._shared_watchdog
         own = uuid.uuid4().hex, host_name()
         names, hosts = zip(*self.all_gather_object(own, "to start the watchdog"), strict=True)
-        # A clone of the store has a connection of its own, so that a request of the watchdog's thread does not wait
-        # behind one of torch's. The random name of rank 0 keeps the keys of several engines apart.
-        store = default_store()
-        clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
-        store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
-        watchdog = Watchdog(store, self.rank, hosts, timeout, self.divergence)
+        # The random name of rank 0 keeps the keys of several engines apart.
+        watchdog = Watchdog(own_store(names[0]), self.rank, hosts, timeout, self.divergence)
         self.surround_long_waits(watchdog.long_wait, PATIENCE)
         return watchdog
 
@@ -400,6 +396,16 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
 def _of_values(purpose: str, tensor: torch.Tensor) -> str:
     # Ranks that exchange tensors of different sizes would wait for bytes that never come.
     return f"{purpose}, {tensor.numel()} values of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def own_store(name: str) -> dist.Store:
+    """Return a client of the process group's store whose keys begin with ``name``.
+
+    It has a connection of its own, so that no request waits behind one of torch's or of another thread.
+    """
+    store = default_store()
+    clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
+    return dist.PrefixStore(f"zeroengine/{name}", clone())
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:

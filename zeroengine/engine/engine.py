@@ -599,8 +599,6 @@ class Engine:
                 planned.setup.undo.__exit__(type(error), error, error.__traceback__)
                 raise
             change.report_change(planned, self._parts)
-        if self._retaker is not None:
-            self._retaker.forget_launches()
 
     # -- offloading for a while -------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 [Note: A rank that runs out of memory]
 It still takes part in the collectives of the micro-step, with gradients that count as zeros, so that no rank waits.
-Where units are gathered, these collectives are known from the steps before, if two of them had the same. At the end of
-each backward the ranks tell one another whether memory sufficed. If not, all of them drop the gradients of the step,
-change to the next setting that takes less (``Engine.change``), and take the step's micro-steps again from the first
-one, with the random numbers that they had. So the step has the bits of a run without the accident.
+Where units are gathered, it follows what the others launch (``comm/launch_board.py``). At the end of each backward the
+ranks tell one another whether memory sufficed. If not, all of them drop the gradients of the step, change to the next
+setting that takes less (``Engine.change``), and take the step's micro-steps again from the first one, with the random
+numbers that they had. So the step has the bits of a run without the accident.
 
 What is taken again is the forward of the model, so the loss that ``Engine.backward`` gets must be what the model has
 returned, or a part of it. Where a step is not made of such micro-steps alone, the ranks know that it cannot be taken
@@ -24,13 +24,14 @@ from typing import Any
 import torch
 
 from zeroengine.checkpoint.content import random_states, set_random_states
+from zeroengine.comm.group import own_store
+from zeroengine.comm.launch_board import LaunchBoard
 from zeroengine.config.fields import CHOSEN
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.memory import is_out_of_memory
 from zeroengine.engine.micro_steps import RunMicroStep, drop_graph_of
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.memory.state_memory import LEAST_SAVING
-from zeroengine.schedule.actions import Gather, Reduce
 from zeroengine.utils.call_stack import run_as_own_call
 from zeroengine.utils.host_memory import trim_heap
 from zeroengine.utils.torch_internals import version_of
@@ -49,21 +50,6 @@ class RankMemory:
 
     error: str | None = None
     obstacle: str | None = None
-
-
-@dataclass(frozen=True)
-class MicroStepLaunches:
-    """The collectives of a micro-step.
-
-    Attributes:
-        released: By unit, whether it was released at the begin.
-        launches: The gathers and reduces, in order.
-        is_stable: Whether the step before had the same.
-    """
-
-    released: tuple[bool, ...]
-    launches: list[Gather | Reduce]
-    is_stable: bool = False
 
 
 class MicroStepRetaker:
@@ -99,9 +85,9 @@ class MicroStepRetaker:
         self._num_backwards = 0
         # The buffers that forwards have changed; None: none has run.
         self._changing: set[torch.Tensor] | None = None
-        # By the number of a micro-step in its step; and the units that were released as the present one began.
-        self._launches: dict[int, MicroStepLaunches] = {}
-        self._released: tuple[bool, ...] = ()
+        # What ranks launch; made where they gather. And how often the ranks have compared, by which they tell it.
+        self._board: LaunchBoard | None = None
+        self._num_compared = 0
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of training, again if memory does not suffice."""
@@ -146,8 +132,6 @@ class MicroStepRetaker:
         if failure is not None:
             _drop_graphs(micro_step, loss)
             self._complete_pass(is_forward=False)
-        else:
-            self._note_launches()
         self._forget_forwards()
         is_again = False
         while self._go_on(memory, failure):
@@ -184,12 +168,9 @@ class MicroStepRetaker:
         self._forget_forwards()
         self._obstacle = None
 
-    def forget_launches(self) -> None:
-        """Note that the configuration has changed: the next steps launch other collectives."""
-        self._launches.clear()
-
     def _forget_forwards(self) -> None:
         self._latest, self._num_begun = None, 0
+        self._end_launches()
 
     def _note_obstacle(self, obstacle: str | None) -> None:
         """Note why the step in progress cannot be taken again, if it cannot."""
@@ -209,27 +190,24 @@ class MicroStepRetaker:
         return parts.ranks.group.world_size > 1 and any(unit.is_releasable for unit in parts.partition.units)
 
     def _watch_launches(self) -> None:
+        """Let the others know what this rank launches in a micro-step that begins."""
+        if not self._gathers:
+            return
         parts = self._parts()
-        if self._gathers:
-            parts.passes.backward.executor.launches = []
-            self._released = tuple(unit.is_released for unit in parts.partition.units)
+        if self._board is None:
+            group, timeout_s = parts.ranks.group, parts.setup.config.comm.timeout_seconds
+            store = own_store(f"launches/{group.divergence.engine}")
+            self._board = LaunchBoard(store, group.rank, group.world_size, timeout_s)
+        self._board.begin(self._num_compared)
+        executor = parts.passes.backward.executor
+        executor.launches, executor.tell_launch = [], self._board.tell
 
-    def _launches_left(self) -> list[Gather | Reduce] | None:
-        """Return the collectives of the micro-step that this rank has not launched; None: they are not known."""
-        launched, expected = self._parts().passes.backward.executor.launches, self._launches.get(len(self._done))
-        if launched is None or expected is None or not expected.is_stable or expected.released != self._released:
-            return None
-        is_known = expected.launches[: len(launched)] == launched
-        return expected.launches[len(launched) :] if is_known else None
-
-    def _note_launches(self) -> None:
-        """Note what the micro-step has launched, and nothing after it."""
-        executor, number = self._parts().passes.backward.executor, len(self._done)
-        launched, executor.launches = executor.launches, None
-        if launched is not None:
-            before = self._launches.get(number)
-            is_stable = before is not None and (before.released, before.launches) == (self._released, launched)
-            self._launches[number] = MicroStepLaunches(self._released, launched, is_stable)
+    def _end_launches(self) -> None:
+        """Let the others know that this rank launches nothing more by itself."""
+        executor = self._parts().passes.backward.executor
+        if self._board is not None and executor.launches is not None:
+            executor.launches = executor.tell_launch = None
+            self._board.end()
 
     # -- after an accident ------------------------------------------------------------------------
 
@@ -259,12 +237,6 @@ class MicroStepRetaker:
         if self._is_plain_loop:
             error.add_note("on_out_of_memory: this loop calls loss.backward(): call engine.backward(loss) in its place")
             return None
-        if self._gathers and self._launches_left() is None:
-            error.add_note(
-                'on_out_of_memory "lower": at stage 3 over several ranks this rank has to know what the others gather '
-                "next, which takes two steps before with the same collectives."
-            )
-            return None
         steps = [*self._done, *([] if self._latest is None else [self._latest])]
         if not all(step.has_its_inputs for step in steps):
             self._note_obstacle("inputs of the model were changed in place")
@@ -279,11 +251,11 @@ class MicroStepRetaker:
         trim_heap()
         if parts.ranks.group.device.type == "cuda":
             torch.cuda.empty_cache()
-        launches = self._launches_left() if self._gathers else None
-        parts.passes.backward.executor.launches = None
-        if launches is not None:
+        executor = parts.passes.backward.executor
+        launched, executor.launches, executor.tell_launch = executor.launches, None, None
+        if launched is not None and self._board is not None:
             with torch.inference_mode(False), torch.no_grad():
-                parts.passes.backward.executor.repeat(launches)
+                executor.repeat(self._board.follow(launched))
         else:
             if is_forward:
                 parts.passes.backward.begin_without_loss()
@@ -313,6 +285,7 @@ class MicroStepRetaker:
             ZeroEngineError: The same on the other ranks.
         """
         parts = self._parts()
+        self._num_compared += 1
         # A rank that drops its gradients waits for its reduces, of which others do their part while they wait.
         parts.passes.reducer.launcher.wait()
         try:
@@ -347,7 +320,6 @@ class MicroStepRetaker:
                         raise
                     reason = f"{reason}; {words} was refused: {refused}"
                     continue
-                self.forget_launches()
                 return True
         self.forget_step()
         if failure is not None:
@@ -380,6 +352,7 @@ class MicroStepRetaker:
             del loss
         if failure is not None:
             self._complete_pass(is_forward=is_forward)
+        self._end_launches()
         return memory, failure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from zeroengine.runtime.gradient_hooks import NONE, ArrivingGradients
@@ -26,16 +26,18 @@ class Executor:
         units: All units, by number.
         arriving: The unit whose gradients arrive now.
         launches: The gathers and reduces that were launched since the list was assigned; None: nobody asks.
+        tell_launch: Called with each gather and reduce before it is launched; None: nobody asks.
         not_launched: The reduces that an error has kept from being launched.
     """
 
     def __init__(self, schedule: Schedule, units: Sequence[Unit]) -> None:
         self.schedule, self.units, self.arriving = schedule, units, ArrivingGradients()
         self.launches: list[Gather | Reduce] | None = None
+        self.tell_launch: Callable[[Gather | Reduce], None] | None = None
         self.not_launched: list[Reduce] = []
         self._performers: dict[type[Any], Callable[[Any], None]] = {}
 
-    def repeat(self, launches: Sequence[Gather | Reduce]) -> None:
+    def repeat(self, launches: Iterable[Gather | Reduce]) -> None:
         """Take part in collectives that other ranks launch, where this rank computes nothing. The schedule is not told.
 
         Nothing may use the units' parameters. Reduces get zeros for what has not arrived.

@@ -113,6 +113,8 @@ class Gatherer:
             raise ReleasedParameterError(
                 f"unit {unit.name} is used while the parameters are offloaded: call engine.reload_states() before"
             )
+        if self._executor.tell_launch is not None:
+            self._executor.tell_launch(Gather(unit.number, exact))
         if not (self._timer.is_watched or functorch_active()):
             unit.start_gather(exact)
         else:

@@ -129,6 +129,8 @@ class Reducer:
             self.launcher.copy_to_slot(unit_grads, index)
 
     def _reduce(self, action: Reduce) -> None:
+        if self._executor.tell_launch is not None:
+            self._executor.tell_launch(action)
         self.launcher.launch(self._gradients_of[action.unit])
         if self._executor.launches is not None:
             self._executor.launches.append(action)
