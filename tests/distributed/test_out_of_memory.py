@@ -135,6 +135,12 @@ def test_one_process_moves_its_states_to_a_disk(tmp_path: Path) -> None:
         run_ranks(1, train, [(1, 0, "backward")], 3, {**zero("nvme"), **LOWER}, 0, None)
 
 
+@pytest.mark.slow  # four ranks
+def test_smaller_degrees_give_way_to_those_of_all_ranks() -> None:
+    degrees = {"optimizer": 4, "gradients": 2, "parameters": 2}
+    check(4, [(1, 2, "forward"), (1, 3, "backward")], (3, 3), 3, zero_optimization={"degrees": degrees})
+
+
 @pytest.mark.slow  # the same with many
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ten_accidents_at_random_steps(num_ranks: int) -> None:

@@ -359,7 +359,7 @@ class MicroStepRetaker:
 def next_settings(parts: EngineParts) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the changes to settings that take less memory of the device, the next one first, and their words.
 
-    Prefetches end first, then stages rise, then states leave the device.
+    Prefetches end first, then all ranks share each state, then stages rise, then states leave the device.
     """
     memory, requested = parts.setup.state_memory, parts.setup.requested
     current, zero = memory.current(), requested.zero_optimization
@@ -367,6 +367,8 @@ def next_settings(parts: EngineParts) -> Iterator[tuple[dict[str, Any], str]]:
         smaller = zero.model_copy(update={"prefetch_bucket_size": 0})
         yield {"zero_optimization": smaller.model_dump(mode="json")}, '"stage3_prefetch_bucket_size": 0'
     if zero.degrees is not None:
+        over_all = zero.model_copy(update={"degrees": None})
+        yield {"zero_optimization": over_all.model_dump(mode="json")}, '"degrees": null'
         return
     limit = memory.requirement(current).states.device_total * (1 - LEAST_SAVING)
     choices = [
