@@ -189,7 +189,7 @@ def play(rank: Rank, script: Sequence[str], choices: Sequence[Choice], facts: Se
     return rank.collectives
 
 
-def check(model: str, script: str, facts: str, limits: str, bucket_numel: int = 0, most: int = 80) -> int:
+def check(model: str, script: str, facts: str, limits: str, bucket_numel: int = 0, most: int = 40) -> int:
     """Play all that a rank may do, up to ``most`` histories, and return how many there were."""
     blocks = MODELS[model]
     if script in NOT_REENTRANT and "reentrant" in kinds_of(blocks):
