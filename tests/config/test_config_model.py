@@ -122,6 +122,13 @@ def test_modules_that_keep_fp32_are_none_of_autocast_s_business() -> None:
     assert "keep_fp32_modules has no effect under torch_autocast" in notice
 
 
+def test_weights_that_stay_in_files_are_those_of_parameters_on_a_disk() -> None:
+    for device, num_notices in (("cpu", 1), ("nvme", 0)):
+        place = {"device": device, "nvme_path": "/local_nvme", "in_place": True}
+        notices = load({"zero_optimization": {"stage": 3, "offload_param": place}}).notices
+        assert len([text for text in notices if "in_place has no effect" in text]) == num_notices
+
+
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
 def test_a_dtype_may_be_spelt_as_torch_does(spelling: str) -> None:
     tree = {"communication_data_type": spelling, "torch_autocast": {"enabled": True, "dtype": spelling}}

@@ -175,7 +175,10 @@ CASES = {
 
 
 # Each is near to another one, or to one of whole parameters.
-SLOW = ("no clipping", "checkpoints", "evaluations", "plain backwards", "offload", "copies of parameters", "Gloo", "bf16")
+SLOW = (
+    *("no clipping", "checkpoints", "evaluations", "plain backwards"),
+    *("offload", "copies of parameters", "Gloo", "bf16"),
+)
 
 
 def train_cases(names: Sequence[str], size: int) -> dict[str, list[Trained]]:

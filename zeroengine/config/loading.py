@@ -222,6 +222,12 @@ def _default_notices(
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
+    place = config.zero_optimization.offload_param
+    if place.in_place and place.device in ("none", "cpu"):
+        yield (
+            'zero_optimization.offload_param.in_place has no effect without "device": "nvme": parameters in memory are '
+            "not read from files."
+        )
     decay, is_torchs = (written.get(("optimizer", "params", name)) for name in ("weight_decay", "torch_adam"))
     if written.get(("optimizer", "type")) == "AdamW" and decay is None and is_torchs is not True:
         yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."
