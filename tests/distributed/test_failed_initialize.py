@@ -20,7 +20,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STAGES, start
 from zeroengine import ZeroEngineError
 from zeroengine.engine.assembly import build_parts
-from zeroengine.engine.parts import build_states, connect_passes, connect_ranks, partition_model
+from zeroengine.engine.parts import build_states, connect_passes, partition_model
+from zeroengine.engine.ranks import connect_ranks
 from zeroengine.engine.reports import start_reports
 
 BF16 = {"bf16": {"enabled": True}}

@@ -24,18 +24,17 @@ from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.optional_packages import open_snapshots
 from zeroengine.engine.parts import (
     EngineCalls,
-    EngineSetup,
     PartitionedModel,
     Passes,
-    Ranks,
     States,
     build_states,
     connect_passes,
-    connect_ranks,
     partition_model,
     place_model,
 )
+from zeroengine.engine.ranks import Ranks, connect_ranks
 from zeroengine.engine.reports import Reports, start_reports
+from zeroengine.engine.setup import EngineSetup
 from zeroengine.engine.step import StepRunner
 from zeroengine.offload.placement import Placement
 from zeroengine.offload.state_offloader import StateOffloader

@@ -23,10 +23,12 @@ from zeroengine.engine.assembly import EngineParts, LastingParts, assemble
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.earlier_partition import EarlierPartition
 from zeroengine.engine.optional_packages import choose_states
-from zeroengine.engine.parts import EngineCalls, EngineSetup, PartitionUndo, Ranks, connect_ranks, place_model
+from zeroengine.engine.parts import EngineCalls, place_model
 from zeroengine.engine.progress import announce, describe_start
 from zeroengine.engine.public_call import ALL, PublicCall
+from zeroengine.engine.ranks import Ranks, connect_ranks
 from zeroengine.engine.run_progress import RunProgress
+from zeroengine.engine.setup import EngineSetup, PartitionUndo
 from zeroengine.engine.step_loop import StepLoop
 from zeroengine.engine.unit_plans import plan_units
 from zeroengine.errors import ZeroEngineError

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.engine.parts import EngineSetup
+from zeroengine.engine.setup import EngineSetup
 from zeroengine.utils.tensors import tensors_in
 
 # Images may be integers as well, of 8 bits.

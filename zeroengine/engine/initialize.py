@@ -36,8 +36,8 @@ from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.mpu_slices import note_slices_of_mpu
 from zeroengine.engine.optional_packages import choose_states
 from zeroengine.engine.overlapping_tensors import check_overlaps
-from zeroengine.engine.parts import EngineSetup, PartitionUndo
 from zeroengine.engine.progress import announce, describe_start
+from zeroengine.engine.setup import EngineSetup, PartitionUndo
 from zeroengine.engine.split_models import Split, split_model, split_of_config
 from zeroengine.engine.unit_plans import plan_units
 from zeroengine.errors import ZeroEngineError

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroengine.checkpoint.newest import SnapshotStore
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
-from zeroengine.engine.parts import EngineSetup
+from zeroengine.engine.setup import EngineSetup
 from zeroengine.errors import ZeroEngineError
 from zeroengine.memory.free_memory import FreeMemory
 from zeroengine.memory.state_memory import StateMemory

@@ -18,9 +18,9 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.disk.queue import TransferTimes
 from zeroengine.engine.forward_counts import ForwardCounts
-from zeroengine.engine.parts import EngineSetup
 from zeroengine.engine.progress import ProgressPrinter
 from zeroengine.engine.run_description import describe_run, peak_flops_of
+from zeroengine.engine.setup import EngineSetup
 from zeroengine.monitor.collector import Collector, RankStep, TraceRequest
 from zeroengine.monitor.forward_profile import ForwardProfiler
 from zeroengine.monitor.observer import Observer

@@ -15,7 +15,7 @@ from zeroengine.config import Config
 from zeroengine.config.tensor_parallel import PartitionConfig
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.parallelize import NUM_SHOWN, parallelize
-from zeroengine.engine.parts import Ranks
+from zeroengine.engine.ranks import Ranks
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.backends.torch_update import WholeUpdate
 from zeroengine.optim.choice import rules_of

@@ -29,7 +29,8 @@ import torch
 
 from zeroengine.config import Config
 from zeroengine.engine.clipping import GradientClipping
-from zeroengine.engine.parts import Passes, Ranks, States
+from zeroengine.engine.parts import Passes, States
+from zeroengine.engine.ranks import Ranks
 from zeroengine.engine.reports import Reports
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.reversible_schedule import step_reversibly
