@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -209,7 +210,7 @@ def _safetensors(path: Path) -> WeightSource:
         with safe_open(path, framework="pt"):
             # Opening it checks its header, and that the file is as long as the header says.
             pass
-        file, located = open(path, "rb", buffering=0), ReadOnlyFile(path)
+        file = open(path, "rb", buffering=0)
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -218,15 +219,17 @@ def _safetensors(path: Path) -> WeightSource:
             raise CheckpointError(f"{path} has tensors of dtype {min(unknown)}: weights are not read from it")
         specs = {name: TensorSpec(tuple(info["shape"]), dtypes[info["dtype"]]) for name, info in header.items()}
 
+    # The values follow the eight bytes of the length and the header.
+    positions = {name: 8 + length + info["data_offsets"][0] for name, info in header.items()}
+    open_once = functools.cache(lambda: ReadOnlyFile(path))
+
     def locate(name: str) -> tuple[ReadOnlyFile, int] | None:
-        # The values follow the eight bytes of the length and the header.
-        position = 8 + length + header[name]["data_offsets"][0]
-        return (located, position) if sys.byteorder == "little" else None
+        return (open_once(), positions[name]) if sys.byteorder == "little" else None
 
     def read(name: str, box: Box) -> torch.Tensor:
         dtype = specs[name].dtype
         values = torch.empty(box.numel, dtype=dtype, device="cpu")
-        position = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
+        position = positions[name] + box.start * dtype.itemsize
         with as_checkpoint_errors(f"{path} cannot be read"):
             read_at(file, path, memoryview(values.view(torch.uint8).numpy()), position)  # type: ignore[arg-type]
         return values.view(box.sizes)
