@@ -45,17 +45,18 @@ class GradientFlow:
 
 
 def gradient_positions(plan: UnitPlan) -> tuple[int, int]:
-    """Return the positions of the modules whose backwards give a unit its first and its last gradient.
+    """Return the positions of the modules whose backwards may give a unit its first and its last gradient.
 
     Autograd adds up the gradients of a tied parameter, so it has its gradient after the first of its uses in forward.
+    Where several units share a module, its parts may run in another order than they are registered in, so each unit
+    gets its gradients anywhere between those of all.
     """
     first_use: dict[torch.Tensor, int] = {}
     for module, start in zip(plan.modules, plan.positions, strict=True):
         for position, inner in enumerate(module.modules(), start):
             for param in inner.parameters(recurse=False):
                 first_use[param] = min(first_use.get(param, position), position)
-    positions = [first_use[param] for _, param in plan.params if param in first_use]
-    return max(positions, default=0), min(positions, default=0)
+    return max(first_use.values(), default=0), min(first_use.values(), default=0)
 
 
 # A size of gradient buffers: their elements, and their dtype.
