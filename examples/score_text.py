@@ -6,8 +6,9 @@
 
 `--model` is a folder with `config.json`, a tokenizer and safetensors, as `hf download` makes it. Without it a small
 Llama of random weights scores bytes. With `--nvme` the weights are read from a disk for each batch, ahead of their use,
-so larger batches take less time for each line; `--keep` is the fraction that stays in memory. Several ranks partition
-the weights and share the lines.
+so larger batches take less time for each line; `--keep` is the fraction that stays in memory. `--in-place` reads them
+out of the model's own files, if these are on that disk: nothing is copied at the start. Several ranks partition the
+weights and share the lines.
 """
 
 from __future__ import annotations
@@ -83,13 +84,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder with a model of transformers")
     parser.add_argument("--nvme", type=Path, help="a folder on a local disk that the weights are read from")
     parser.add_argument("--keep", type=float, default=0.0, help="with --nvme, the fraction that stays in memory")
+    parser.add_argument(
+        "--in-place", action="store_true", help="with --nvme, read the weights where the model's files are"
+    )
     parser.add_argument("--batch", type=int, default=32, help="lines in a forward, on each rank")
     parser.add_argument("--tokens", type=int, default=512, help="longer lines are cut off")
     options = parser.parse_args()
 
     zero: dict[str, Any] = {"stage": 3}
     if options.nvme is not None:
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(options.nvme), "ratio": 1 - options.keep}
+        place = {"device": "nvme", "nvme_path": str(options.nvme), "ratio": 1 - options.keep}
+        zero["offload_param"] = place | {"in_place": options.in_place}
     engine = build(options.model, zero)
     tokenize, rank, ranks = tokenizer_of(options.model), engine.rank, engine.world_size
     lines = [line for line in options.text.read_text(errors="replace").splitlines() if line.strip()]
@@ -116,7 +121,7 @@ def main() -> None:
             print(f"{perplexity(*scores[index]):12.3f}  {line}")
         total, count = map(sum, zip(*scores.values(), strict=True))
         print(f"{perplexity(total, count):12.3f}  all {len(lines):,} lines, {count:,} predicted tokens")
-    engine.close()
+    # engine.close() would leave an ordinary model, and read all weights into memory for that.
 
 
 if __name__ == "__main__":
