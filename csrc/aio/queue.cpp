@@ -149,9 +149,11 @@ void Queue::complete(Block* block, int64_t result) {
   if (result <= 0) {
     // Of several failures the first in the file is reported, whatever order they arrive in.
     ze_aio_result& reported = transfer->result;
-    if (reported.error == 0 || block->offset < reported.error_offset) {
+    // The first block of an unaligned read begins before the transfer does.
+    const int64_t offset = std::max(block->offset, transfer->offset);
+    if (reported.error == 0 || offset < reported.error_offset) {
       reported.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
-      reported.error_offset = block->offset;
+      reported.error_offset = offset;
     }
     // The rest of a transfer that failed is never issued.
     if (transfer->issued < transfer->bytes) {

@@ -189,6 +189,30 @@ def test_what_cannot_be_taken_again_says_what_to_write() -> None:
     assert "ZeroDivisionError" in run_ranks(1, refuse, "another error")[0]
 
 
+def in_other_loops(kind: str) -> str:
+    """A loop in whose first step at stage 3 rank 1 runs out of memory, so that it follows what rank 0 launches."""
+    start()
+    engine = make_engine(Task(factory=Dropping), 3, **LOWER)
+    Memory(engine, [(0, 1, "forward")])
+    with pytest.raises((torch.OutOfMemoryError, ZeroEngineError)) as caught:
+        loss = engine(*batch(0, engine.rank))
+        if kind == "an evaluation between":
+            with torch.no_grad():
+                engine(*batch(1, engine.rank))
+        loss.backward() if kind == "plain backwards" else engine.backward(loss)
+        engine.step()
+    return f"{type(caught.value).__name__}: {caught.value} {' '.join(getattr(caught.value, '__notes__', []))}"
+
+
+def test_a_rank_that_follows_says_what_the_loop_is_to_do() -> None:
+    for kind, text in (
+        ("plain backwards", "this loop calls loss.backward(): call engine.backward(loss)"),
+        ("an evaluation between", "a forward without gradients came between a forward and its backward"),
+    ):
+        _, message = run_ranks(2, in_other_loops, kind)
+        assert message.startswith("OutOfMemoryError: no memory in forward") and text in message
+
+
 def above_limit() -> tuple[str, int, list[float]]:
     start()
     limited = make_engine(Task(factory=Dropping), 1, memory_limit="1MB")

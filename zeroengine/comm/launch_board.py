@@ -11,8 +11,8 @@ from zeroengine.errors import DivergenceError
 from zeroengine.schedule.actions import Gather, Reduce
 
 Launch = Gather | Reduce
-# So many ranks of a large group tell their launches: a store serves one request after another.
-NUM_TELLERS = 8
+# About so many ranks of a large group tell their launches: a store serves one request after another.
+NUM_TELLERS = 64
 POLL_INTERVAL_S = 0.005
 
 
@@ -23,7 +23,8 @@ class LaunchBoard:
     microseconds, as nothing comes back. The keys, for rank r:
 
     - ``r/i``: the number of the micro-step, and launch i;
-    - ``r/end``: the number of the micro-step whose launches have ended, or that failed, on this rank.
+    - ``r/end``: the number of the micro-step whose launches have ended, or that failed, on this rank; and why no rank
+      can take it again, if the rank knows.
 
     Args:
         store: A client of the process group's store that nobody else uses.
@@ -34,7 +35,9 @@ class LaunchBoard:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
-        self._is_teller = rank % max(world_size // NUM_TELLERS, 1) == 0
+        # Those of different hosts have different numbers there, as memory is short on the first GPUs more often.
+        stride = max(world_size // NUM_TELLERS, 1)
+        self._is_teller = rank % stride == rank // stride % stride
         self._number = self._num_told = 0
 
     def begin(self, number: int) -> None:
@@ -46,15 +49,15 @@ class LaunchBoard:
         if self._is_teller:
             self._set(launch)
 
-    def end(self) -> None:
-        """Tell the others that this rank launches nothing more by itself."""
-        self._store.set(f"{self._rank}/end", str(self._number))
+    def end(self, obstacle: str = "") -> None:
+        """Tell the others that this rank launches nothing more by itself, and why none can take the step again."""
+        self._store.set(f"{self._rank}/end", f"{self._number} {obstacle}")
 
     def follow(self, launched: Sequence[Launch]) -> Iterator[Launch]:
         """Yield what other ranks launch after ``launched``, as they do so, until no rank launches anything by itself.
 
         Raises:
-            DivergenceError: A rank neither launches anything nor ends.
+            DivergenceError: A rank neither launches anything nor ends, or knows why no rank can take the step again.
         """
         if not self._is_teller:
             for launch in launched:
@@ -64,7 +67,11 @@ class LaunchBoard:
         deadline = time.monotonic() + self._timeout_s
         while True:
             # What was told before the end is read after it.
-            running = [rank for rank in ranks if int(self._get(f"{rank}/end") or -1) != self._number]
+            ends = {rank: (self._get(f"{rank}/end") or "-1 ").partition(" ") for rank in ranks}
+            running = [rank for rank, (number, _, _) in ends.items() if int(number) != self._number]
+            obstacle = next((text for rank, (_, _, text) in ends.items() if text and rank not in running), None)
+            if obstacle is not None:
+                raise DivergenceError(obstacle)
             # This rank may have told what it could not launch. The others then launch it.
             teller = next((rank for rank in ranks if (found := self._launch(rank, index)) is not None), None)
             if teller is not None and found is not None:

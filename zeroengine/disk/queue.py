@@ -275,10 +275,13 @@ class DiskQueue:
         assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.stride())
         assert 0 <= offset <= file.nbytes - nbytes, (file.path, offset, nbytes, file.nbytes)
         assert not (write and offset % ALIGNMENT), (file.path, offset)
-        if descriptors.direct >= 0 and (offset | tensor.data_ptr()) % ALIGNMENT:
+        is_aligned = not (offset | tensor.data_ptr()) % ALIGNMENT
+        if descriptors.direct >= 0 and not is_aligned:
             self.unaligned_bytes = self.depth * self.block_bytes
         # A whole last page keeps the transfer within O_DIRECT.
-        moved_bytes = min(round_up_to_block(nbytes) if owns_last_page(tensor) else nbytes, file.nbytes - offset)
+        moved_bytes = nbytes
+        if is_aligned and owns_last_page(tensor):
+            moved_bytes = min(round_up_to_block(nbytes), file.nbytes - offset)
         # The lock keeps the queue from being closed by another thread between the check and the submission.
         with self._lock:
             if not self._close.alive:

@@ -38,6 +38,8 @@ from zeroengine.utils.torch_internals import version_of
 
 log = logging.getLogger("zeroengine")
 
+PLAIN_LOOP = "this loop calls loss.backward(): call engine.backward(loss) in its place"
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -81,6 +83,8 @@ class MicroStepRetaker:
         self._obstacle: str | None = None
         # Whether backwards were run by others than ``Engine.backward``, where the ranks compare.
         self._is_plain_loop = False
+        # The forwards without gradients before the latest one of training.
+        self._num_evaluated = 0
         # How many backwards of the step in progress ``Engine.backward`` has run.
         self._num_backwards = 0
         # The buffers that forwards have changed; None: none has run.
@@ -99,6 +103,7 @@ class MicroStepRetaker:
         versions = {buffer: version_of(buffer) for buffer in model.buffers()}
         micro_step = self._latest = RunMicroStep.begin(args, kwargs, model, device, self._changing)
         if self._num_begun == 1:
+            self._num_evaluated = parts.ranks.group.divergence.num_forwards[0]
             self._watch_launches()
         output, memory, failure = self._attempt("forward", self._run_forward, *args, **kwargs)
         if failure is None:
@@ -108,7 +113,7 @@ class MicroStepRetaker:
                 changed |= {buffer for buffer, values in micro_step.buffers if not torch.equal(buffer, values)}
             self._changing = changed | (self._changing or set())
         while failure is not None:
-            self._complete_pass(is_forward=True)
+            self._complete_pass(failure, is_forward=True)
             self._go_on(memory, failure)
             self._watch_launches()
             with micro_step.again():
@@ -124,6 +129,8 @@ class MicroStepRetaker:
             self._note_obstacle(f"a backward has {self._num_begun} forwards")
         else:
             micro_step.loss_path, micro_step.options = micro_step.find(loss), options
+            if self._num_evaluated != self._parts().ranks.group.divergence.num_forwards[0]:
+                self._note_obstacle("a forward without gradients came between a forward and its backward")
             is_outside = micro_step.loss_path is None
             self._note_obstacle("the loss is no part of what the model has returned" if is_outside else None)
         # What the loop has drawn since the forward stays drawn.
@@ -131,7 +138,7 @@ class MicroStepRetaker:
         _, memory, failure = self._attempt("backward", self._run_backward, loss, **options)
         if failure is not None:
             _drop_graphs(micro_step, loss)
-            self._complete_pass(is_forward=False)
+            self._complete_pass(failure, is_forward=False)
         self._forget_forwards()
         is_again = False
         while self._go_on(memory, failure):
@@ -151,6 +158,7 @@ class MicroStepRetaker:
         parts.passes.backward.end_if_over()
         if not self._num_backwards and parts.loop.accumulation.backwards:
             self._is_plain_loop = True
+            self._end_launches(PLAIN_LOOP)
 
     def note_end_of_micro_step(self) -> None:
         """Note that ``Engine.step`` has ended a micro-step, but not the step."""
@@ -202,12 +210,12 @@ class MicroStepRetaker:
         executor = parts.passes.backward.executor
         executor.launches, executor.tell_launch = [], self._board.tell
 
-    def _end_launches(self) -> None:
-        """Let the others know that this rank launches nothing more by itself."""
+    def _end_launches(self, obstacle: str = "") -> None:
+        """Let the others know that this rank launches nothing more by itself. ``obstacle``: see ``LaunchBoard.end``."""
         executor = self._parts().passes.backward.executor
         if self._board is not None and executor.launches is not None:
             executor.launches = executor.tell_launch = None
-            self._board.end()
+            self._board.end(obstacle)
 
     # -- after an accident ------------------------------------------------------------------------
 
@@ -235,7 +243,7 @@ class MicroStepRetaker:
             return None
         parts = self._parts()
         if self._is_plain_loop:
-            error.add_note("on_out_of_memory: this loop calls loss.backward(): call engine.backward(loss) in its place")
+            error.add_note(f"on_out_of_memory: {PLAIN_LOOP}")
             return None
         steps = [*self._done, *([] if self._latest is None else [self._latest])]
         if not all(step.has_its_inputs for step in steps):
@@ -243,8 +251,12 @@ class MicroStepRetaker:
         number = parts.loop.step_runner.next_number
         return RankMemory(f"in the {where} of step {number}: {str(error).splitlines()[0]}", self._obstacle)
 
-    def _complete_pass(self, *, is_forward: bool) -> None:
-        """Take part in the collectives of the micro-step that this rank has not run, and drop its gradients."""
+    def _complete_pass(self, failure: RuntimeError, *, is_forward: bool) -> None:
+        """Take part in the collectives of the micro-step that this rank has not run, and drop its gradients.
+
+        Raises:
+            RuntimeError: ``failure``: the others do something else, or memory does not suffice for that either.
+        """
         parts = self._parts()
         # What the micro-step has computed so far makes room for what it gathers.
         gc.collect()
@@ -254,8 +266,12 @@ class MicroStepRetaker:
         executor = parts.passes.backward.executor
         launched, executor.launches, executor.tell_launch = executor.launches, None, None
         if launched is not None and self._board is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                executor.repeat(self._board.follow(launched))
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    executor.repeat(self._board.follow(launched))
+            except (RuntimeError, DivergenceError) as error:
+                failure.add_note(f"on_out_of_memory: this rank could not do what the others did: {error}")
+                raise failure from error
         else:
             if is_forward:
                 parts.passes.backward.begin_without_loss()
@@ -351,7 +367,7 @@ class MicroStepRetaker:
             _, memory, failure = self._attempt("backward", self._run_backward, loss, **micro_step.options)
             del loss
         if failure is not None:
-            self._complete_pass(is_forward=is_forward)
+            self._complete_pass(failure, is_forward=is_forward)
         self._end_launches()
         return memory, failure
 
