@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,26 @@ def test_a_read_touches_nothing_but_its_tensor(
             assert around[8 : nbytes + 8].numpy().tobytes() == contents(file)[begin : begin + nbytes]
             assert (around[:8] == 7).all() and (around[nbytes + 8 :] == 7).all()
         assert (queue.unaligned_bytes > 0) == folder.direct
+
+
+@pytest.mark.parametrize("start", [8, 2048])
+def test_an_unaligned_read_ends_with_its_memory(
+    backend: str, folder: SwapFolder, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an aligned one may go on to the end of the last page."""
+    file, x = folder.file("end", 1 << 16), aligned(8192)[start:]
+    with DiskQueue(backend=backend) as queue:
+        moved = []
+        submit = queue._library.ze_aio_submit
+
+        def note(*arguments: Any) -> Any:
+            moved.append(arguments[5])
+            return submit(*arguments)
+
+        monkeypatch.setattr(queue, "_library", SimpleNamespace(ze_aio_submit=note))
+        for offset in (0, 8):
+            queue.read(file, offset, x).wait_host()
+    assert moved == [x.nbytes] * 2
 
 
 def test_tensors_of_any_shape_and_dtype_survive_a_round_trip(backend: str, folder: SwapFolder) -> None:

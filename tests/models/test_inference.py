@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -179,6 +180,29 @@ def test_weights_are_read_where_they_are(weights: Path, disk: Path, caplog: pyte
     check()
     engine.close()
     assert disk_bytes() == 0
+
+
+def test_a_write_without_room_on_the_disk_changes_nothing(
+    weights: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(weights, Path(tempfile.mkdtemp(dir=disk)) / "weights"))
+    engine = engine_of(folder, disk, in_place=True)
+    before, layer = engine.full_state_dict(), engine.module.model.layers[1]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OffloadError, match="No space left"), zeroengine.gathered(layer), torch.no_grad():
+            layer.mlp.up_proj.weight.mul_(2)
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with zeroengine.gathered(layer), torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(2)
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, before[name] * (2 if name == "model.layers.1.mlp.up_proj.weight" else 1)), name
+    engine.close()
 
 
 def test_weights_that_change_where_they_are_read_are_an_error(weights: Path, disk: Path) -> None:

@@ -228,15 +228,22 @@ def gathered(
         after = [_contents(unit) for unit in units]
         changed = [now != then for now, then in zip(after, before, strict=True)]
         writers = owner.first_writers(changed, units)
-        for index, writer in enumerate(writers):
-            if writer >= 0 and not gatherer.has_averages:
-                # Few units are written, so the ranks exchange flags of parameters for those alone.
-                flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
-                owner.apply_writes(units[index], owner.first_writers(flags, [units[index]] * len(flags)))
-            else:
-                # A rank may have written the values that were there, which is no difference to the others.
-                units[index].forget_writes(())
-            gatherer.unpin(units[index])
+        pinned = list(units)
+        try:
+            for index, writer in enumerate(writers):
+                if writer >= 0 and not gatherer.has_averages:
+                    # Few units are written, so the ranks exchange flags of parameters for those alone.
+                    flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
+                    owner.apply_writes(units[index], owner.first_writers(flags, [units[index]] * len(flags)))
+                else:
+                    # A rank may have written the values that were there, which is no difference to the others.
+                    units[index].forget_writes(())
+                gatherer.unpin(pinned.pop(0))
+        finally:
+            # A disk may have had no room for what was written, which then is dropped.
+            for unit in pinned:
+                unit.forget_writes(())
+                gatherer.unpin(unit)
     if gatherer.has_averages and max(writers, default=-1) >= 0:
         raise ZeroEngineError(
             "gathered(): a moving average of the weights was written, which is dropped: averages follow the weights"
