@@ -50,9 +50,9 @@ ZE_API void ze_aio_close(struct ze_aio_queue* queue);
 
 /* Starts to read (if `write`, to write) `bytes` at `offset` of a file to (from) `address`. direct_fd is open with O_DIRECT,
  * or -1; fd is open on the same file without. Blocks that O_DIRECT refuses go through fd. Reads that are not aligned go
- * through depth * block_bytes of the queue's own memory. Memory and descriptors are
- * in use until the transfer is done. Transfers may overtake each other: of two that overlap the second waits for the
- * caller to see the first done. Returns NULL where there is no memory. */
+ * through depth * block_bytes of the queue's own memory. Memory and descriptors are in use until the transfer is done.
+ * Transfers may overtake each other: of two that overlap the second waits for the caller to see the first done. Returns
+ * NULL where there is no memory. */
 ZE_API struct ze_aio_transfer* ze_aio_submit(struct ze_aio_queue* queue, int write, int fd, int direct_fd,
                                              void* address, int64_t bytes, int64_t offset);
 

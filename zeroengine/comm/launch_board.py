@@ -73,11 +73,14 @@ class LaunchBoard:
             if obstacle is not None:
                 raise DivergenceError(obstacle)
             # This rank may have told what it could not launch. The others then launch it.
-            teller = next((rank for rank in ranks if (found := self._launch(rank, index)) is not None), None)
-            if teller is not None and found is not None:
-                yield found
+            told = next(
+                ((rank, next_one) for rank in ranks if (next_one := self._launch(rank, index)) is not None), None
+            )
+            if told is not None:
+                yield told[1]
                 # The next one is probably told by the same rank.
-                ranks.sort(key=lambda rank: rank != teller)
+                ranks.remove(told[0])
+                ranks.insert(0, told[0])
                 index, deadline = index + 1, time.monotonic() + self._timeout_s
             elif not running:
                 return

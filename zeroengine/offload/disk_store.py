@@ -200,12 +200,12 @@ class DiskStore:
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values`` through the mapping, a chunk at a time."""
         region = self._region_of(state)
-        start, stop = region.range_of(state)
+        begin, end = region.range_of(state)
         # What has no room on the disk keeps its values, and so does what lies around it.
-        if any(part.start < start or stop < part.stop for part in region.parts):
+        if any(part.start < begin or end < part.stop for part in region.parts):
             self._copy_parts(region)
-        region.file.allocate(region.offset + start, stop - start)
-        region.replace(start, stop)
+        region.file.allocate(region.offset + begin, end - begin)
+        region.replace(begin, end)
         numel = FILL_CHUNK_BYTES // state.element_size()
         for start in range(0, state.numel(), numel):
             chunk = state[start : start + numel]
