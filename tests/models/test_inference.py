@@ -116,6 +116,11 @@ def test_memory_holds_the_unit_in_use_and_what_is_read_ahead(weights: Path, disk
             engine.module.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, do_sample=False)
         assert layers * 2 * LAYER < max(held) <= (layers + 1) * 2 * LAYER + 4096, layers
         assert (engine.memory().gathered > 0) == (layers > 0), "the first units of the next token"
+        held.clear()
+        with torch.inference_mode():
+            for _ in range(2):
+                engine.module.model(torch.ones(1, 4, dtype=torch.long))
+        assert layers * 2 * LAYER < max(held) <= (layers + 1) * 2 * LAYER + 4096, "a part of the model by itself"
         engine.close()
 
 

@@ -43,9 +43,9 @@ def test_no_limit_of_prefetching_means_none() -> None:
 
 
 def forward(residency: Residency, actions: list[Action], order: Sequence[int]) -> list[list[int]]:
-    """What is gathered ahead at each use of a forward that repeats, and at its end."""
+    """What is gathered ahead at each use of a forward without gradients, and at its end."""
     ahead, first = [], len(actions)
-    residency.begin_pass(repeats=True)
+    residency.begin_pass(has_backward=False)
     for unit in order:
         residency.gather_and_prefetch(unit, in_backward=False)
         residency.release(unit)
@@ -67,6 +67,21 @@ def test_a_forward_is_followed_by_its_first_units_in_whatever_order_it_runs() ->
         for _ in range(2):
             forward(residency, actions, (3, 2, 1, 0))
         assert forward(residency, actions, (3, 2, 1, 0)) == [[3 - unit for unit in units] for units in every]
+
+
+def test_what_follows_a_part_of_the_model_that_was_called_by_itself_is_learned() -> None:
+    actions: list[Action] = []
+    facts = [UnitFacts(name, 1, is_trained=False) for name in "abcd"]
+    residency = Residency(facts, PrefetchLimits(1, 9), actions)
+    for _ in range(2):  # an encoder, and a decoder for each token
+        first = forward(residency, actions, (0, 1))
+        tokens = [forward(residency, actions, (2, 3)) for _ in range(3)]
+    # The end of a sequence is learned one token late, so the first units of both parts have been read ahead once each.
+    assert first == [[1], [], []]
+    assert tokens == [[[3], [0], []], [[3], [2], []], [[3], [2], []]]
+    for _ in range(2):  # modules that are called one by one
+        calls = [forward(residency, actions, [unit]) for unit in range(4)]
+    assert calls == [[[1], []], [[2], []], [[3], []], [[0], []]]
 
 
 def test_an_evaluation_during_a_training_keeps_nothing_for_the_next_one() -> None:

@@ -66,6 +66,8 @@ class Forwards:
         self.calls: list[Call] = []
         # Whether the outermost forward of the whole model began with gradients enabled.
         self._has_grad = False
+        # Whether a forward is a pass that is in progress: of the whole model, or of a part that was called by itself.
+        self._in_pass = self._is_part = False
 
     # -- the whole model --------------------------------------------------------------------------
 
@@ -77,13 +79,14 @@ class Forwards:
         if not residency.num_forwards:
             # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
             if not (in_backward or residency.num_pins):
-                residency.begin_pass(repeats=not event.has_grad)
+                residency.begin_pass(has_backward=event.has_grad)
             self._has_grad = event.has_grad
             if event.has_grad and not in_backward:
                 self._logs.begin(event.thread)
                 # A use of parameters that stay gathered goes unnoticed.
                 self._logs.latest.untracked.update(residency.pinned())
         residency.num_forwards += 1
+        self._in_pass = True
 
     def end(self, event: ForwardEnded) -> None:
         """End a forward of the whole model. The outermost one ends the pass."""
@@ -94,6 +97,7 @@ class Forwards:
         residency.num_forwards = max(0, residency.num_forwards - 1)
         if residency.num_forwards:
             return
+        self._in_pass = self._is_part
         if not (self._backwards.is_running or residency.num_pins):
             residency.end_forward_pass()
         residency.release_all_unhooked()
@@ -101,6 +105,7 @@ class Forwards:
     def abandon(self) -> None:
         """Forget forwards whose end was not reported. None can be in progress."""
         self._residency.num_forwards = 0
+        self._in_pass = self._is_part = False
         self.calls.clear()
         self._residency.forget_uses()
         self._residency.release_all_unhooked()
@@ -115,6 +120,8 @@ class Forwards:
             self._backwards.move_to_node(moment.task, moment.node)
         units, item_list = self._releasable_of[module], self._lists.get(module)
         needed = units if item_list is None else [*units, *item_list.index_of]
+        if needed and not (self._in_pass or self.calls):
+            self._begin_part(moment, has_list=item_list is not None)
         visit_log = self._enter_log(needed, moment) if needed else None
         for unit in self._units_of[module]:
             if self._units[unit].is_releasable:
@@ -135,6 +142,15 @@ class Forwards:
         is_lookup = module in self._lookups and not any(self._units[unit].is_item for unit in units)
         visit = Visit(units, moment.next_node, needs_values=not is_lookup)
         self.calls.append(Call(module, visit, is_tracked, walk, visit_log))
+
+    def _begin_part(self, moment: Moment, *, has_list: bool) -> None:
+        """Begin a pass where a part of the model is called by itself, if its units have an order to learn."""
+        # What is called between the steps of a training, unit by unit, is not followed by what follows it in a forward
+        # of the model.
+        residency = self._residency
+        if (has_list or not residency.trains) and not (self._backwards.is_running or residency.num_pins):
+            self._in_pass = self._is_part = True
+            residency.begin_pass(has_backward=moment.has_grad)
 
     def call_of(self, module: int) -> Call | None:
         """Return the innermost forward of a module. None: none is known, as a hook of the user raised before."""
@@ -168,6 +184,9 @@ class Forwards:
                 walk.skipped.append(call.visit)
         for unit in units:
             self._release(unit, has_backward=has_backward)
+        if self._is_part and not self.calls:
+            self._in_pass = self._is_part = False
+            self._residency.end_forward_pass()
 
     def _walk_of(self, units: Sequence[int]) -> ListWalk | None:
         """Return the innermost walk through a list that one of ``units`` belongs to."""
@@ -241,7 +260,7 @@ class Forwards:
         # Only inside a pass all ranks visit the same units in the same order. A module that holds a list keeps its
         # other units, so it does not matter when those inside of it need them.
         in_backward, residency = self._backwards.is_running, self._residency
-        if (residency.num_forwards or in_backward) and not residency.is_in_use(unit):
+        if (self._in_pass or in_backward) and not residency.is_in_use(unit):
             residency.gather_and_prefetch(unit, in_backward=in_backward)
         else:
             residency.gather(unit)

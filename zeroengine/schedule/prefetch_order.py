@@ -45,8 +45,8 @@ class Upcoming(NamedTuple):
 class PrefetchOrder:
     """Predicts which units come next: the units that followed the same use in the previous pass.
 
-    A pass that repeats, such as each token's of a generation, is followed by its own first units. A wrong prediction
-    costs time and never correctness.
+    Where passes follow one another, such as those of the tokens of a generation, the first units of the next one come
+    after the last ones of a pass. A wrong prediction costs time and never correctness.
 
     Args:
         limit: ``PrefetchLimits.numel``.
@@ -57,39 +57,44 @@ class PrefetchOrder:
     def __init__(self, limit: int, numel_of: Callable[[int], int], guess: Sequence[int] = ()) -> None:
         self._limit, self._numel_of = limit, numel_of
         self._next: dict[Use, Use] = {(False, unit, 1): (False, follower, 1) for unit, follower in pairwise(guess)}
-        # Whether another pass like this one is likely to follow, and the first and the last use of such a pass.
-        self._repeats = False
-        self._first: Use | None = None
-        self._end: Use | None = None
-        # By use: what may be gathered ahead there, as long as ``_next`` stays as it is.
+        # Whether another pass is likely to follow at once. By the last use of a pass: the first use of the pass
+        # that followed it. A part of the model may be called by itself, so passes take turns.
+        self._is_followed = False
+        self._next_pass: dict[Use, Use] = {}
+        # By use: what may be gathered ahead there, as long as the two above stay as they are.
         self._upcoming: dict[Use | None, Upcoming] = {}
         # The number of uses of each unit in this pass.
         self._num_uses: dict[int, int] = {}
+        # The first and the last use of this pass, and the last one of the pass before.
+        self._first: Use | None = None
         self._last: Use | None = None
+        self._last_before: Use | None = None
 
     @property
     def last(self) -> int | None:
         """The unit that was used last in this pass, or None before the first use."""
         return None if self._last is None else self._last[1]
 
-    def start_pass(self, *, repeats: bool = False) -> None:
-        """Begin a forward or a backward. ``repeats``: whether another pass like it is likely to follow."""
+    def start_pass(self, *, is_followed: bool = False) -> None:
+        """Begin a forward or a backward. ``is_followed``: whether another pass is likely to follow at once."""
         # The order learned from earlier passes stays, because this pass is likely to repeat it.
-        self._last = None
-        if repeats is not self._repeats:
-            self._repeats = repeats
+        self._last_before = self._last if is_followed and self._is_followed else None
+        self._first = self._last = None
+        if is_followed is not self._is_followed:
+            self._is_followed = is_followed
             self._upcoming.clear()
         self._num_uses.clear()
 
     def end_pass(self) -> None:
-        """End a forward or a backward: nothing follows the last use, or the pass begins again."""
-        if self._last is not None:
-            # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
-            if self._next.pop(self._last, None) is not None:
-                self._upcoming.clear()
-            if self._repeats and self._end != self._last:
-                self._end = self._last
-                self._upcoming.clear()
+        """End a forward or a backward: nothing follows the last use in it."""
+        # A single use says nothing of what follows it in other passes.
+        if self._first is None or self._last is None or self._first == self._last:
+            return
+        # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
+        if self._next.pop(self._last, None) is not None:
+            self._upcoming.clear()
+        if self._is_followed and self._last not in self._next_pass:
+            self._learn(self._next_pass, self._last, self._first)
 
     def note_use(self, unit: int, in_backward: bool) -> None:
         """Record that ``unit`` is needed now. Consecutive uses of one unit count once."""
@@ -97,13 +102,17 @@ class PrefetchOrder:
             return
         self._num_uses[unit] = self._num_uses.get(unit, 0) + 1
         use = (in_backward, unit, self._num_uses[unit])
-        if self._repeats and self._last is None and self._first != use:
-            self._first = use
+        if self._last is not None:
+            if self._next.get(self._last) != use:
+                self._learn(self._next, self._last, use)
+        elif self._last_before != use:
+            self._learn(self._next_pass, self._last_before, use)
+        self._first, self._last = self._first or use, use
+
+    def _learn(self, following: dict[Use, Use], use: Use | None, follower: Use) -> None:
+        if use is not None and following.get(use) != follower:
+            following[use] = follower
             self._upcoming.clear()
-        if self._last is not None and self._next.get(self._last) != use:
-            self._next[self._last] = use
-            self._upcoming.clear()
-        self._last = use
 
     def upcoming(self) -> Upcoming:
         """Return the units that followed the last use, as far as they may be gathered ahead."""
@@ -119,8 +128,8 @@ class PrefetchOrder:
         use, units, num_next = self._last, list[int](), 0
         ahead, ahead_numel = set[int](), 0
         # The order may have a cycle, so stop after one round.
-        for _ in range(len(self._next) if self._limit else 0):
-            if use is None or (use := self._next.get(use) or self._first_again(use)) is None:
+        for _ in range(len(self._next) + len(self._next_pass) if self._limit else 0):
+            if use is None or (use := self._following(use)) is None:
                 break
             if use[1] not in ahead:
                 ahead.add(use[1])
@@ -131,6 +140,5 @@ class PrefetchOrder:
             num_next += len(ahead) == 1
         return Upcoming(tuple(units), num_next)
 
-    def _first_again(self, use: Use) -> Use | None:
-        """Return the first use of the next pass, if this one repeats and ``use`` is its last."""
-        return self._first if self._repeats and use == self._end else None
+    def _following(self, use: Use) -> Use | None:
+        return self._next.get(use) or (self._next_pass.get(use) if self._is_followed else None)

@@ -75,6 +75,7 @@ class Residency:
         live_numel_refused: The elements that would have been live at the last unit that ``max_live_numel`` alone kept
             from being prefetched. 0: there was none.
         num_forwards: The number of forwards of the whole model that are in progress. They may be nested.
+        trains: Whether the gradients of any unit are reduced.
         unhooked: The units that were gathered for a use without a hook, in that order.
     """
 
@@ -84,13 +85,13 @@ class Residency:
         self._pins, self._num_users = [0] * len(units), [0] * len(units)
         self.num_pins = self.live_numel = self.live_numel_refused = self.num_forwards = 0
         self.unhooked: dict[int, None] = {}
-        self._trains = any(unit.is_trained for unit in units)
+        self.trains = any(unit.is_trained for unit in units)
         self._order = self._new_prefetch_order()
         self._last_in_forward: int | None = None
 
     def _new_prefetch_order(self) -> PrefetchOrder:
         # A model that only runs forwards has as much to read in the first one as in any other.
-        guess = [] if self._trains else [number for number, unit in enumerate(self._units) if unit.is_releasable]
+        guess = [] if self.trains else [number for number, unit in enumerate(self._units) if unit.is_releasable]
         return PrefetchOrder(self._limits.numel, lambda unit: self._units[unit].numel, guess)
 
     # -- single units -----------------------------------------------------------------------------
@@ -177,15 +178,15 @@ class Residency:
             if unit.is_releasable and state is not GatherState.RELEASED
         )
 
-    # -- passes: forwards and backwards of the whole model ------------------------------------------
+    # -- passes: forwards of the whole model, or of a part that is called by itself, and backwards --------
 
-    def begin_pass(self, *, repeats: bool = False) -> None:
-        """Begin a forward or a backward. ``repeats``: whether it is a forward that no backward follows."""
+    def begin_pass(self, *, has_backward: bool = True) -> None:
+        """Begin a forward or a backward. ``has_backward``: whether it is one, or a forward that one follows."""
         # Between an evaluation and a step of a training nothing is kept whole.
-        self._order.start_pass(repeats=repeats and not self._trains)
+        self._order.start_pass(is_followed=not (has_backward or self.trains))
 
     def end_forward_pass(self) -> None:
-        """End the forward that has begun. If it repeats, gather ahead the first units of the next one."""
+        """End the forward that has begun. If another one follows, gather its first units ahead."""
         self._last_in_forward = self._order.last
         self._order.end_pass()
         self._prefetch()
