@@ -87,6 +87,8 @@ class Residency:
         self.unhooked: dict[int, None] = {}
         self.trains = any(unit.is_trained for unit in units)
         self._order = self._new_prefetch_order()
+        # Whether a backward follows the forward in progress, and the last unit of the latest forward that one followed.
+        self._has_backward = False
         self._last_in_forward: int | None = None
 
     def _new_prefetch_order(self) -> PrefetchOrder:
@@ -184,10 +186,12 @@ class Residency:
         """Begin a forward or a backward. ``has_backward``: whether it is one, or a forward that one follows."""
         # Between an evaluation and a step of a training nothing is kept whole.
         self._order.start_pass(is_followed=not (has_backward or self.trains))
+        self._has_backward = has_backward
 
     def end_forward_pass(self) -> None:
         """End the forward that has begun. If another one follows, gather its first units ahead."""
-        self._last_in_forward = self._order.last
+        if self._has_backward:
+            self._last_in_forward = self._order.last
         self._order.end_pass()
         self._prefetch()
 
