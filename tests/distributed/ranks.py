@@ -19,14 +19,25 @@ from typing import Any
 from tests.emulated import emulate_gpu, share_gpu, wanted
 
 _context = mp.get_context("forkserver")
-# torch.optim's constructors import torch._dynamo, which takes longer than most tests.
+# torch.optim's constructors import torch._dynamo, which takes longer than most tests. The engine imports the modules
+# after it where they are first needed.
 _PRELOADED = [
     "tests.emulated.first",
     "torch._dynamo",
     "torch.distributed",
     "zeroengine.engine.engine",
+    "zeroengine.checkpoint.restore",
+    "zeroengine.checkpoint.search",
+    "zeroengine.checkpoint.writer",
+    "zeroengine.engine.out_of_memory",
+    "zeroengine.engine.weight_stream",
+    "zeroengine.monitor.flops",
+    "zeroengine.recovery.snapshots",
+    "zeroengine.weights.live_loads",
+    "zeroengine.weights.live_weights",
     "pytest",
     "tests.distributed.models",
+    "tests.distributed.checked_configuration",
 ]
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # before a test hides them
 sharing_gpu = False  # whether ranks compute on a GPU without being asked to
