@@ -68,7 +68,7 @@ def digests_of_cases(
     ("make", "data", "cases", "settings"),
     [
         (make_lm, batch, [(2, 0), (2, 3), (4, 2)], {}),
-        (make_lm, batch, [(2, 3)], BF16),
+        pytest.param(make_lm, batch, [(2, 3)], BF16, marks=pytest.mark.slow),
         (make_mixture, experts.batch, [(2, 3), (4, 1)], {}),
     ],
     ids=["layers", "layers in bf16", "experts"],

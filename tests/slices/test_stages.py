@@ -176,7 +176,7 @@ CASES = {
 
 # Each is near to another one, or to one of whole parameters.
 SLOW = (
-    *("no clipping", "checkpoints", "evaluations", "plain backwards"),
+    *("no clipping", "frozen parts", "checkpoints", "evaluations", "plain backwards"),
     *("offload", "copies of parameters", "Gloo", "bf16"),
 )
 
