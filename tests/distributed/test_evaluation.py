@@ -161,6 +161,28 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Twice(Reentrant):
+    """Calls the same blocks again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in (*self.blocks, *self.blocks):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.loss(x)
+
+
+def by_its_forward(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """Like ``ordinary_loop``, but calls each module by itself, and never the model."""
+    losses, norms = [], []
+    for step in range(task.steps):
+        loss = engine.module.forward(*task.data(step, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.grad_norm or 0.0)
+    return losses, norms
+
+
 class InSegments(Checkpointed):
     segments = 2
 
@@ -179,6 +201,10 @@ def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -
     recomputed = check_every_stage(Task(factory=factory, data=features), comm=comm)
     stored = run_ranks(2, train_at, (0,), Task(factory=Plain, data=features), ordinary_loop, {"comm": comm})[0]
     assert_same_bits(recomputed[0], stored[0])
+
+
+def test_checkpoints_that_are_called_twice_outside_of_the_model_have_the_same_bits_at_every_stage() -> None:
+    check_every_stage(Task(factory=Twice, data=features), loop=by_its_forward)
 
 
 def record(channel: Any, operations: list[str], issued: list[str]) -> None:

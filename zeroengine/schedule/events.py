@@ -32,6 +32,11 @@ class Moment(NamedTuple):
     node: int | None = None
 
     @property
+    def has_backward(self) -> bool:
+        """Whether a backward may follow, as far as the schedule has asked."""
+        return self.has_grad or self.checkpoint_node is not None
+
+    @property
     def present_node(self) -> int:
         """The number of the node of the checkpoint that runs now, or of the latest node."""
         if self.has_grad or self.checkpoint_node is None:

@@ -64,10 +64,9 @@ class Forwards:
         self._releasable_of = [[unit for unit in needed if units[unit].is_releasable] for needed in units_of]
         self._logs, self._residency, self._backwards = logs, residency, backwards
         self.calls: list[Call] = []
-        # Whether the outermost forward of the whole model began with gradients enabled.
-        self._has_grad = False
-        # Whether a forward is a pass that is in progress: of the whole model, or of a part that was called by itself.
-        self._in_pass = self._is_part = False
+        # Whether a forward is a pass that is in progress, of the whole model or of a part that was called by itself,
+        # whether of a part, and whether the latest one began with gradients enabled.
+        self._in_pass = self._is_part = self._has_grad = False
 
     # -- the whole model --------------------------------------------------------------------------
 
@@ -150,7 +149,8 @@ class Forwards:
         residency = self._residency
         if (has_list or not residency.trains) and not (self._backwards.is_running or residency.num_pins):
             self._in_pass = self._is_part = True
-            residency.begin_pass(has_backward=moment.has_grad)
+            self._has_grad = moment.has_backward
+            residency.begin_pass(has_backward=moment.has_backward)
 
     def call_of(self, module: int) -> Call | None:
         """Return the innermost forward of a module. None: none is known, as a hook of the user raised before."""
@@ -227,14 +227,14 @@ class Forwards:
         """Return the log of a forward of a module that begins and needs ``units``. In a backward, go to its visit."""
         if self._backwards.is_running:
             return self._backwards.recompute(units, moment, is_nested=bool(self.calls))
-        if not self._residency.num_forwards and moment.has_grad:
+        if not self._residency.num_forwards and moment.has_backward:
             self._logs.continue_latest(moment.thread)
         return self._logs.latest
 
     @property
     def logs_recomputed(self) -> bool:
         """Whether a use without gradients now is logged, if it is inside a reentrant checkpoint."""
-        return bool(self._backwards.cursors) or (self._has_grad and self._residency.num_forwards > 0)
+        return self._has_grad or not self._in_pass or bool(self._backwards.cursors)
 
     def asks_for_checkpoint(self) -> bool:
         """Return whether ``Moment.checkpoint_node`` matters where a forward of a module without gradients is now."""
