@@ -5,10 +5,12 @@ Processes fork from a server that has torch imported already, so a run costs a f
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing as mp
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -74,9 +76,7 @@ def run_ranks(
     Raises:
         RankFailed: some rank raised, died or did not answer in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     processes, pipes = [], {}
     for rank in range(world_size):
         mine, theirs = _context.Pipe()
@@ -101,6 +101,15 @@ def run_ranks(
     if failures:
         raise RankFailed(dict(sorted(failures.items())))
     return [answers[rank][1] if rank in answers else None for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    """A free port below those that the system gives to connections: one of these could take it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[Any, ...]]:
