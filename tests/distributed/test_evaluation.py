@@ -161,7 +161,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-class Twice(Reentrant):
+class Twice(Net):
     """Calls the same blocks again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

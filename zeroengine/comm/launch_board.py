@@ -73,14 +73,13 @@ class LaunchBoard:
             if obstacle is not None:
                 raise DivergenceError(obstacle)
             # This rank may have told what it could not launch. The others then launch it.
-            told = next(
-                ((rank, next_one) for rank in ranks if (next_one := self._launch(rank, index)) is not None), None
-            )
-            if told is not None:
-                yield told[1]
+            launches = ((rank, self._launch(rank, index)) for rank in ranks)
+            teller, next_launch = next((pair for pair in launches if pair[1] is not None), (-1, None))
+            if next_launch is not None:
+                yield next_launch
                 # The next one is probably told by the same rank.
-                ranks.remove(told[0])
-                ranks.insert(0, told[0])
+                ranks.remove(teller)
+                ranks.insert(0, teller)
                 index, deadline = index + 1, time.monotonic() + self._timeout_s
             elif not running:
                 return

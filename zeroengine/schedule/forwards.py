@@ -64,9 +64,9 @@ class Forwards:
         self._releasable_of = [[unit for unit in needed if units[unit].is_releasable] for needed in units_of]
         self._logs, self._residency, self._backwards = logs, residency, backwards
         self.calls: list[Call] = []
-        # Whether a forward is a pass that is in progress, of the whole model or of a part that was called by itself,
-        # whether of a part, and whether the latest one began with gradients enabled.
-        self._in_pass = self._is_part = self._has_grad = False
+        # Whether the outermost of ``calls`` is a pass, of a part of the model that was called by itself.
+        # And whether a backward may follow the latest pass of a forward.
+        self._is_part = self._has_grad = False
 
     # -- the whole model --------------------------------------------------------------------------
 
@@ -85,7 +85,6 @@ class Forwards:
                 # A use of parameters that stay gathered goes unnoticed.
                 self._logs.latest.untracked.update(residency.pinned())
         residency.num_forwards += 1
-        self._in_pass = True
 
     def end(self, event: ForwardEnded) -> None:
         """End a forward of the whole model. The outermost one ends the pass."""
@@ -96,7 +95,6 @@ class Forwards:
         residency.num_forwards = max(0, residency.num_forwards - 1)
         if residency.num_forwards:
             return
-        self._in_pass = self._is_part
         if not (self._backwards.is_running or residency.num_pins):
             residency.end_forward_pass()
         residency.release_all_unhooked()
@@ -104,7 +102,7 @@ class Forwards:
     def abandon(self) -> None:
         """Forget forwards whose end was not reported. None can be in progress."""
         self._residency.num_forwards = 0
-        self._in_pass = self._is_part = False
+        self._is_part = False
         self.calls.clear()
         self._residency.forget_uses()
         self._residency.release_all_unhooked()
@@ -119,7 +117,7 @@ class Forwards:
             self._backwards.move_to_node(moment.task, moment.node)
         units, item_list = self._releasable_of[module], self._lists.get(module)
         needed = units if item_list is None else [*units, *item_list.index_of]
-        if needed and not (self._in_pass or self.calls):
+        if needed and not (self._residency.num_forwards or self.calls):
             self._begin_part(moment, has_list=item_list is not None)
         visit_log = self._enter_log(needed, moment) if needed else None
         for unit in self._units_of[module]:
@@ -148,7 +146,7 @@ class Forwards:
         # of the model.
         residency = self._residency
         if (has_list or not residency.trains) and not (self._backwards.is_running or residency.num_pins):
-            self._in_pass = self._is_part = True
+            self._is_part = True
             self._has_grad = moment.has_backward
             residency.begin_pass(has_backward=moment.has_backward)
 
@@ -185,7 +183,7 @@ class Forwards:
         for unit in units:
             self._release(unit, has_backward=has_backward)
         if self._is_part and not self.calls:
-            self._in_pass = self._is_part = False
+            self._is_part = False
             self._residency.end_forward_pass()
 
     def _walk_of(self, units: Sequence[int]) -> ListWalk | None:
@@ -234,7 +232,8 @@ class Forwards:
     @property
     def logs_recomputed(self) -> bool:
         """Whether a use without gradients now is logged, if it is inside a reentrant checkpoint."""
-        return self._has_grad or not self._in_pass or bool(self._backwards.cursors)
+        in_pass = self._is_part or self._residency.num_forwards > 0
+        return self._has_grad or not in_pass or bool(self._backwards.cursors)
 
     def asks_for_checkpoint(self) -> bool:
         """Return whether ``Moment.checkpoint_node`` matters where a forward of a module without gradients is now."""
@@ -260,7 +259,7 @@ class Forwards:
         # Only inside a pass all ranks visit the same units in the same order. A module that holds a list keeps its
         # other units, so it does not matter when those inside of it need them.
         in_backward, residency = self._backwards.is_running, self._residency
-        if (self._in_pass or in_backward) and not residency.is_in_use(unit):
+        if (self._is_part or residency.num_forwards or in_backward) and not residency.is_in_use(unit):
             residency.gather_and_prefetch(unit, in_backward=in_backward)
         else:
             residency.gather(unit)
